@@ -52,7 +52,7 @@ SIGNING = ['cryptography>=43']
 # Runs the suites of packages that tasks are made of, within sandboxes.
 TASKS = ['pytest>=8.3']
 
-# A model that judges rubrics, behind an endpoint of OpenAI's form.
+# A policy, or a model that judges rubrics, behind an endpoint of OpenAI's form.
 JUDGE = ['openai>=3.50']
 
 # Sandboxes in the actors of a cluster; built for Python up to 3.14.

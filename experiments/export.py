@@ -35,7 +35,7 @@ _FAMILY = flags.DEFINE_string(
   'family',
   None,
   'Whose names and config.json to write, for a model that was not imported: '
-  'qwen3_moe, deepseek_v3, mixtral or olmoe.',
+  'qwen3_moe, deepseek_v3 or olmoe.',
 )
 
 

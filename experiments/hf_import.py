@@ -2,10 +2,10 @@
 
   python -m experiments.hf_import --source=DIR --out=runs/import/qwen3
 
-DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2,
-Mixtral or OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's
-int4. Nothing larger than a piece of a tensor is held in memory, and the same
-command resumes after an interruption. Tensors that the model does not have
+DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2 or
+OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's int4. Nothing
+larger than a piece of a tensor is held in memory, and the same command resumes
+after an interruption. Tensors that the model does not have
 (layers for multi-token prediction, vision towers) are named and carried along.
 `experiments.export` converts back.
 """
@@ -22,25 +22,13 @@ _SOURCE = flags.DEFINE_string(
 _OUT = flags.DEFINE_string(
   'out', None, 'Import directory to make; must not exist.', required=True
 )
-_VERIFY = flags.DEFINE_bool(
-  'verify',
-  False,
-  'Afterwards reads both again and compares every value; of an import that is '
-  'there, only that. Hashes are checked at every load without it.',
-)
 
 
 def run() -> None:
   from composer_jax.hf import importing
 
   _warn(pathlib.Path(_SOURCE.value))
-  # The earlier command was stopped while it verified.
-  if _VERIFY.value and importing.is_finished(_SOURCE.value, _OUT.value):
-    print(f'{_OUT.value} is a finished import of it.')
-  else:
-    importing.convert(_SOURCE.value, _OUT.value)
-  if _VERIFY.value:
-    importing.verify(_SOURCE.value, _OUT.value)
+  importing.convert(_SOURCE.value, _OUT.value)
   print(
     f'Import: {_OUT.value}. Train it with '
     f'--config=configs/composer/imported.py:{_OUT.value}'

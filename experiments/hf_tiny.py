@@ -19,9 +19,9 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the weights.')
 
 
 def run() -> None:
-  from composer_jax.hf import tiny
+  from experiments import tiny_checkpoint
 
-  tiny.write(_OUT.value, _FAMILY.value, _SEED.value)
+  tiny_checkpoint.write(_OUT.value, _FAMILY.value, _SEED.value)
   print(f'A tiny {_FAMILY.value} checkpoint: {_OUT.value}')
 
 

@@ -56,8 +56,8 @@ def run() -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
   # One thread sums as the rollout worker of a run does.
   os.environ.setdefault('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false')
-  from composer_jax.serve import probe
   from composer_jax.telemetry import machine, writer
+  from experiments.studies.mismatch import probe
 
   try:
     measures = probe.of_run(

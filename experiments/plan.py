@@ -5,32 +5,32 @@
 
 Questions: 'params', placement and bytes of every parameter; 'muon', the
 matrices that each device orthogonalises, with operations, bytes and modelled
-times;
-'comms', the bytes of a train step against the least; 'compile', the train step
-compiled by the machines' compiler: if it fits, what it computes and sends, and
-how much of that overlaps with products. Nothing is allocated. A wrong flag,
-config file or mesh ends the program with one line; --debug adds the traceback.
+times; 'compile', the train step compiled by the machines' compiler: if it fits,
+what it computes and sends, and how much of that overlaps with products. Nothing
+is allocated. A wrong flag, config file or mesh ends the program with one line;
+--debug adds the traceback.
 """
 
 import json
 import sys
+import types
 from typing import Any
 
 from absl import flags
 
-from composer_jax.plan import questions, topologies
+from composer_jax.plan import topologies
 from experiments import start
 
 _CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
+_QUESTIONS = ('params', 'muon', 'compile')
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
-# The fields of `questions.PlanQuestion`.
 _FIELDS = [
   _text('topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'),
-  _text('what', 'params', f'The question: {", ".join(questions.QUESTIONS)}.'),
+  _text('what', 'params', f'The question: {", ".join(_QUESTIONS)}.'),
   _text(
     'mesh',
     '',
@@ -39,7 +39,7 @@ _FIELDS = [
   ),
   _text('layout', 'hsdp', 'hsdp or data_parallel.'),
   _text('dtype', 'float32', 'Of the parameters.'),
-  # Flags of comms and compile.
+  # Flags of compile.
   _int('batch', 0, 'Rows of a step; 0: one a microbatch on devices of rows.'),
   _int('seq_len', 4096, 'Tokens of a row.'),
   _int('accumulate', 1, 'Microbatches of a step.'),
@@ -47,7 +47,6 @@ _FIELDS = [
   flags.DEFINE_float(
     'bucket', 1.25, 'Room for received rows in means; 0 for the worst case.'
   ),
-  # Flags of compile.
   flags.DEFINE_list(
     'remat_saves', None, 'What recomputing keeps; default: as in the config.'
   ),
@@ -57,20 +56,58 @@ _FIELDS = [
 ]
 
 
+def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
+  # Before jax is imported, so that it takes no accelerator.
+  topologies.prepare()
+  from composer_jax.plan import case as cases
+  from composer_jax.plan import muon, params
+
+  if q.what not in _QUESTIONS:
+    raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
+  case = cases.make(
+    fields,
+    topology_name=q.topology,
+    mesh=q.mesh,
+    layout=q.layout,
+    dtype=q.dtype,
+  )
+  if q.what == 'params':
+    return params.tables(case)
+  if q.what == 'muon':
+    return muon.tables(case)
+  from composer_jax.plan import aot, aot_process, compiled
+  from composer_jax.train import placement
+
+  options = aot.StepOptions(
+    batch_size=q.batch,
+    seq_len=q.seq_len,
+    accumulate=q.accumulate,
+    optimizer=q.optimizer,
+    bucket=q.bucket,
+    remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
+    parallel=placement.ParallelOptions(transport=q.transport),
+  )
+  task = aot_process.CompileTask(
+    case=case, options=options, topology_name=q.topology, libtpu=q.libtpu
+  )
+  made = aot_process.compile_step(task, q.until)
+  return compiled.tables(case, made, q.seq_len)
+
+
 def _main():
   fields = start.config_fields(_CONFIG)
-  question: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
+  asked = types.SimpleNamespace(**{flag.name: flag.value for flag in _FIELDS})
   try:
     if 'model' in fields:
       from composer_jax import wiring
 
       wiring.spec_of(fields)  # Refuses names that a run's config does not have.
-    tables = questions.answer(fields, questions.PlanQuestion(**question))
+    tables = _answer(fields, asked)
   except (ValueError, RuntimeError) as error:
     start.fail(error)
   if _JSON.value:
     rows = [table.to_json() for table in tables]
-    print(json.dumps({question['what']: rows}))
+    print(json.dumps({asked.what: rows}))
   else:
     print('\n\n'.join(table.to_text() for table in tables))
   if any(table.title.startswith('FAILED') for table in tables):

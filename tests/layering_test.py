@@ -41,12 +41,7 @@ SYSTEMS = {
 # Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options'),
-  'tasks': (
-    'list_functions.environment',
-    'list_functions.family',
-    'list_functions.runners',
-    'repository.scripts',
-  ),
+  'tasks': ('repository.scripts',),
   'hf': (
     'imported',
     'importing',

@@ -17,19 +17,16 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
-from composer_jax.hf.tensors import blocks, carried, quantized
+from composer_jax.hf.tensors import blocks, carried
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import source as hf_source
-from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 
@@ -90,16 +87,6 @@ def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
       making.place(partial, out)
 
 
-def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
-  """Returns true if `out` is a whole import of this very source."""
-  out = pathlib.Path(out)
-  if not (out / RECORD).is_file() or not (out / _FINGERPRINT).is_file():
-    return False
-  with contextlib.closing(hf_source.open_source(source)) as checkpoint:
-    fingerprint = _fingerprint(checkpoint, checkpoint.arrays())
-    return (out / _FINGERPRINT).read_text() == fingerprint
-
-
 def _missing_bytes(
   source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> int:
@@ -153,28 +140,18 @@ def _write_weights(
       if name in staging.done:
         continue
       staging.begin(name)
-      for piece, block in _blocks(source, name, tensor, arrays):
-        staging.write(name, piece.array, [a for a, _ in piece.box], block)
-        done_bytes += block.nbytes
+      for part in source.table[name].parts:
+        array = arrays[part.array]
+        for piece in blocks.pieces(part, array.chunk):
+          values = piece.of(tensor.read(piece.start, piece.stop))
+          block = blocks.contiguous(values).astype(array.dtype, copy=False)
+          staging.write(piece.array, [a for a, _ in piece.box], block)
+          done_bytes += block.nbytes
       staging.finish()
       start += 1
       bar.update(start, GB=done_bytes / 1e9)
   staging.save(partial / WEIGHTS)
   staging.remove()
-
-
-def _blocks(
-  source: hf_source.SourceCheckpoint,
-  name: str,
-  tensor: quantized.ReadableTensor,
-  arrays: _Arrays,
-) -> Iterator[tuple[blocks.ArrayPiece, np.ndarray]]:
-  for part in source.table[name].parts:
-    array = arrays[part.array]
-    for piece in blocks.pieces(part, array.chunk):
-      values = piece.of(tensor.read(piece.start, piece.stop))
-      block = blocks.contiguous(values)
-      yield piece, block.astype(array.dtype, copy=False)
 
 
 def copied(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -231,31 +208,6 @@ def check_finished(out: str | os.PathLike) -> None:
       '--source=CHECKPOINT --out=DIR` and name it: '
       '--config=configs/composer/imported.py:DIR.'
     )
-
-
-def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
-  """Compares every value of an import directory with its source.
-
-  Raises:
-    ValueError: a tensor differs; names it.
-  """
-  with (
-    contextlib.closing(hf_source.open_source(source)) as checkpoint,
-    contextlib.closing(open_weights(out)) as weights,
-    progress.Progress('verify', len(checkpoint.tensors)) as bar,
-  ):
-    stored = hf_stored.Stored(weights, 0)
-    arrays = checkpoint.arrays()
-    for done, (name, tensor) in enumerate(checkpoint.tensors.items()):
-      for piece, block in _blocks(checkpoint, name, tensor, arrays):
-        values = np.ascontiguousarray(stored.read(piece.array, piece.box))
-        if hf_io.as_bytes(values) != hf_io.as_bytes(block):
-          raise ValueError(
-            f'{piece.array} of {out} differs from {name} of {source}; import '
-            'it again.'
-          )
-      bar.update(done + 1)
-    carried.verify(checkpoint, pathlib.Path(out))
 
 
 def load_variables(out: str | os.PathLike, like: Any) -> Any:

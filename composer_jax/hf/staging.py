@@ -1,15 +1,14 @@
 """Writes a checkpoint larger than memory, chunk by chunk, across restarts.
 
 Orbax saves arrays that are in memory. Larger ones are written here as the files
-of their chunks, beside a journal of finished tensors. At the end orbax takes
-the files over by hard links: structure, metadata and the atomic commit are
-orbax's own, and no byte is written twice.
+of their chunks, beside a journal of finished tensors, with which a killed run
+goes on. At the end their folders are moved into orbax's checkpoint: structure,
+metadata and the atomic commit are orbax's own, and no byte is written twice.
 
-A tensor enters the journal once its chunks are synced to the disk, so a killed
-run repeats only the work since the last sync.
+The importer syncs everything before it shows the import. A power failure may
+lose chunks of the journal, which the hashes tell at every load.
 """
 
-import errno
 import json
 import math
 import os
@@ -32,8 +31,6 @@ _CHUNKS = 'chunks'
 _JOURNAL = 'journal.jsonl'
 _ZARR_DTYPES = {'float32': '<f4', 'float16': '<f2', 'bfloat16': 'bfloat16'}
 
-_SYNC_BYTES = 2**30  # written between two syncs
-
 
 class Staging:
   """The chunks of some arrays in one folder, and their journal.
@@ -49,9 +46,7 @@ class Staging:
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
     self.done: dict[str, dict[str, dict[str, str]]] = {}
-    self._pending: dict[str, dict[str, dict[str, str]]] = {}
-    self._unsynced: list[pathlib.Path] = []
-    self._unsynced_bytes = 0
+    self._tensor, self._chunks = '', dict[str, dict[str, str]]()
     for name, array in arrays.items():
       path = self._folder / _CHUNKS / name
       path.mkdir(parents=True, exist_ok=True)
@@ -66,7 +61,7 @@ class Staging:
     whole = [line for line in lines if line.endswith(b'\n')]
     for line in whole:
       self.done.update(json.loads(line))
-    # Where files cannot be linked, a killed run may have moved some away.
+    # A run killed while orbax took the files over has moved some away.
     self.done = {
       tensor: arrays
       for tensor, arrays in self.done.items()
@@ -91,13 +86,12 @@ class Staging:
 
   def begin(self, tensor: str) -> None:
     """Starts a tensor, whose chunks the next calls of `write` bring."""
-    self._pending[tensor] = {}
+    self._tensor, self._chunks = tensor, {}
 
-  def write(self, tensor: str, name: str, start: Sequence[int], block) -> None:
+  def write(self, name: str, start: Sequence[int], block: np.ndarray) -> None:
     """Writes a chunk of an array.
 
     Args:
-      tensor: tensor that was begun last.
       name: name of the array.
       start: place of the chunk in the array, a multiple of the chunks' shape.
       block: contiguous values of the array's dtype; smaller than a chunk at
@@ -108,40 +102,23 @@ class Staging:
     bounds = ','.join(f'{a}:{a + n}' for a, n in places)
     data = hf_io.as_bytes(block)
     digest = blake3.blake3(data).hexdigest()
-    self._pending[tensor].setdefault(name, {})[bounds] = digest
+    self._chunks.setdefault(name, {})[bounds] = digest
     if block.shape != array.chunk:
       # Zarr's chunks have one size; values beyond the array are never read.
       padding = [(0, c - n) for c, n in zip(array.chunk, block.shape)]
       data = hf_io.as_bytes(np.pad(block, padding))
-    path = self._path(name, start)
-    with path.open('wb', buffering=0) as file:
+    with self._path(name, start).open('wb', buffering=0) as file:
       hf_io.write_fully(file.fileno(), data, 0)
-    self._unsynced.append(path)
-    self._unsynced_bytes += len(data)
 
-  def finish(self, *, force: bool = False) -> None:
-    """Enters begun tensors in the journal, once enough bytes were written.
-
-    Args:
-      force: true to do so at once.
-    """
-    if not force and self._unsynced_bytes < _SYNC_BYTES:
-      return
-    for path in self._unsynced:
-      with path.open('rb') as file:
-        os.fsync(file.fileno())
-    for folder in {path.parent for path in self._unsynced}:
-      files.fsync_directory(folder)
-    lines = [json.dumps({k: v}) + '\n' for k, v in self._pending.items()]
-    self._journal.write(''.join(lines).encode())
+  def finish(self) -> None:
+    """Enters the tensor in the journal."""
+    line = json.dumps({self._tensor: self._chunks}) + '\n'
+    self._journal.write(line.encode())
     self._journal.flush()
-    os.fsync(self._journal.fileno())
-    self.done.update(self._pending)
-    self._pending, self._unsynced, self._unsynced_bytes = {}, [], 0
+    self.done[self._tensor] = self._chunks
 
   def save(self, directory: str | os.PathLike) -> None:
     """Makes step 0 of a `manager.Checkpoints` from the chunks."""
-    self.finish(force=True)
     shards: dict[str, dict[str, str]] = {name: {} for name in self._arrays}
     for chunks in self.done.values():
       for name, hashes_of in chunks.items():
@@ -152,7 +129,7 @@ class Staging:
       record[name] = {**kind, 'shards': shards[name]}
       tree[name] = _Finished(self._folder / _CHUNKS / name, array)
     registry = ocp.type_handlers.create_type_handler_registry(
-      (_Finished, _Links())
+      (_Finished, _Moves())
     )
     items = manager.side_items(record, None)
     handlers: dict[str, ocp.CheckpointHandler] = {
@@ -200,33 +177,21 @@ class _Finished:
     self.nbytes = math.prod(array.shape) * array.dtype.itemsize
 
 
-class _Links(ocp.type_handlers.NumpyHandler):
-  """Saves finished arrays as numpy's handler would, by hard links.
+class _Moves(ocp.type_handlers.NumpyHandler):
+  """Saves finished arrays as numpy's handler would, by moving their folders.
 
-  Consumes: folders of chunks, which stay where they are.
+  Consumes: folders of chunks.
   Waits for: the temporary folder that orbax makes for the checkpoint.
   """
 
   async def serialize(self, values, infos, args=None):
-    async def link():
+    async def move():
       for value, info in zip(values, infos, strict=True):
         await info.await_path_creation()
         target = pathlib.Path(info.parent_dir) / info.name
-        target.mkdir(parents=True)
-        for source in os.scandir(value.folder):
-          _link(source.path, target / source.name)
-        files.fsync_directory(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(value.folder, target)
 
     return [
-      ocp_future.CommitFutureAwaitingContractedSignals(link(), name='links')
+      ocp_future.CommitFutureAwaitingContractedSignals(move(), name='moves')
     ]
-
-
-def _link(source: str, target: pathlib.Path) -> None:
-  try:
-    os.link(source, target)
-  except OSError as error:
-    # A file system without hard links may report that by any other error.
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-      raise
-    os.replace(source, target)

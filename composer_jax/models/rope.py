@@ -37,7 +37,7 @@ def _angles(positions_BT, dim, config):
   if config.yarn is None:
     return jnp.cos(angle), jnp.sin(angle)
   angle *= _yarn_shares(config.theta, config.yarn, dim)
-  scale = _rotation_scale(config.yarn)
+  scale = rotation_scale(config.yarn)
   return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
@@ -78,7 +78,7 @@ def _mscale(factor: float, m: float) -> float:
   return 0.1 * m * math.log(factor) + 1.0
 
 
-def _rotation_scale(yarn: model_config.YarnConfig) -> float:
+def rotation_scale(yarn: model_config.YarnConfig) -> float:
   if yarn.mscale and yarn.mscale_all_dim:
     # Equal values (DeepSeek-V3, Kimi K2) cancel here.
     whole = _mscale(yarn.factor, yarn.mscale_all_dim)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from composer_jax.core import batches, platforms
+from composer_jax.core import batches, checks, platforms
 from composer_jax.models import config as model_config
 from composer_jax.optim import groups
 from composer_jax.parallel import shardings, topology
@@ -66,11 +66,8 @@ class StepOptions:
   remat_saves: tuple[str, ...] | None = None
 
   def __post_init__(self):
-    for name in ('seq_len', 'accumulate'):
-      if (value := getattr(self, name)) < 1:
-        raise ValueError(f'{name} must be at least 1, not {value}.')
-    if self.batch_size < 0:
-      raise ValueError(f'batch_size must be at least 0, not {self.batch_size}.')
+    checks.at_least(self, 1, 'seq_len', 'accumulate')
+    checks.at_least(self, 0, 'batch_size')
     if self.bucket and self.bucket < 1:
       raise ValueError(
         f'bucket must be at least 1 (the mean), or 0 for the worst case, not '

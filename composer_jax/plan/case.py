@@ -78,21 +78,19 @@ def make(
 
 def _mesh(topology_name: str, mesh: str) -> AbstractMesh:
   count = topologies.num_devices(topology_name)
-  sizes = _sizes(mesh) if mesh else topologies.default_mesh(count)
+  sizes: tuple[int, ...] = topologies.default_mesh(count)
+  if mesh:
+    size = '([1-9][0-9]*)'
+    match = re.fullmatch(','.join([size] * len(topology.AXES)), mesh)
+    if match is None:
+      raise ValueError(
+        f'mesh {mesh!r} must be {len(topology.AXES)} numbers of at least 1, '
+        f'{",".join(topology.AXES)}, e.g. 2,2,2.'
+      )
+    sizes = tuple(map(int, match.groups()))
   if math.prod(sizes) != count:
     raise ValueError(
       f'mesh {mesh!r} needs {math.prod(sizes)} devices and topology '
       f'{topology_name!r} has {count}; they must be equal.'
     )
   return AbstractMesh(sizes, topology.AXES)
-
-
-def _sizes(mesh: str) -> tuple[int, ...]:
-  size = '([1-9][0-9]*)'
-  match = re.fullmatch(','.join([size] * len(topology.AXES)), mesh)
-  if match is None:
-    raise ValueError(
-      f'mesh {mesh!r} must be {len(topology.AXES)} numbers of at least 1, '
-      f'{",".join(topology.AXES)}, e.g. 2,2,2.'
-    )
-  return tuple(int(size) for size in match.groups())

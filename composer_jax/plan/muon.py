@@ -217,12 +217,9 @@ def _chunks(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
 
 def _totals(made: muon_plan.MuonPlan) -> report.Table:
   even = sum(group.even_flops for group in made.groups)
-  update = sum(group.count * group.shard_bytes for group in made.groups)
   split = sum(group.split_bytes for group in made.groups)
-  dtype = jnp.dtype(made.groups[0].newton_schulz.dtype).name
   padded = muon_model.padding(made) * made.flops
   bound = muon_model.bound_bytes(made)
-  temporaries = muon_model.temporary_bytes(made)
   rows = [
     (
       name,
@@ -237,11 +234,10 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
       ('wire_bytes', made.wire_bytes, 'whole matrices', bound),
       ('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
       ('padded_flops', padded, 'all flops', made.flops),
-      ('temporary_bytes', temporaries, f'update in {dtype}', update),
     )
   ]
   return report.Table(
-    title='Totals of one device; temporary bytes are an estimate',
+    title='Totals of one device',
     columns=('total', 'value', 'against', 'least', 'ratio'),
     rows=rows,
   )
@@ -267,19 +263,15 @@ def _times(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
       ('chunks in order, transfers beside products', pipelined),
     )
   ]
+  wire_speed = f'{rates.within / 1e9:g} GB/s'
+  if made.devices > rates.node:
+    wire_speed += f' in a node of {rates.node}, {rates.across / 1e9:g} beyond'
   return report.Table(
     title=(
       f'Modelled, on published speeds of {rates.name}: '
       f'{rates.flops / 1e12:g} TFLOP/s, memory {rates.memory / 1e9:g} GB/s, '
-      f'wire {_wire(rates, made.devices)}'
+      f'wire {wire_speed}'
     ),
     columns=('time', 'ms', 'of_roofline'),
     rows=rows,
   )
-
-
-def _wire(rates: cost.Rates, devices: int) -> str:
-  text = f'{rates.within / 1e9:g} GB/s'
-  if devices <= rates.node:
-    return text
-  return f'{text} in a node of {rates.node}, {rates.across / 1e9:g} beyond'

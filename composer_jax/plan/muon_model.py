@@ -1,13 +1,10 @@
-"""Models of the time and memory that a plan of Muon takes on a device.
+"""Models of the time that a plan of Muon takes on a device.
 
 The roofline is a lower bound. The pipelined time adds the transfers that no
-product hides and the traffic of main memory. Temporary bytes estimate the
-arrays that `optim.muon.exchange` keeps; the compiler decides.
+product hides and the traffic of main memory. `--what=compile` tells the memory.
 """
 
 from collections.abc import Sequence
-
-import jax.numpy as jnp
 
 from composer_jax.optim.muon import cost
 from composer_jax.optim.muon import plan as muon_plan
@@ -104,32 +101,3 @@ def pipelined_seconds(chunks: Sequence[cost.ChunkTimes]) -> float:
       wire = max(wire, begin) + chunks[i + 1].bring
       arrived = wire
   return max(processor, wire) + (chunks[-1].give if chunks else 0.0)
-
-
-def temporary_bytes(plan: muon_plan.MuonPlan) -> int:
-  """Returns the bytes of all results, three chunks in flight and one at work.
-
-  The TPU compiler has needed 0.7 to 2 times as much: it reuses some memory, and
-  copies whole parameters to other memory orders.
-  """
-  chunks = [
-    (plan.groups[g], plan.groups[g].chunks[c]) for g, c in plan.sequence
-  ]
-  in_flight = [_in_flight(group, chunk) for group, chunk in chunks]
-  most = 0
-  for i, (group, chunk) in enumerate(chunks):
-    flying = sum(in_flight[max(i - 1, 0) : i + 2])
-    width = jnp.dtype(group.newton_schulz.dtype).itemsize
-    workspace = width * (2 * group.p * group.split_columns + 3 * group.p**2)
-    most = max(most, flying + chunk.owned * workspace)
-  return most + sum(g.count * g.shard_bytes for g in plan.groups)
-
-
-def _in_flight(group: muon_plan.MuonGroup, chunk: muon_plan.Chunk) -> int:
-  """Returns the bytes of a chunk in flight.
-
-  The chunk exists before and after the all-to-all; where replicas share it, the
-  gathered chunk exists too.
-  """
-  one = chunk.owned * group.num_shards * group.piece_bytes
-  return 2 * one + (group.sharers * one if group.sharers > 1 else 0)

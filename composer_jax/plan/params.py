@@ -90,7 +90,14 @@ def tables(case: cases.Case) -> list[report.Table]:
     title=f'Parameters on one device of {case.where}, {case.dtype}',
     columns=('name', 'shape', 'axes', 'spec', 'bytes_per_device'),
     rows=[
-      (p.name, p.shape, p.axes, _spec_cells(p.spec), p.bytes_per_device)
+      (
+        p.name,
+        p.shape,
+        p.axes,
+        # A PartitionSpec unwraps tuples of one name.
+        tuple('+'.join(a) if isinstance(a, tuple) else a for a in p.spec),
+        p.bytes_per_device,
+      )
       for p in placed
     ],
   )
@@ -110,10 +117,3 @@ def tables(case: cases.Case) -> list[report.Table]:
     rows=rows,
   )
   return [by_name, by_part]
-
-
-def _spec_cells(spec: P) -> tuple[str | None, ...]:
-  # A PartitionSpec unwraps tuples of one name.
-  return tuple(
-    '+'.join(axes) if isinstance(axes, tuple) else axes for axes in spec
-  )

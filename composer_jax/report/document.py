@@ -21,7 +21,6 @@ from composer_jax.report import (
   episodes,
   figures,
   metrics,
-  policies,
   reinforcement,
   run_data,
 )
@@ -76,9 +75,10 @@ def build(run: run_data.RunData) -> str:
     lstrip_blocks=True,
   )
   environment.filters['shown'] = _shown
-  environment.filters['base64'] = _base64
+  environment.filters['base64'] = lambda text: base64.b64encode(
+    str(text).encode()
+  ).decode()
   evaluations, machine = run.evaluations(), run.run.get('machine')
-  num_equal, differing = policies.identities(run)
   return environment.get_template('page.html').render(
     run=run,
     written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
@@ -91,17 +91,10 @@ def build(run: run_data.RunData) -> str:
     + [_result(name, row) for name, row in evaluations.items()],
     change=_change(run),
     chart=functools.partial(figures.chart, run),
-    layers=functools.partial(figures.layers, run),
     latest=functools.partial(_latest, run),
-    rl_summary=reinforcement.summary(run),
+    alarms=reinforcement.alarms(run),
     breaches=reinforcement.breaches(run),
-    bundle_summary=policies.summary(run),
-    num_equal=num_equal,
-    differing=differing,
     expert_loads=_expert_loads(run),
-    outcomes=list(episodes.OUTCOMES),
-    verdicts=episodes.verdicts(run),
-    recorded=episodes.recorded(run),
     episodes=episodes.shown(run),
     corpus=_corpus(run.manifest) if run.manifest else None,
     times=_times(run) if run.seconds else [],
@@ -109,10 +102,6 @@ def build(run: run_data.RunData) -> str:
     config=files.flatten(run.config) if run.config else {},
     meanings=_meanings(run),
   )
-
-
-def _base64(text: str) -> str:
-  return base64.b64encode(text.encode()).decode()
 
 
 def _shown(value: Any) -> Any:

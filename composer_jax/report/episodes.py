@@ -1,11 +1,9 @@
-"""What the report says of episodes: outcomes counted, and some to read.
+"""What the report shows of episodes: some to read, and where they were judged.
 
 The demonstrations that SFT trained on are written by a script. The report shows
-them apart and counts none of them.
+them apart.
 """
 
-import collections
-import math
 from typing import Any
 
 from composer_jax.report import run_data
@@ -13,14 +11,6 @@ from composer_jax.report import run_data
 # Episodes shown of each kind.
 _SHOWN = 6
 _MAX_TEXT = 20_000  # characters of one turn
-
-# Meaning of each outcome of an episode.
-OUTCOMES = {
-  'passed': 'finished, and every hidden test passed',
-  'failed': 'finished, and a hidden test failed or a monitor raised an alarm',
-  'unfinished': 'the policy never called finish',
-  'infrastructure': 'the sandbox failed; says nothing about the policy',
-}
 
 
 def _verdict(row: dict[str, Any]) -> dict[str, Any]:
@@ -50,49 +40,6 @@ def levels(run: run_data.RunData) -> list[str]:
   """Returns the isolation levels of the sandboxes that gave the verdicts."""
   names = {_verdict(row).get('sandbox_level') for row in _played(run)}
   return sorted(map(str, (names | {run.run.get('sandbox_level')}) - {None, ''}))
-
-
-def verdicts(run: run_data.RunData) -> list[list[Any]]:
-  """Counts every episode of RL and of the evaluations by outcome."""
-  rows: list[list[Any]] = []
-  num_steps = len(run.series('rl', 'passed')[0])
-  if num_steps:
-    values = [run.series('rl', name)[1] for name in OUTCOMES]
-    counts = [int(sum(filter(math.isfinite, v))) for v in values]
-    rows.append([f'RL, {num_steps} steps', *counts])
-  for name, row in run.evaluations().items():
-    fields = ('episodes', 'passed', 'unfinished_rate', 'infrastructure')
-    numbers = [run_data.number(row.get(field)) for field in fields]
-    known = [n for n in numbers if n is not None and math.isfinite(n)]
-    if len(known) == len(fields):
-      episodes, passed, rate, broken = known
-      unfinished = round(rate * episodes)
-      counts = (passed, episodes - passed - unfinished, unfinished, broken)
-      rows.append([f'Evaluation of {name}', *map(int, counts)])
-  return rows
-
-
-def recorded(run: run_data.RunData) -> list[tuple[str, str, int, str, str]]:
-  """Counts the recorded episodes by isolation level and outcome.
-
-  Returns:
-    Level, outcome, count, share and meaning of the outcome.
-  """
-  played = _played(run)
-  counts = collections.Counter(
-    (str(_verdict(row).get('sandbox_level', '')), _outcome(row))
-    for row in played
-  )
-  return [
-    (
-      level,
-      outcome,
-      count,
-      f'{100 * count / len(played):.1f} %',
-      OUTCOMES.get(outcome, ''),
-    )
-    for (level, outcome), count in sorted(counts.items())
-  ]
 
 
 def shown(run: run_data.RunData) -> dict[str, list[dict[str, Any]]]:

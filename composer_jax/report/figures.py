@@ -218,36 +218,3 @@ def chart(
         )
       )
   return curves(title, lines, **options) if lines else Figure(title, '')
-
-
-def layers(
-  run: run_data.RunData, title: str, stage: str, name: str, **options: Any
-) -> Figure:
-  """Draws a metric that is a list with one value for each layer.
-
-  More layers than a figure has colors are drawn as their range and mean.
-  """
-  steps, rows = [], []
-  for row in run.rows(stage):
-    values = row.get(name)
-    if isinstance(values, list) and values:
-      numbers = [run_data.number(value) for value in values]
-      rows.append([math.nan if n is None else n for n in numbers])
-      steps.append(row['step'])
-  # A run has one model: another number of layers is damage.
-  if not rows or len({len(row) for row in rows}) > 1:
-    return Figure(title, '')
-  values_SM = np.asarray(rows)
-  if values_SM.shape[1] <= len(COLORS):
-    labelled = {f'layer {m}': v for m, v in enumerate(values_SM.T)}
-  else:
-    labelled = {
-      'highest layer': values_SM.max(1),
-      'mean of layers': values_SM.mean(1),
-      'lowest layer': values_SM.min(1),
-    }
-  lines = [
-    Curve(label=label, steps=steps, values=values)
-    for label, values in labelled.items()
-  ]
-  return curves(title, lines, **options)

@@ -67,16 +67,6 @@ def build(
     }
     await to.answer(fields, 200 if is_ready else 503)
 
-  async def roll_back(to: exchange.Exchange, body: Any) -> None:
-    version = body.get('version') if isinstance(body, dict) else None
-    if type(version) is not int or body.keys() != {'version'}:
-      raise errors.invalid(
-        'The body must be {"version": N}, N being the policy version to leave.',
-        'version',
-      )
-    older = await served.roll_back(version)
-    await to.answer({'object': 'policy', 'policy_version': older})
-
   return applications.Starlette(
     routes=[
       route('POST', '/v1/chat/completions', text_api.chat),
@@ -85,7 +75,6 @@ def build(
       route('GET', '/v1/models/{name:path}', text_api.model),
       route('POST', '/v1/tokens', tokens_api.sample),
       route('DELETE', '/v1/tokens/sessions/{name:path}', tokens_api.close),
-      route('POST', '/v1/policy/rollback', roll_back),
       route('GET', '/metrics', scrape),
       route('GET', '/health', health, is_open=True),
       route('GET', '/ready', ready, is_open=True),

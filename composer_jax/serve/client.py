@@ -12,15 +12,12 @@ whole window if the server has dropped its session.
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import http.client
 import json
 import logging
 import secrets
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +28,6 @@ from composer_jax.core.routes import codec
 from composer_jax.tasks.repository import scripts
 from composer_jax.text import chat, tool_calls
 
-_BUSY = (429, 502, 503)
 _log = logging.getLogger(__name__)
 
 
@@ -43,17 +39,17 @@ class EndpointError(RuntimeError):
     self.code = code
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
-  """The address of a policy.
+  """The address of a policy, which OpenAI's client speaks to.
 
   Attributes:
     url: URL of the API with its version, such as http://host:8000/v1.
     model: name of the model there; '' for the only one.
     api_key: bearer token to send; '' for none.
     timeout_s: time of one attempt.
-    attempts: attempts while the server is busy or cannot be reached.
-    wait_s: time before the second attempt, doubled before each later one.
+    attempts: attempts while the server is busy or cannot be reached, with the
+      client's waits between them.
   """
 
   url: str
@@ -62,7 +58,6 @@ class Endpoint:
   api_key: str = dataclasses.field(default='', repr=False)
   timeout_s: float = 300.0
   attempts: int = 5
-  wait_s: float = 1.0
 
   def __post_init__(self):
     if not self.url.startswith(('http://', 'https://')):
@@ -72,7 +67,23 @@ class Endpoint:
       )
     checks.positive(self, 'timeout_s')
     checks.at_least(self, 1, 'attempts')
-    checks.number(self, 0, 'wait_s')
+
+  @functools.cached_property
+  def _client(self) -> Any:
+    try:
+      import openai  # An extra.
+    except ModuleNotFoundError as error:
+      raise ValueError(
+        "A policy behind an endpoint needs the package 'openai': pip install "
+        'composer_jax[judge].'
+      ) from error
+    return openai.OpenAI(
+      base_url=self.url,
+      # The client takes no empty one.
+      api_key=self.api_key or 'none',
+      timeout=self.timeout_s,
+      max_retries=self.attempts - 1,
+    )
 
   def send(
     self, path: str, body: Mapping[str, Any] | None, method: str = 'POST'
@@ -82,44 +93,18 @@ class Endpoint:
     Raises:
       EndpointError: it refused (with its own `code`), or every attempt failed.
     """
-    request = urllib.request.Request(
-      self.url + path,
-      data=None if body is None else json.dumps(body).encode(),
-      headers={'content-type': 'application/json'},
-      method=method,
-    )
-    if self.api_key:
-      # Unredirected: the key must not go to another host.
-      request.add_unredirected_header('authorization', f'Bearer {self.api_key}')
-    wait, error = self.wait_s, None
-    for attempt in range(1, self.attempts + 1):
-      try:
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-          return json.loads(answer.read())
-      except urllib.error.HTTPError as refusal:
-        error = _refusal(self.url + path, refusal)
-        if refusal.code not in _BUSY:
-          raise error from refusal
-      except (OSError, http.client.HTTPException, ValueError) as failure:
-        # No connection, one that broke, or no JSON.
-        error = EndpointError(f'{self.url}{path}: {failure}')
-      if attempt < self.attempts:
-        _log.warning('Attempt %d failed: %s', attempt, error)
-        time.sleep(wait)
-        wait *= 2
-    raise EndpointError(f'{error} (after {self.attempts} attempts)') from error
+    client = self._client
+    import openai
 
-
-def _refusal(place: str, refusal: urllib.error.HTTPError) -> EndpointError:
-  """Reads the error object of OpenAI's form, where there is one."""
-  text = refusal.read(100_000).decode('utf-8', 'replace')
-  code, message = '', text[:500]
-  try:
-    error = json.loads(text)['error']
-    code, message = str(error.get('code') or ''), str(error['message'])
-  except (ValueError, TypeError, KeyError, AttributeError):
-    pass  # A proxy's page: shown as it is.
-  return EndpointError(f'{place}: {refusal.code}: {message}', code)
+    try:
+      if method == 'DELETE':
+        return client.delete(path, cast_to=object)
+      return client.post(path, body=body, cast_to=object)
+    except (openai.OpenAIError, ValueError) as error:
+      raise EndpointError(
+        f'{self.url}{path}: {error} (at most {self.attempts} attempts)',
+        str(getattr(error, 'code', None) or ''),
+      ) from error
 
 
 def seed_of(request: records.SampleRequest) -> int:

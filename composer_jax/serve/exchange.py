@@ -205,6 +205,8 @@ class HttpRoute:
       failure = error
     except (ConnectionResetError, requests.ClientDisconnect):
       pass  # The client left; it is counted as such.
+    except asyncio.CancelledError:
+      failure = errors.draining()  # By uvicorn, whose time to drain is up.
     except Exception:
       # A bug: the log has the traceback, the client a number to find it by.
       number = secrets.token_hex(6)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,6 @@ from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
 from composer_jax.train.checkpoints import export
 
-_GENERATION = 'generation_config.json'
 STAGES = ('rl', 'sft', 'cpt')
 
 
@@ -116,9 +116,12 @@ def run(
     engine.warm()
     served = service.Service(engine, limits, policy.receiver)
     hosts = http_server.hosts_of(host, token)
-    server = http_server.HttpServer(
-      app.build(served, model, token, hosts), served
+    server = http_server.server_of(
+      app.build(served, model, token, hosts), limits.drain_s
     )
+    # uvicorn raises its signals again once it has drained.
+    for number in (signal.SIGINT, signal.SIGTERM):
+      signal.signal(number, signal.SIG_IGN)
     sock.listen()
     served.start()
     print(
@@ -187,11 +190,6 @@ def load(
   model = _model(config['model'], overrides or {})
   receiver = None
   if follow:
-    if 'delta' not in config:
-      raise ValueError(
-        f'{path} has no section delta: the run is older than signed bundles, '
-        'and cannot be followed.'
-      )
     stage = 'rl'
     receiver = receivers.Receiver(
       folder, model, store or config['delta']['store']
@@ -244,7 +242,7 @@ def _imported(
     print(f'No chat: {error}', flush=True)
     template = None
   masters = importing.load_variables(folder, _like(model, mesh))
-  path = folder / _GENERATION
+  path = folder / 'generation_config.json'
   ends = files.read_json(path).get('eos_token_id') if path.exists() else []
   return ServedPolicy(
     name=folder.name,
@@ -266,9 +264,7 @@ def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: Any) -> tuple[int, ...]:
 def _model(
   fields: dict[str, Any], overrides: dict[str, Any]
 ) -> model_config.ModelConfig:
-  # Older imports and runs lack the field.
-  fields = {'numerics': 'fast', **fields, **overrides}
-  return model_config.ModelConfig.from_dict(fields)
+  return model_config.ModelConfig.from_dict({**fields, **overrides})
 
 
 def _like(

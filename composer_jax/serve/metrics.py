@@ -56,10 +56,6 @@ class Metrics(registry.Collector):
         max(0, service.num_open - service.engine_options.num_slots),
         'Choices beyond the slots of the engine.',
       ),
-      'draining': (
-        service.state != services.SERVING,
-        '1 if it refuses requests.',
-      ),
       'healthy': (not service.unhealthy(), '1 if /health says so.'),
     }
     for name, value in service.stats.items():

@@ -1,8 +1,8 @@
-"""The weights that a service serves: newer ones as they come, older on request.
+"""The weights that a service serves: newer ones as they come.
 
-Consumes: newer policies that a receiver finds, and rollbacks of an operator.
+Consumes: newer policies that a receiver finds.
 Waits for: nothing; weights are fetched, verified and placed beside the steps.
-Woken by: the follower's thread, an operator.
+Woken by: the follower's thread.
 Produces: a reference swap in the engine's thread.
 """
 
@@ -37,7 +37,8 @@ class Policies:
     """Wraps an engine.
 
     Args:
-      engine: engine that the caller steps, in the thread that calls `serve`.
+      engine: engine that the caller steps, in the thread that calls
+        `serve_newest`.
       receiver: receiver of newer policies; None serves the same weights for
         ever.
       interval_s: seconds between two looks for a newer policy.
@@ -79,33 +80,17 @@ class Policies:
       self._refuse(error)
       return None
 
-  def previous(self, version: int) -> placing.PlacedWeights:
-    """Places the weights from before `version`; called from any thread.
-
-    Raises:
-      ValueError: nothing is followed, or those weights are not at hand.
-    """
-    if self._receiver is None:
-      raise ValueError(
-        'Nothing is followed, so that there is no version to go back to.'
-      )
-    older = self._receiver.roll_back(version)
-    return self._engine.place(older.variables, older.version)
-
   def serve_newest(self) -> None:
     """Called by the engine's thread."""
     update = self._follower.take() if self._follower else None
     # An earlier call may have taken the newest already.
     if update is not None:
+      placed = update[1]
       try:
-        self.serve(update[1])
+        self._dropped.put(self._engine.switch(placed))
+        self.version, self._refused = placed.version, ''
       except ValueError as error:
         self._refuse(error)
-
-  def serve(self, placed: placing.PlacedWeights) -> None:
-    """Called by the engine's thread; raises what `Engine.switch` does."""
-    self._dropped.put(self._engine.switch(placed))
-    self.version, self._refused = placed.version, ''
 
   def _refuse(self, error: ValueError) -> None:
     _log.warning('Version %d is served on: %s', self.version, error)

@@ -11,7 +11,6 @@ commands by the thread's death, requests by their deadline.
     error.
 """
 
-import asyncio
 import dataclasses
 import functools
 import logging
@@ -23,7 +22,6 @@ from collections.abc import Callable, Sequence
 from composer_jax.core import records
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.rollout import engine as engines
-from composer_jax.rollout import placing
 from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
@@ -33,7 +31,7 @@ _IDLE_S = 0.2
 # Between two copies of the engine's figures, which cost a few microseconds.
 _STATS_S = 0.1
 
-SERVING, DRAINING, FAILED, STOPPED = 'serving', 'draining', 'failed', 'stopped'
+SERVING, FAILED, STOPPED = 'serving', 'failed', 'stopped'
 
 
 @dataclasses.dataclass
@@ -51,8 +49,9 @@ class Service:
     options: limits of the server.
     engine_options: options of the engine.
     config: the model's config.
-    state: SERVING, DRAINING, FAILED or STOPPED.
+    state: SERVING, FAILED or STOPPED.
     num_open: number of choices running or waiting.
+    stats: figures of the engine, at most a fraction of a second old.
   """
 
   def __init__(
@@ -202,44 +201,15 @@ class Service:
     self._queue(job, run)
     await job.next()
 
-  async def roll_back(self, version: int) -> int:
-    """Serves the version before `version`, which it returns; sessions end.
-
-    They hold tokens of the version that is left, after which no token of an
-    older one may come. Their requests get 503, and may be sent again.
-
-    Raises:
-      errors.ApiError: 409, 503 or 500; the same weights are served on.
-    """
-    if self.version != version:
-      raise errors.not_served(version, self.version)
-    try:
-      placed = await asyncio.to_thread(self._policies.previous, version)
-    except ValueError as error:
-      raise errors.ApiError(
-        409, str(error), code='no_rollback', param='version'
-      ) from error
-    await self._ask(lambda: self._roll_back(version, placed))
-    return placed.version
-
-  def begin_drain(self) -> None:
-    """Takes no new requests from now on; running ones go on."""
-    with self._lock:
-      if self.state == SERVING:
-        self.state = DRAINING
-
-  def abort(self) -> None:
-    """Cancels every open request with an error that the server ends."""
-    self.begin_drain()
-    self._inbox.put(lambda: self._cancel_all(errors.draining()))
-
   def stop(self, timeout_s: float = 30.0) -> bool:
     """Ends the threads, and with them every open request.
 
     Returns:
       True if they ended in time; a step that hangs cannot be interrupted.
     """
-    self.abort()
+    with self._lock:
+      if self.state == SERVING:
+        self.state = STOPPED
     self._stopping.set()
     self._policies.stop()
     self._inbox.put(lambda: None)
@@ -296,31 +266,6 @@ class Service:
       return missing
     self._drop(name)
     return None
-
-  def _roll_back(
-    self, version: int, placed: placing.PlacedWeights
-  ) -> errors.ApiError | None:
-    if self.version != version:
-      # A newer version came while the older was being placed.
-      return errors.not_served(version, self.version)
-    self._cancel_all(
-      errors.ApiError(
-        503,
-        f'An operator rolled the policy back from version {version} to '
-        f'{placed.version}, which ends every session; send the whole context '
-        'again.',
-        code='rolled_back',
-        details={'policy_version': placed.version},
-      )
-    )
-    self._drop(*self._kept)
-    self._policies.serve(placed)
-    return None
-
-  def _cancel_all(self, reason: errors.ApiError) -> None:
-    # Jobs without requests are commands, which are answered in their turn.
-    for job in [j for j in self._jobs if j.requests]:
-      self._refuse(job, reason)
 
   def _refuse(self, job: jobs.SampleJob, reason: errors.ApiError) -> None:
     job.put(0, reason)

@@ -27,16 +27,12 @@ def test_a_checkpoint_goes_in_and_out(tmp_path):
   arrays = checkpoints.tensors(QWEN)
   source = checkpoints.write(tmp_path / 'hf', QWEN, arrays)
   ours, back = tmp_path / 'ours', tmp_path / 'back'
-  run = _run('hf_import', f'--source={source}', f'--out={ours}', '--verify')
+  run = _run('hf_import', f'--source={source}', f'--out={ours}')
   assert run.returncode == 0, run.stderr
   assert f'configs/composer/imported.py:{ours}' in run.stdout
   # Told first: the checkpoint has none.
   assert run.stdout.startswith('Warning: a run will refuse this tokenizer: ')
-  assert '[import] ' in run.stdout and '[verify] ' in run.stdout
-  # As after a kill while it verified: that is done again, and nothing else.
-  run = _run('hf_import', f'--source={source}', f'--out={ours}', '--verify')
-  assert run.returncode == 0, run.stderr
-  assert '[import] ' not in run.stdout and '[verify] ' in run.stdout
+  assert '[import] ' in run.stdout
   run = _run('export', f'--source={ours}', f'--out={back}')
   assert run.returncode == 0, run.stderr
   names = sorted(os.listdir(source))

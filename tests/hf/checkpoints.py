@@ -15,6 +15,7 @@ import safetensors.numpy
 from composer_jax.hf.architecture import config as hf_config
 from composer_jax.hf.tensors import files
 from composer_jax.hf.tensors import names as hf_names
+from tests.hf import views
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
@@ -81,7 +82,7 @@ def expected(table, arrays):
   blocks = {}
   for name, tensor in table.items():
     for part in tensor.parts:
-      block = hf_names.block(part, arrays[name])
+      block = views.block(part, arrays[name])
       blocks.setdefault(part.array, []).append((part.index, block))
   return blocks
 

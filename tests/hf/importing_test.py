@@ -40,7 +40,7 @@ def imported(tmp_path_factory):
   [
     ('qwen3_moe', hf_checkpoints.FLOAT16),
     ('qwen3_moe_dense', hf_checkpoints.FLOAT32),
-    ('mixtral', hf_checkpoints.BFLOAT16),
+    ('olmoe', hf_checkpoints.BFLOAT16),
   ],
 )
 def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype):
@@ -52,7 +52,6 @@ def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype):
   like = hf_checkpoints.like(blocks.shapes(table), dtype)
   restored = importing.load_variables(tmp_path / 'ours', like)
   hf_checkpoints.check_blocks(restored, table, arrays)
-  importing.verify(source, tmp_path / 'ours')
 
 
 def test_an_import_is_a_checkpoint_of_step_0(imported):
@@ -82,7 +81,6 @@ def test_pieces_of_any_size_make_the_same_arrays(tmp_path, monkeypatch):
   hf_checkpoints.check_blocks(
     importing.load_variables(tmp_path / 'ours', like), table, arrays
   )
-  importing.verify(source, tmp_path / 'ours')
 
 
 def test_masters_come_from_any_dtype_and_mixtures_are_float32(tmp_path):
@@ -100,7 +98,7 @@ def test_masters_come_from_any_dtype_and_mixtures_are_float32(tmp_path):
 
 
 def test_a_changed_weight_is_noticed(tmp_path, imported):
-  source, ours, _ = imported
+  _, ours, _ = imported
   shutil.copytree(ours, tmp_path / 'ours')
   state = tmp_path / 'ours' / 'weights' / '0' / 'state'
   chunk = state / 'params' / 'moe_layers' / 'moe' / 'down' / '1.3.0.0'
@@ -120,10 +118,6 @@ def test_a_changed_weight_is_noticed(tmp_path, imported):
     )
     with pytest.raises(manager.DamagedCheckpoint, match='moe/down has changed'):
       importing.load_variables(tmp_path / 'ours', like)
-  with pytest.raises(
-    ValueError, match='moe/down of .* differs from .*experts.3'
-  ):
-    importing.verify(source, tmp_path / 'ours')
 
 
 def test_unmodelled_tensors_are_carried(tmp_path, capsys):
@@ -143,18 +137,6 @@ def test_unmodelled_tensors_are_carried(tmp_path, capsys):
       values = carried.read(raw, 0, array.size)
       assert values.dtype == array.dtype
       np.testing.assert_array_equal(values, array.reshape(-1))
-  importing.verify(source, tmp_path / 'ours')
-  path = folder / 'model-00001-of-00002.safetensors'
-  data = path.read_bytes()
-  path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-  with pytest.raises(ValueError, match='in .*carried.* differs from that of'):
-    importing.verify(source, tmp_path / 'ours')
-  path.unlink()
-  with pytest.raises(ValueError, match='carried lacks .*; import the Hugging'):
-    importing.verify(source, tmp_path / 'ours')
-  shutil.rmtree(folder)
-  with pytest.raises(ValueError, match='carried lacks .*; import the Hugging'):
-    importing.verify(source, tmp_path / 'ours')
 
 
 GATE = hf_checkpoints.GATE

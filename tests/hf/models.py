@@ -19,6 +19,7 @@ from composer_jax.hf.tensors import names
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from tests import compiling
+from tests.hf import views
 
 torch.set_num_threads(1)
 
@@ -93,7 +94,7 @@ def batch(seed: int, lengths: list[list[int]], vocab_size: int) -> Batch:
   )
 
 
-def as_stored(tensors: dict[str, Any], family: str) -> dict[str, Any]:
+def as_stored(tensors: dict[str, Any]) -> dict[str, Any]:
   """Names tensors as checkpoints do; transformers stacks experts in memory."""
   stored = {}
   for name, tensor in tensors.items():
@@ -106,13 +107,6 @@ def as_stored(tensors: dict[str, Any], family: str) -> dict[str, Any]:
         stored[f'{start}.mlp.experts.{expert}.{kind}_proj.weight'] = half
     if not last:
       stored[name] = tensor
-  if family == 'mixtral':
-    pairs = {'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3'}
-    pairs['down_proj'] = 'w2'
-    stored = {
-      '.'.join(pairs.get(part, part) for part in name.split('.')): tensor
-      for name, tensor in stored.items()
-    }
   return stored
 
 
@@ -121,9 +115,7 @@ def to_ours(
 ) -> tuple[decoder.Variables, names.Table]:
   """Returns our variables for a transformers model, and the table used."""
   table = names.tensors(config, family)
-  state = {
-    name: t.numpy() for name, t in as_stored(model.state_dict(), family).items()
-  }
+  state = {name: t.numpy() for name, t in as_stored(model.state_dict()).items()}
   if config.tie_embeddings:
     del state['lm_head.weight']
   assert {n: t.shape for n, t in table.items()} == {
@@ -136,7 +128,7 @@ def to_ours(
   flat = trees.flatten_names(arrays)
   for tensor in table.values():
     for part in tensor.parts:
-      flat[part.array][part.index] = names.block(part, state[tensor.name])
+      flat[part.array][part.index] = views.block(part, state[tensor.name])
   return arrays, table
 
 
@@ -151,7 +143,7 @@ def to_theirs(
       tensors[tensor.name] = np.full(tensor.shape, np.nan, np.float32)
       for part in tensor.parts:
         values = np.asarray(flat[part.array])[part.index]
-        names.put(part, values, tensors[tensor.name])
+        views.put(part, values, tensors[tensor.name])
   return tensors
 
 

@@ -105,7 +105,7 @@ def test_published_sizes_have_our_names_and_shapes(name):
   with torch.device('meta'):
     model = transformers.AutoModelForCausalLM.from_config(reference)
   table = names.tensors(config, family)
-  state = models.as_stored(model.state_dict(), family)
+  state = models.as_stored(model.state_dict())
   held = {n: tuple(t.shape) for n, t in state.items()}
   assert {n: t.shape for n, t in table.items()} == held
   # The numbers of parameters agree.

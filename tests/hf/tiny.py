@@ -77,13 +77,6 @@ MODELS: dict[str, dict[str, Any]] = {
     'n_shared_experts': 1,
     'rope_scaling': None,
   },
-  'mixtral': {
-    **_COMMON,
-    'model_type': 'mixtral',
-    'num_key_value_heads': 2,
-    'intermediate_size': 12,
-    'num_local_experts': 8,
-  },
   'olmoe': {
     **_COMMON,
     'model_type': 'olmoe',

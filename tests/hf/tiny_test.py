@@ -4,19 +4,19 @@ import pytest
 import transformers
 
 from composer_jax.core import files
-from composer_jax.hf import tiny
 from composer_jax.hf.architecture import config
 from composer_jax.hf.tensors import source as hf_source
 from composer_jax.hf.text import chat_template
 from composer_jax.hf.text import tokenizer as hf_tokenizer
+from experiments import tiny_checkpoint
 
 
-@pytest.mark.parametrize('family', tiny.MODELS)
+@pytest.mark.parametrize('family', tiny_checkpoint.MODELS)
 def test_both_sides_read_it(tmp_path, family):
   folder = tmp_path / family
-  tiny.write(folder, family, seed=0)
+  tiny_checkpoint.write(folder, family, seed=0)
   with pytest.raises(ValueError, match=f'{family} exists'):
-    tiny.write(folder, family, seed=0)
+    tiny_checkpoint.write(folder, family, seed=0)
   fields = files.read_json(folder / 'config.json')
   assert config.from_hf(fields)[1] == family
   source = hf_source.open_source(folder)

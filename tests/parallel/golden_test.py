@@ -1,4 +1,4 @@
-"""Collectives of compiled train steps against the lines of `plan.traffic`.
+"""Collectives of compiled train steps against the stated ones.
 
 Programs of 8 emulated devices send exactly the stated bytes, layer by layer,
 forward and backward. A change of these counts makes every run slower or faster,
@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import platforms
 from composer_jax.models import placement
 from composer_jax.parallel import exchange, layouts, topology
-from composer_jax.plan import traffic
 from composer_jax.plan.hlo import overlap
-from tests.parallel import hsdp_test
+from tests.parallel import hsdp_test, traffic
 from tests.parallel import step_programs as programs
 
 DENSE, MIXTURE, STEP = 'dense layer', 'mixture layer', 'step'

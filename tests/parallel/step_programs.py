@@ -1,7 +1,7 @@
 """Compiles whole train steps of tiny decoders for 8 emulated devices.
 
 Sums up their collectives by place in the program, phase, kind and mesh axes, in
-the terms of `plan.traffic`.
+the terms of `tests.parallel.traffic`.
 """
 
 import collections
@@ -20,11 +20,10 @@ from composer_jax.models import decoder
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
 from composer_jax.plan import case as cases
-from composer_jax.plan import traffic
 from composer_jax.plan.hlo import overlap as hlo
 from composer_jax.train import placement, state, step
 from tests import compiling
-from tests.parallel import muon_meshes
+from tests.parallel import muon_meshes, traffic
 
 # Different numbers, so that trips identify the loop of a kind of layer; more
 # than one, since XLA unrolls loops of one trip.
@@ -93,7 +92,7 @@ class Program(NamedTuple):
     warnings: text that XLA printed while compiling it.
     state: shapes of the state.
     hlo: counts of the program of one device.
-    stated: traffic that `plan.traffic` states for it.
+    stated: traffic that `tests.parallel.traffic` states for it.
   """
 
   text: str
@@ -168,7 +167,7 @@ def program(
 
 
 def case(model: model_config.ModelConfig, shape: tuple[int, ...]) -> cases.Case:
-  """Returns the case for `plan.traffic`."""
+  """Returns the case for `tests.parallel.traffic`."""
   return cases.Case(
     model=model,
     machine='cpu',
@@ -213,7 +212,7 @@ def measured(made: Program, shape: tuple[int, ...]) -> dict[Key, Sent]:
 
 
 def stated(made: Program) -> dict[Key, Sent]:
-  """Sums up the lines of `plan.traffic` by key."""
+  """Sums up the lines of `tests.parallel.traffic` by key."""
   sums = collections.defaultdict(lambda: Sent(0, 0))
   for line in made.stated:
     key = Key(line.where, line.phase, line.kind, '+'.join(line.axes))

@@ -182,9 +182,12 @@ def test_rematerialisation_is_read_from_what_the_compiler_prints(tmp_path):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    (dict(seq_len=0), 'seq_len must be at least 1, not 0'),
-    (dict(accumulate=0), 'accumulate must be at least 1'),
-    (dict(batch_size=-8), 'batch_size must be at least 0, not -8'),
+    (dict(seq_len=0), 'seq_len must be an integer of at least 1; got 0'),
+    (dict(accumulate=0), 'accumulate must be an integer of at least 1'),
+    (
+      dict(batch_size=-8),
+      'batch_size must be an integer of at least 0; got -8',
+    ),
     (dict(bucket=0.5), 'bucket must be at least 1 .* not 0.5'),
   ],
 )

@@ -338,7 +338,7 @@ MODEL = 'configs/models/'
     (['--topology=cpu:3'], 'embed dimension'),
     (
       ['--what=weather'],
-      "'weather' is not one of ['comms', 'compile', 'muon', 'params'",
+      "'weather' is not one of ['compile', 'muon', 'params'",
     ),
     (
       ['--what=compile', '--until=schedule'],

@@ -1,7 +1,5 @@
 """What the report says of the mismatch of rollout and trainer."""
 
-import pytest
-
 from composer_jax.report import document, run_data
 from composer_jax.telemetry import writer
 
@@ -15,23 +13,11 @@ def section(workdir, *rows):
   return page[start : page.index('>Delta bundles<')]
 
 
-@pytest.mark.parametrize('num_layers', [2, 7])
-def test_routes_are_drawn_by_layer_or_as_their_range(tmp_path, num_layers):
-  shares = [1 - 0.01 * m for m in range(num_layers)]
-  rows = [{'route_agreement_layers': shares}, {}, {'loss': 1.0}]
-  text = section(tmp_path, *rows, {'route_agreement_layers': shares})
-  assert 'Recorded routes that the trainer would take: not yet' not in text
-  assert 'Recorded routes that the trainer would take' in text
-
-
 def test_what_was_not_measured_is_not_yet(tmp_path):
   text = section(tmp_path, {'reward': 1.0})
   assert text.count('not yet') > 5
   # No curriculum: it will not come.
   assert 'Weight of the tasks drawn' not in text
-  damaged = [{'route_agreement_layers': v} for v in ([1, 2], [1], [], 'x')]
-  text = section(tmp_path, *damaged)
-  assert 'Recorded routes that the trainer would take: not yet' in text
 
 
 def test_a_mismatch_of_zero_or_of_nothing_finite_is_drawn(tmp_path):

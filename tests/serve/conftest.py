@@ -54,10 +54,6 @@ def say(shared, shared_client, tokenizer):
   shared.settle()
 
 
-def _no_rollback(version):
-  raise ValueError(f'Nothing is from before version {version}.')
-
-
 @pytest.fixture
 def serve(tokenizer):
   """serve(script, ...) -> a running server, stopped at the end."""
@@ -68,14 +64,13 @@ def serve(tokenizer):
       *,
       limits=None,
       poll=None,
-      roll_back=_no_rollback,
       token='',
       form=None,
       **more,
     ):
       receiver = None
       if poll is not None:
-        receiver = scripted.ScriptedReceiver(poll, roll_back)
+        receiver = scripted.ScriptedReceiver(poll)
       engine = scripted.ScriptedEngine(script, **more)
       return stack.enter_context(
         scripted.serving(

@@ -7,6 +7,7 @@ import time
 import types
 
 import numpy as np
+import uvicorn
 
 from composer_jax.core import records
 from composer_jax.rollout import sessions
@@ -90,8 +91,6 @@ class ScriptedEngine:
     return types.SimpleNamespace(version=version)
 
   def switch(self, placed):
-    if placed.version < self.version and self.held:
-      raise ValueError(f'{len(self.held)} sessions are open.')
     self.version = placed.version
     self.swaps.append(placed.version)
 
@@ -146,23 +145,19 @@ class ScriptedEngine:
 
 
 class ScriptedReceiver:
-  """Receives what `poll()` and `roll_back(version)` say: version, variables."""
+  """Receives what `poll()` says: version and variables."""
 
   problem = None
 
-  def __init__(self, poll, roll_back):
-    self._poll, self._roll_back = poll, roll_back
+  def __init__(self, poll):
+    self._poll = poll
 
   def poll(self):
     update = self._poll()
-    return update and _policy(*update)
-
-  def roll_back(self, version):
-    return _policy(*self._roll_back(version))
-
-
-def _policy(version, variables):
-  return types.SimpleNamespace(version=version, variables=variables)
+    if update is None:
+      return None
+    version, variables = update
+    return types.SimpleNamespace(version=version, variables=variables)
 
 
 def _arrays(tokens, version):
@@ -184,7 +179,7 @@ class Running:
 
   url: str
   served: service.Service
-  server: http_server.HttpServer
+  server: uvicorn.Server
   thread: threading.Thread
 
   @property
@@ -213,8 +208,8 @@ def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
     form=form,
   )
   hosts = http_server.hosts_of('127.0.0.1', token)
-  server = http_server.HttpServer(
-    app.build(served, model, token, hosts), served
+  server = http_server.server_of(
+    app.build(served, model, token, hosts), limits.drain_s
   )
   with http_server.bind('127.0.0.1', 0, token) as sock:
     served.start()
@@ -224,7 +219,6 @@ def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
     try:
       yield Running(http_server.url_of(sock), served, server, thread)
     finally:
-      server.drain()
       server.should_exit = True
       thread.join(10)
       ended = served.stop(10)

@@ -82,23 +82,6 @@ _FAMILIES = {
     fixed={**_GQA, 'attention.qk_norm': 'head'},
     implemented={'use_sliding_window': False, 'decoder_sparse_step': 1},
   ),
-  'mixtral': _Family(
-    model_type='mixtral',
-    architecture='MixtralForCausalLM',
-    keys={
-      'num_key_value_heads': ('attention.num_kv_heads', int),
-      'head_dim': ('attention.head_dim', int, None),
-      'intermediate_size': ('moe.ffw_dim', int),
-      'num_local_experts': ('moe.num_experts', int),
-    },
-    fixed={
-      **_GQA,
-      'attention.qk_norm': 'none',
-      'attention.qkv_bias': False,
-      'moe.renormalize': True,
-    },
-    implemented={'sliding_window': None, 'router_jitter_noise': 0.0},
-  ),
   'olmoe': _Family(
     model_type='olmoe',
     architecture='OlmoeForCausalLM',
@@ -173,7 +156,7 @@ def from_hf(
     )
   family = _FAMILIES[name]
   try:
-    config = model_config.ModelConfig.from_dict(_values(fields, name, family))
+    config = model_config.ModelConfig.from_dict(_values(fields, family))
   except ValueError as error:
     # Errors of ModelConfig name its fields; the keys are added.
     pairs = [
@@ -206,9 +189,7 @@ def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
   return fields, 'language_model.'
 
 
-def _values(
-  fields: dict[str, Any], name: str, family: _Family
-) -> dict[str, Any]:
+def _values(fields: dict[str, Any], family: _Family) -> dict[str, Any]:
   """Returns the nested fields of a ModelConfig."""
   hf_keys.check_only(fields, _IMPLEMENTED | family.implemented)
   layers = hf_keys.take_list(fields, 'layer_types', str)
@@ -229,7 +210,7 @@ def _values(
   is_interleaved = values.pop('rope.interleaved')
   nested: dict[str, Any] = {'remat': True, 'compute_dtype': 'bfloat16'}
   nested['rope'] = dataclasses.asdict(
-    rope.from_fields(fields, name, interleaved=is_interleaved, is_mla=is_mla)
+    rope.from_fields(fields, interleaved=is_interleaved, is_mla=is_mla)
   )
   values |= {'moe.aux_loss_weight': 0.0, 'moe.z_loss_weight': 0.0}
   for path, value in values.items():

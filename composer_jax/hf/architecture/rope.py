@@ -16,10 +16,9 @@ from typing import Any
 
 from composer_jax.hf.architecture import keys
 from composer_jax.models import config as model_config
+from composer_jax.models import rope as model_rope
 
-# transformers' value for an absent key: of some families, and of all others.
-_DEFAULT_THETA = {'mixtral': 1e6}
-_OTHER_DEFAULT_THETA = 1e4
+_DEFAULT_THETA = 1e4  # transformers' value for an absent key
 _KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 # Keys of YaRN in the file, and their fields in YarnConfig.
 _YARN_FIELDS = {
@@ -39,13 +38,12 @@ _OUTSIDE = {
 
 
 def from_fields(
-  fields: dict[str, Any], family: str, *, interleaved: bool, is_mla: bool
+  fields: dict[str, Any], *, interleaved: bool, is_mla: bool
 ) -> model_config.RopeConfig:
   """Reads the rotary positions of a parsed `config.json`.
 
   Args:
     fields: parsed file.
-    family: one of `hf.tensors.names.FAMILIES`.
     interleaved: true if neighbouring dimensions rotate as a pair.
     is_mla: true if transformers scales the softmax by `mscale_all_dim`.
   """
@@ -74,9 +72,8 @@ def from_fields(
         'remove one.'
       )
   keys.check_only(given, {'partial_rotary_factor': 1})
-  default = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
   return model_config.RopeConfig(
-    theta=keys.take(given, 'rope_theta', float, default),
+    theta=keys.take(given, 'rope_theta', float, _DEFAULT_THETA),
     interleaved=interleaved,
     yarn=_yarn(fields, given, is_mla) if kind == 'yarn' else None,
   )
@@ -120,7 +117,7 @@ def _yarn(
       f'mscale_all_dim ({yarn.mscale_all_dim}) of YaRN needs multi-head latent '
       'attention: transformers scales the softmax by it there alone.'
     )
-  implied = _rotation_scale(yarn)
+  implied = model_rope.rotation_scale(yarn)
   stated = keys.take(given, 'attention_factor', float, implied)
   if not math.isclose(stated, implied, rel_tol=1e-6):
     raise ValueError(
@@ -128,17 +125,6 @@ def _yarn(
       f"'mscale_all_dim' imply ({implied}); another one is not implemented."
     )
   return yarn
-
-
-def _rotation_scale(yarn: model_config.YarnConfig) -> float:
-  """Returns transformers' `attention_factor`, which scales cos and sin."""
-
-  def scale(m: float) -> float:
-    return 0.1 * m * math.log(yarn.factor) + 1.0
-
-  if yarn.mscale and yarn.mscale_all_dim:
-    return scale(yarn.mscale) / scale(yarn.mscale_all_dim)
-  return scale(1.0)
 
 
 def to_fields(rope: model_config.RopeConfig) -> dict[str, Any]:

@@ -81,22 +81,6 @@ def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
   return carried
 
 
-def verify(source: hf_source.SourceCheckpoint, out: pathlib.Path) -> None:
-  """Raises a ValueError naming a carried tensor unlike its source."""
-  with open_carried(out, source.carried) as carried:
-    for name in source.carried:
-      raws = source.folder.tensors[name], carried.tensors[name]
-      described = [(raw.dtype, raw.shape, raw.num_bytes) for raw in raws]
-      pairs = zip(
-        hf_io.blocks(source.folder, raws[0]), hf_io.blocks(carried, raws[1])
-      )
-      if described[0] != described[1] or any(a != b for a, b in pairs):
-        raise ValueError(
-          f'{name} in {carried.path / raws[1].file} differs from that of '
-          f'{source.folder.path}; import it again.'
-        )
-
-
 def copy(
   carried: hf_io.Folder, name: str, writer: hf_io.SafetensorsWriter
 ) -> None:

@@ -12,16 +12,12 @@ of a stacked array here. Rotated dimensions keep the checkpoint's order
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Iterator
 
 from composer_jax.models import config as model_config
 
-FAMILIES = ('qwen3_moe', 'deepseek_v3', 'kimi_k2', 'mixtral', 'olmoe')
+FAMILIES = ('qwen3_moe', 'deepseek_v3', 'kimi_k2', 'olmoe')
 
-_MOE_NAMES = ('mlp', 'gate_proj', 'up_proj', 'down_proj')
-_MIXTRAL_MOE_NAMES = ('block_sparse_moe', 'w1', 'w3', 'w2')
 _ALL = slice(None)
 
 
@@ -95,7 +91,7 @@ def tensors(
       _add(table, dense, start, 'params/dense_layers/', (layer,))
     else:
       _add(table, attention, start, 'params/moe_layers/', (index,))
-      _add_moe(table, c, family, start, (index,))
+      _add_moe(table, c, start, (index,))
   return table
 
 
@@ -132,17 +128,6 @@ def contradicting(
     and name.startswith((f'{prefix}model.', f'{prefix}lm_head.'))
     and not name.startswith(harmless)
   ]
-
-
-def block(part: TensorPart, tensor: np.ndarray) -> np.ndarray:
-  """Returns the block that a part of a tensor fills, as a view."""
-  return tensor.reshape(part.view)[part.select].transpose(part.order)
-
-
-def put(part: TensorPart, values: np.ndarray, tensor: np.ndarray) -> None:
-  """Writes a block of an array into a contiguous tensor."""
-  view = tensor.reshape(part.view, copy=False)
-  view[part.select] = values.transpose(np.argsort(part.order))
 
 
 # (name, shape, parts) of a tensor, relative to its layer.
@@ -282,10 +267,9 @@ def _mlp_rows(
   array: str,
   F: int,
   D: int,
-  matrices: Sequence[str] = _MOE_NAMES[1:],
 ) -> list[_Row]:
-  """Describes a gated feed-forward: gate, up and down."""
-  gate, up, down = (f'{name}.{matrix}.weight' for matrix in matrices)
+  """Describes a gated feed-forward."""
+  gate, up, down = (f'{name}.{m}_proj.weight' for m in ('gate', 'up', 'down'))
   pair = f'{array}/gate_up'
   return [
     _row(gate, pair, (F, D), (1, 0), index=(_ALL, 0, _ALL)),
@@ -297,24 +281,21 @@ def _mlp_rows(
 def _add_moe(
   table: Table,
   c: model_config.ModelConfig,
-  family: str,
   start: str,
   index: tuple[int],
 ) -> None:
   D, E, F = c.embed_dim, c.moe.num_experts, c.moe.ffw_dim
-  is_mixtral = family == 'mixtral'
-  module, *matrices = _MIXTRAL_MOE_NAMES if is_mixtral else _MOE_NAMES
   stack = 'params/moe_layers/'
-  rows = [_row(f'{module}.gate.weight', 'moe/router', (E, D), (1, 0))]
+  rows = [_row('mlp.gate.weight', 'moe/router', (E, D), (1, 0))]
   if c.moe.num_shared:
-    name = f'{module}.shared_experts'
-    rows += _mlp_rows(name, 'moe/shared', F * c.moe.num_shared, D)
+    width = F * c.moe.num_shared
+    rows += _mlp_rows('mlp.shared_experts', 'moe/shared', width, D)
   _add(table, rows, start, stack, index)
   if c.moe.router == 'sigmoid':
-    name = f'{module}.gate.e_score_correction_bias'
+    name = 'mlp.gate.e_score_correction_bias'
     bias = _row(name, 'moe/bias', (E,), (0,))
     _add(table, [bias], start, 'selection_bias/moe_layers/', index)
-  rows = _mlp_rows('', 'moe', F, D, matrices)
+  rows = _mlp_rows('', 'moe', F, D)
   for expert in range(E):
-    name = f'{start}{module}.experts.{expert}'
+    name = f'{start}mlp.experts.{expert}'
     _add(table, rows, name, stack, (*index, expert))

@@ -26,7 +26,6 @@ from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.text import tokenizer as own
 
 CONFIG, FILE = 'tokenizer_config.json', 'chat_template.jinja'
-MORE = 'additional_chat_templates'
 Messages = Sequence[Mapping[str, Any]]
 
 # Around the text inside `{% generation %}`. Like `MARK` they are lone
@@ -57,29 +56,28 @@ class ChatTemplate:
 
   def __init__(
     self,
-    sources: Mapping[str, str],
+    source: str,
     special_tokens: Mapping[str, str],
     name: str,
     now: datetime.datetime | None = None,
   ):
-    """Compiles templates.
+    """Compiles a template.
 
     Args:
-      sources: {name: template}; 'default', and 'tool_use' if conversations with
-        tools have a template of their own.
+      source: text of the template.
       special_tokens: variables of the template, such as `bos_token`.
       name: path of the file, for errors.
       now: time that `strftime_now` formats at every call; None is the present.
 
     Raises:
-      ValueError: a template has a syntax error; names the file and the line.
+      ValueError: the template has a syntax error; names the file and the line.
     """
     clean = own.without_surrogates
-    self._name, self._sources = name, dict(sources)
+    self._name, self._source = name, source
     self._special_tokens = {k: clean(v) for k, v in special_tokens.items()}
     self._now = datetime.datetime.now() if now is None else now
-    self._templates = self._compiled('', '', clean)
-    self._marked: tuple[Any, dict[str, jinja2.Template]] = (None, {})
+    self._plain = self._compiled('', '', clean)
+    self._marked: tuple[Any, jinja2.Template] = (None, self._plain)
 
   def render(self, messages: Messages, **options: Any) -> str:
     """Returns a conversation as text, in which lone surrogates become '?'.
@@ -94,7 +92,7 @@ class ChatTemplate:
         of the sandbox; names the file.
     """
     variables = self._variables(messages, options)
-    return self._run(self._templates, {**self._special_tokens, **variables})
+    return self._run(self._plain, {**self._special_tokens, **variables})
 
   def encode(
     self,
@@ -112,7 +110,7 @@ class ChatTemplate:
         cannot be told from those that a message spells.
     """
     variables = self._variables(messages, options)
-    plain = self._run(self._templates, {**self._special_tokens, **variables})
+    plain = self._run(self._plain, {**self._special_tokens, **variables})
     if self._marked[0] is not tokenizer:
       compiled = self._compiled(_BEGIN, _END, tokenizer.mark)
       self._marked = (tokenizer, compiled)
@@ -146,22 +144,19 @@ class ChatTemplate:
 
   def _compiled(
     self, begin: str, end: str, mark: Callable[[str], str]
-  ) -> dict[str, jinja2.Template]:
+  ) -> jinja2.Template:
     environment = _environment(begin, end)
     variables = {**_GLOBALS, 'strftime_now': self._now.strftime}
-    compiled = {}
-    for key, source in self._sources.items():
-      where = f'{self._name}: chat template {key!r}'
-      try:
-        tree = environment.parse(source)
-        _mark_written(tree, mark)
-        compiled[key] = environment.from_string(tree, variables)
-      except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f'{where}, line {error.lineno}: {error}.') from error
-      except _FAILURES as error:
-        # Constant expressions are computed while a template is compiled.
-        raise ValueError(f'{where}: {type(error).__name__} {error}.') from error
-    return compiled
+    where = f'{self._name}: the chat template'
+    try:
+      tree = environment.parse(self._source)
+      _mark_written(tree, mark)
+      return environment.from_string(tree, variables)
+    except jinja2.TemplateSyntaxError as error:
+      raise ValueError(f'{where}, line {error.lineno}: {error}.') from error
+    except _FAILURES as error:
+      # Constant expressions are computed while a template is compiled.
+      raise ValueError(f'{where}: {type(error).__name__} {error}.') from error
 
   def _variables(
     self, messages: Messages, options: Mapping[str, Any]
@@ -184,16 +179,7 @@ class ChatTemplate:
         f'{self._name}: messages and options must be JSON values ({error}).'
       ) from error
 
-  def _run(
-    self, templates: dict[str, jinja2.Template], variables: dict[str, Any]
-  ) -> str:
-    has_own = variables['tools'] and 'tool_use' in templates
-    template = templates.get('tool_use' if has_own else 'default')
-    if template is None:
-      raise ValueError(
-        f"{self._name} has no chat template 'default', only "
-        f'{sorted(templates)}.'
-      )
+  def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
       return template.render(variables)
     except _FAILURES as error:
@@ -206,42 +192,35 @@ class ChatTemplate:
 def load(
   folder: str | os.PathLike, now: datetime.datetime | None = None
 ) -> ChatTemplate:
-  """Reads the templates of a checkpoint.
+  """Reads the template of a checkpoint.
 
-  `chat_template.jinja` and `additional_chat_templates/*.jinja` take precedence
-  over the templates in `tokenizer_config.json`, as they do in transformers.
+  `chat_template.jinja` takes precedence over the template in
+  `tokenizer_config.json`, as it does in transformers.
 
   Args:
     folder: folder of the checkpoint.
-    now: time that templates see; None is the present.
+    now: time that the template sees; None is the present.
+
+  Raises:
+    ValueError: there is no template, or several by name.
   """
   folder = pathlib.Path(folder)
   config = tokenizer_json.read_config(folder / CONFIG)
-  if not (folder / FILE).exists():
-    name, sources = folder / CONFIG, _listed(folder / CONFIG, config)
-  else:
-    name, sources = folder / FILE, {'default': _read(folder / FILE)}
-    sources |= {p.stem: _read(p) for p in (folder / MORE).glob('*.jinja')}
-  if not sources:
+  path, source = folder / CONFIG, config.get('chat_template') or ''
+  if (folder / FILE).exists():
+    path, source = folder / FILE, _read(folder / FILE)
+  if not isinstance(source, str):
+    raise ValueError(
+      f'{path}: chat_template is not one text; write the template that '
+      f'conversations are to have into {folder / FILE}.'
+    )
+  if not source:
     raise ValueError(
       f'{folder} has no chat template: neither {FILE} nor chat_template in '
       f'{CONFIG}. Checkpoints that were only pretrained often have none; put '
       f'{FILE} there.'
     )
-  return ChatTemplate(sources, roles.special_tokens(config), str(name), now)
-
-
-def _listed(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-  listed = config.get('chat_template') or []
-  if isinstance(listed, str):
-    return {'default': listed}
-  try:
-    return {str(item['name']): str(item['template']) for item in listed}
-  except (KeyError, TypeError) as error:
-    raise ValueError(
-      f'{path}: chat_template is neither a text nor a list of objects with a '
-      'name and a template.'
-    ) from error
+  return ChatTemplate(source, roles.special_tokens(config), str(path), now)
 
 
 def _read(path: pathlib.Path) -> str:

@@ -40,8 +40,6 @@ _PROBES = (
   'def f(a):\n    return  a\n\n\tB',
   'a\r\nb',
   'e\u0301 \u00e9 \ufb01 \u4f60 \U0001f600',
-  f'{tokenizer_json.SPACE}a {tokenizer_json.SPACE}{tokenizer_json.SPACE}',
-  '<0x41>',
   '  ',
 )
 
@@ -78,9 +76,8 @@ class ImportedTokenizer:
     self._bpe = tokenizer_json.parse(
       tokenizer_json.for_text(source, roles), name
     )
-    self._has_spaces = not tokenizer_json.is_byte_level(source)
     self._bytes = tokenizer_json.spellings(source, roles)
-    self._byte_ids = tokenizer_json.byte_ids(source, name)
+    tokenizer_json.check_bytes(source, name)
     added = {t['id'] for t in source['added_tokens'] if t['special']}
     free = {i for i, spelling in enumerate(self._bytes) if spelling is None}
     self.special_ids = frozenset(added | free | set(roles.values()))
@@ -157,21 +154,6 @@ class ImportedTokenizer:
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """Encodes many texts at once, each as `encode` would."""
     texts = [own.without_surrogates(text) for text in texts]
-    if not self._has_spaces:
-      return self._encode_batch(texts)
-    # The stand-in of a space cannot be encoded as itself, only as its bytes.
-    stand_in = np.array(
-      [self._byte_ids[b] for b in tokenizer_json.SPACE.encode()], np.int32
-    )
-    pieces = [text.split(tokenizer_json.SPACE) for text in texts]
-    flat = iter(self._encode_batch([p for parts in pieces for p in parts]))
-    # A stand-in goes before every part but the first.
-    return [
-      np.concatenate([a for _ in parts for a in (stand_in, next(flat))][1:])
-      for parts in pieces
-    ]
-
-  def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(e.ids, np.int32) for e in encodings]
 
@@ -200,8 +182,7 @@ class ImportedTokenizer:
       if token and token['lstrip']:
         plain = plain.rstrip()
       # The library, too, splits a text at special tokens before anything else.
-      library = self._markup[1 if start else 0]
-      encoding = library.encode(
+      encoding = self._markup.encode(
         _SURROGATE.sub('?', plain), add_special_tokens=False
       )
       ids += encoding.ids
@@ -225,17 +206,9 @@ class ImportedTokenizer:
     return self._marked_pattern.sub(r'\1', text)
 
   @functools.cached_property
-  def _markup(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """Encoders of the text at the start of a markup, and of any later text."""
-    first, later = (
-      tokenizer_json.for_markup(self._source, self._roles, is_start=is_start)
-      for is_start in (True, False)
-    )
-    library = tokenizer_json.parse(first, self._name)
-    # Reading a large vocabulary takes a second, so mostly one serves as both.
-    if later == first:
-      return library, library
-    return library, tokenizer_json.parse(later, self._name)
+  def _markup(self) -> tokenizers.Tokenizer:
+    source = tokenizer_json.for_markup(self._source, self._roles)
+    return tokenizer_json.parse(source, self._name)
 
   @functools.cached_property
   def _added_pattern(self) -> re.Pattern:
@@ -267,18 +240,15 @@ class ImportedTokenizer:
       if decoded != text.encode():
         raise ValueError(
           f'{name}: the text {text!r} comes back as {decoded!r}. Only '
-          'tokenizers that lose nothing can be used: byte-level BPE, or BPE '
-          'with byte fallback.'
+          'tokenizers that lose nothing can be used: byte-level BPE.'
         )
     for token in self.special_ids:
-      spelling = (self._bytes[token] or b'').decode()
-      # In vocabularies of sentencepiece a stand-in is the space of a text.
-      for text in (spelling, spelling.replace(tokenizer_json.SPACE, ' ')):
-        if token in self.encode(text).tolist():
-          raise ValueError(
-            f'{name}: the text {text!r} yields token {token} itself, which '
-            'must be kept apart from text.'
-          )
+      text = (self._bytes[token] or b'').decode()
+      if token in self.encode(text).tolist():
+        raise ValueError(
+          f'{name}: the text {text!r} yields token {token} itself, which must '
+          'be kept apart from text.'
+        )
 
 
 AnyTokenizer = own.Tokenizer | ImportedTokenizer

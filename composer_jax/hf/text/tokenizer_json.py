@@ -10,7 +10,6 @@ import collections
 import json
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +18,10 @@ import tokenizers
 from composer_jax.core import files
 from composer_jax.text import tokenizer as own
 
-SPACE = '\u2581'  # stands for a space in vocabularies of sentencepiece
-_BYTE_PIECE = re.compile('<0x([0-9A-F]{2})>')
 _FLAGS = ('single_word', 'lstrip', 'rstrip', 'normalized', 'special')
 # Normalizers left out for text, since their changes cannot be undone.
-_NORMAL_FORMS = ('NFC', 'NFD', 'NFKC', 'NFKD', 'Prepend')
-_PRE_TOKENIZERS = ('ByteLevel', 'Digits', 'Metaspace', 'Punctuation', 'Split')
+_NORMAL_FORMS = ('NFC', 'NFD', 'NFKC', 'NFKD')
+_PRE_TOKENIZERS = ('ByteLevel', 'Digits', 'Punctuation', 'Split')
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
@@ -49,30 +46,23 @@ def checked(source: Any, name: str) -> dict[str, Any]:
   pre_tokenizers = _components(source.get('pre_tokenizer'), name)
   is_byte_level = any(c['type'] == 'ByteLevel' for c in pre_tokenizers)
   kind = model.get('type', 'BPE')
-  if kind != 'BPE' or not (is_byte_level or model.get('byte_fallback')):
+  if kind != 'BPE' or not is_byte_level:
     raise ValueError(
-      f'{name} is a {kind} model without byte-level pieces and '
-      'byte fallback: text that it does not know is lost. Only byte-level BPE '
-      'and BPE with byte fallback can be used.'
+      f'{name} is a {kind} model without byte-level pieces: text that it does '
+      'not know is lost. Only byte-level BPE can be used.'
     )
   for part in normalizers:
-    shown = (part['type'], part.get('pattern'), part.get('content'))
-    is_space = shown == ('Replace', {'String': ' '}, SPACE)
-    if part['type'] not in _NORMAL_FORMS and not is_space:
+    if part['type'] not in _NORMAL_FORMS:
       raise ValueError(
         f'{name}: the normalizer {part} may lose text. Those that can be used '
-        f'are {", ".join(_NORMAL_FORMS)}, and Replace of " " by "{SPACE}".'
+        f'are {", ".join(_NORMAL_FORMS)}.'
       )
   for part in pre_tokenizers:
-    if (
-      part['type'] not in _PRE_TOKENIZERS
-      or part.get('behavior') == 'Removed'
-      or part.get('replacement', SPACE) != SPACE
-    ):
+    is_known = part['type'] in _PRE_TOKENIZERS
+    if not is_known or part.get('behavior') == 'Removed':
       raise ValueError(
         f'{name}: the pre-tokenizer {part} may lose text. Those that can be '
-        f'used are {", ".join(_PRE_TOKENIZERS)}, with no behavior Removed and '
-        f'no replacement but "{SPACE}".'
+        f'used are {", ".join(_PRE_TOKENIZERS)}, with no behavior Removed.'
       )
   for key in ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix'):
     if model.get(key):
@@ -159,25 +149,15 @@ def parse(source: dict[str, Any], name: str) -> tokenizers.Tokenizer:
 
 
 def for_markup(
-  source: dict[str, Any], roles: Mapping[str, int], *, is_start: bool
+  source: dict[str, Any], roles: Mapping[str, int]
 ) -> dict[str, Any]:
   """Returns the tokenizer for the text of a chat template.
 
   The tokens of roles become special, and special tokens are not recognised.
-  Some files put a space before the text at the start (`is_start`) alone.
   """
-  parts = _components(source.get('pre_tokenizer'), '')
-  if not is_start:
-    parts = [
-      {**part, 'prepend_scheme': 'never'}
-      if part.get('prepend_scheme') == 'first'
-      else part
-      for part in parts
-    ]
   ids = set(roles.values())
   return {
     **source,
-    'pre_tokenizer': _sequence(parts),
     # These shorten texts, fill them up, or move the offsets of tokens.
     **{'truncation': None, 'padding': None, 'post_processor': None},
     'added_tokens': [
@@ -191,37 +171,19 @@ def for_text(
   source: dict[str, Any], roles: Mapping[str, int]
 ) -> dict[str, Any]:
   """Returns the same tokenizer without the steps that lose bytes."""
-  normalizers = [
-    part
-    for part in _components(source.get('normalizer'), '')
-    if part['type'] not in _NORMAL_FORMS
+  parts = [
+    {**part, 'add_prefix_space': False} if part['type'] == 'ByteLevel' else part
+    for part in _components(source.get('pre_tokenizer'), '')
   ]
-  parts = []
-  for part in _components(source.get('pre_tokenizer'), ''):
-    if part['type'] == 'ByteLevel':
-      part = {**part, 'add_prefix_space': False}
-    elif part['type'] == 'Metaspace':
-      part = {**part, 'prepend_scheme': 'never'}
-    parts.append(part)
-  markup = for_markup(source, roles, is_start=True)
+  markup = for_markup(source, roles)
   # A token that takes in the white space around it would lose it.
   bare = {'lstrip': False, 'rstrip': False}
   return {
     **markup,
-    'normalizer': {'type': 'Sequence', 'normalizers': normalizers},
-    'pre_tokenizer': _sequence(parts),
+    'normalizer': None,
+    'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': parts},
     'added_tokens': [{**token, **bare} for token in markup['added_tokens']],
   }
-
-
-def _sequence(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
-  return {'type': 'Sequence', 'pretokenizers': parts} if parts else None
-
-
-def is_byte_level(source: dict[str, Any]) -> bool:
-  """Returns true if pieces are spelled in the alphabet of bytes."""
-  parts = _components(source.get('pre_tokenizer'), '')
-  return any(part['type'] == 'ByteLevel' for part in parts)
 
 
 def spellings(
@@ -229,32 +191,23 @@ def spellings(
 ) -> list[bytes | None]:
   """Returns the bytes of every id; None for an id without a token."""
   alphabet = own.byte_alphabet()
-  is_bytes = is_byte_level(source)
   by_id: dict[int, bytes] = {
     i: f'<|{role.lower()}|>'.encode() for role, i in roles.items()
   }
   for piece, i in source['model']['vocab'].items():
-    if is_bytes and alphabet.keys() >= set(piece):
-      by_id[i] = bytes(alphabet[c] for c in piece)
-    elif byte := _BYTE_PIECE.fullmatch(piece):
-      by_id[i] = bytes([int(byte[1], 16)])
-    else:
-      by_id[i] = piece.replace(SPACE, ' ').encode()
+    is_bytes = alphabet.keys() >= set(piece)
+    by_id[i] = bytes(alphabet[c] for c in piece) if is_bytes else piece.encode()
   for token in source['added_tokens']:
     by_id[token['id']] = token['content'].encode()
   return [by_id.get(i) for i in range(max(by_id) + 1)]
 
 
-def byte_ids(source: dict[str, Any], name: str) -> dict[int, int]:
-  """Returns the id of every single byte."""
-  vocab = source['model']['vocab']
-  pieces = {f'<0x{byte:02X}>': byte for byte in range(256)}
-  if is_byte_level(source):
-    pieces = own.byte_alphabet()
-  lacking = [byte for piece, byte in pieces.items() if piece not in vocab]
+def check_bytes(source: dict[str, Any], name: str) -> None:
+  """Raises a ValueError unless every single byte has an id."""
+  alphabet, vocab = own.byte_alphabet(), source['model']['vocab']
+  lacking = [byte for piece, byte in alphabet.items() if piece not in vocab]
   if lacking:
     raise ValueError(
       f'{name}: the vocabulary lacks {len(lacking)} of the 256 single bytes, '
       f'the first is 0x{min(lacking):02X}: not every text can be encoded.'
     )
-  return {byte: vocab[piece] for piece, byte in pieces.items()}

@@ -226,8 +226,9 @@ class ProgramReader:
     groups = _groups_of(described, self.module.num_devices)
     width = max(map(len, groups), default=1)
     moved = result
-    if kind == 'ragged-all-to-all':
-      moved = min(moved, _operand_bytes(instruction, computation, result))
+    if kind == 'ragged-all-to-all' and instruction.operands:
+      operand = computation[instruction.operands[0]].shape
+      moved = min([moved, *(a.bytes for a in text.arrays(operand)[:1])])
     return Collective(
       kind=kind,
       dtype=text.arrays(shape)[0].dtype,
@@ -299,15 +300,6 @@ def _result_of_start(
     if is_done and _start_of(instruction, computation) == start.name:
       return instruction.shape
   raise ValueError(f'{start.name} has no -done in its computation.')
-
-
-def _operand_bytes(
-  instruction: text.Instruction, computation: text.Computation, default: int
-) -> int:
-  if not instruction.operands:
-    return default
-  arrays = text.arrays(computation[instruction.operands[0]].shape)
-  return arrays[0].bytes if arrays else default
 
 
 def _bytes_in(kind: str, result: int, width: int) -> int:

@@ -69,16 +69,6 @@ def draining() -> ApiError:
   )
 
 
-def not_served(version: int, served: int) -> ApiError:
-  return ApiError(
-    409,
-    f'Policy version {version} cannot be left: version {served} is served.',
-    code='policy_not_served',
-    param='version',
-    details={'policy_version': served},
-  )
-
-
 def engine_failed(reason: object) -> ApiError:
   return ApiError(
     500,

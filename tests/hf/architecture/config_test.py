@@ -124,11 +124,11 @@ def test_old_and_new_spellings_say_the_same():
   old = old | {'rope_scaling': typed}
   assert hf_config.from_hf(new) == hf_config.from_hf(old)
   default = {'rope_type': 'default', 'rope_theta': 7e4}
-  fields = _without(_fields('mixtral', rope_parameters=default), 'rope_theta')
+  fields = _without(_fields('olmoe', rope_parameters=default), 'rope_theta')
   assert hf_config.from_hf(fields)[0].rope.theta == 7e4
-  # An absent key means the default of the family.
+  # An absent key means the default of transformers.
   fields = _without(fields, 'rope_parameters')
-  assert hf_config.from_hf(fields)[0].rope.theta == 1e6
+  assert hf_config.from_hf(fields)[0].rope.theta == 1e4
 
 
 def test_yarn_takes_the_defaults_of_transformers():
@@ -201,9 +201,7 @@ def _yarn(**changes):
     ('qwen3_moe', {'num_local_experts': 4}, 'have different values'),
     ('qwen3_moe', {'num_key_value_heads': 3}, "num_kv_heads is 'num_key_value"),
     ('qwen3_moe', {'num_experts_per_tok': 9}, "num_active is 'num_experts_per"),
-    ('mixtral', {'sliding_window': 4096}, "'sliding_window' is 4096"),
-    ('mixtral', {'router_jitter_noise': 0.1}, "'router_jitter_noise' is 0.1"),
-    ('mixtral', {'head_dim': 7}, 'head_dim must be even.*got 7'),
+    ('qwen3_moe', {'head_dim': 7}, 'head_dim must be even.*got 7'),
     ('olmoe', {'clip_qkv': 8.0}, "'clip_qkv' is 8.0"),
     ('olmoe', {'head_dim': 6}, "'head_dim' is 6, .* only 8 is implemented"),
     ('deepseek_v3', {'attention_bias': True}, "'attention_bias' is True"),
@@ -279,10 +277,6 @@ def _changed(config, **changes):
     ('qwen3_moe', 'deepseek_v3', {}, "attention.kind is 'gqa', but .* 'mla'"),
     ('deepseek_v3', 'olmoe', {}, "attention.kind is 'mla', but .* 'gqa'"),
     ('qwen3_moe', 'olmoe', {}, "attention.qk_norm is 'head', .* 'projection'"),
-    ('mixtral', 'mixtral', {'attention__qkv_bias': True}, 'qkv_bias is True'),
-    ('mixtral', 'mixtral', {'moe__renormalize': False}, 'moe.renormalize is'),
-    ('mixtral', 'mixtral', {'num_dense_layers': 1}, 'num_dense_layers is 1'),
-    ('mixtral', 'mixtral', {'dense_ffw_dim': 8}, 'dense_ffw_dim is 8, .* 12'),
     ('olmoe', 'olmoe', {'attention__head_dim': 6}, 'attention.head_dim is 6'),
     ('qwen3_moe', 'qwen3_moe', {'attention__out_bias': True}, 'out_bias is'),
     ('qwen3_moe', 'qwen3_moe', {'moe__num_shared': 1}, 'num_shared is 1'),

@@ -12,7 +12,7 @@ from composer_jax.core import trees
 from composer_jax.hf.architecture import config as hf_config
 from composer_jax.hf.tensors import names as hf_names
 from composer_jax.models import decoder
-from tests.hf import published, tiny
+from tests.hf import published, tiny, views
 
 
 def _table(name, prefix=''):
@@ -50,9 +50,7 @@ def _ours(table, tensors, shapes):
   arrays = {array: np.zeros(shape, np.int32) for array, shape in shapes.items()}
   for tensor in table.values():
     for part in tensor.parts:
-      arrays[part.array][part.index] = hf_names.block(
-        part, tensors[tensor.name]
-      )
+      arrays[part.array][part.index] = views.block(part, tensors[tensor.name])
   return arrays
 
 
@@ -82,7 +80,7 @@ def test_there_and_back_is_the_identity(name, shapes):
   for tensor in table.values():
     back = np.full(tensor.shape, -1, np.int32)
     for part in tensor.parts:
-      hf_names.put(part, arrays[part.array][part.index], back)
+      views.put(part, arrays[part.array][part.index], back)
     np.testing.assert_array_equal(back, tensors[tensor.name])
 
 

@@ -136,7 +136,7 @@ MIXTRAL = """{%- if messages[0]["role"] == "system" %}
 TEMPLATES = {
   'qwen': (tokenizer_files.qwen, QWEN),
   'deepseek': (tokenizer_files.deepseek, DEEPSEEK),
-  'mixtral': (tokenizer_files.mixtral, MIXTRAL),
+  'plain': (tokenizer_files.plain, MIXTRAL),
 }
 TOOLS = [
   {
@@ -188,8 +188,8 @@ CASES = [
   ('qwen', TALK[:2], {'add_generation_prompt': True, 'enable_thinking': False}),
   ('deepseek', TALK, {}),
   ('deepseek', TALK[:4], {'add_generation_prompt': True}),
-  ('mixtral', TALK, {}),
-  ('mixtral', TALK[1:], {}),
+  ('plain', TALK, {}),
+  ('plain', TALK[1:], {}),
 ]
 
 
@@ -246,13 +246,6 @@ def test_no_message_spells_a_special_token(folders, kind):
   # Nothing is lost: the tokens spell the text that transformers renders.
   ids, _ = template.encode(tokenizer, talk)
   text = template.render(talk)
-  if kind == 'mixtral':
-    # Its normalizer puts a space after a special token, as in transformers, and
-    # none beside the spellings of special tokens in messages.
-    text = text.replace('<s>', '<s> ', 1).replace('\u2581', ' ')
-    text = text.replace('</s> [INST]', '</s>  [INST]')
-    assert tokenizer.decode(ids) == text
-    return
   assert tokenizer.decode(ids) == text
   for message in talk:
     message['content'] = own.without_surrogates(message['content'])
@@ -290,7 +283,7 @@ def test_no_special_token_comes_together_from_pieces(
   folders, template, contents
 ):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
-  compiled = chat_template.ChatTemplate({'default': template}, {}, 'x.jinja')
+  compiled = chat_template.ChatTemplate(template, {}, 'x.jinja')
   talk = [{'role': 'user', 'content': content} for content in contents]
   with pytest.raises(ValueError, match=r"x.jinja: '<\|im_end\|>' comes toge"):
     compiled.encode(tokenizer, talk)
@@ -298,7 +291,7 @@ def test_no_special_token_comes_together_from_pieces(
 
 def test_text_on_both_sides_of_a_special_token_is_apart(folders):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
-  source = {'default': "{{ '<|' }}<|im_end|>{{ 'im_end|>' }}"}
+  source = "{{ '<|' }}<|im_end|>{{ 'im_end|>' }}"
   compiled = chat_template.ChatTemplate(source, {}, 'x.jinja')
   ids, _ = compiled.encode(tokenizer, TALK)
   assert tokenizer.decode(ids) == '<|<|im_end|>im_end|>'
@@ -307,7 +300,7 @@ def test_text_on_both_sides_of_a_special_token_is_apart(folders):
 
 def test_a_template_holds_no_marks_of_its_own(folders):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
-  source = {'default': "\ud801a{{ '\\ud800\\ud800' }}{{ eos_token }}"}
+  source = "\ud801a{{ '\\ud800\\ud800' }}{{ eos_token }}"
   compiled = chat_template.ChatTemplate(
     source, {'eos_token': '\ud800'}, 'x.jinja'
   )
@@ -330,7 +323,7 @@ SEARCHES = """{% generation %}{% for message in messages %}
 def test_what_a_template_does_with_special_tokens_of_messages_is_kept(folders):
   """Also the letters and lengths of messages: no mark is put into them."""
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
-  template = chat_template.ChatTemplate({'default': SEARCHES}, {}, 'x.jinja')
+  template = chat_template.ChatTemplate(SEARCHES, {}, 'x.jinja')
   contents = ('<tool_response>a', '<|im_end|>', 'b<|im_end|>c')
   messages = [{'role': 'user', 'content': c} for c in contents]
   ids, mask = template.encode(tokenizer, messages)
@@ -355,7 +348,7 @@ def test_what_depends_on_a_special_token_of_the_template_is_refused(
   folders, template
 ):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
-  compiled = chat_template.ChatTemplate({'default': template}, {}, 'x.jinja')
+  compiled = chat_template.ChatTemplate(template, {}, 'x.jinja')
   talk = [{'role': 'user', 'content': 'a<|im_end|>'}]
   assert compiled.render(talk)
   with pytest.raises(ValueError, match='x.jinja: what .* depends on a special'):
@@ -438,27 +431,16 @@ def test_white_space_of_blocks_and_absent_contents_are_as_in_transformers(
   assert expected == 'system\nuser\nwithout\ntool\ntool\n'
 
 
-def test_templates_of_every_place_are_found(tmp_path):
-  messages, tool = [{'role': 'user', 'content': 'x'}], [{'name': 'f'}]
-  named = [
-    {'name': 'default', 'template': 'plain {{ messages[0].content }}'},
-    {'name': 'tool_use', 'template': 'tools {{ tools | tojson }}'},
-  ]
-  template = chat_template.load(write(tmp_path, named))
-  assert template.render(messages) == 'plain x'
-  assert template.render(messages, tools=tool) == 'tools [{"name": "f"}]'
+def test_the_file_comes_before_the_config(tmp_path):
+  messages = [{'role': 'user', 'content': 'x'}]
+  template = chat_template.load(write(tmp_path, '{{ messages[0].content }}'))
+  assert template.render(messages) == 'x'
   (tmp_path / 'chat_template.jinja').write_text('file {{ eos_token }}\n')
-  template = chat_template.load(tmp_path)
-  for tools in (None, tool):
-    expected = reference_of(tmp_path).apply_chat_template(
-      messages, tools=tools, tokenize=False
-    )
-    assert template.render(messages, tools=tools) == expected
-  assert expected == 'file <|im_end|>'
-  more = tmp_path / 'additional_chat_templates'
-  more.mkdir()
-  (more / 'tool_use.jinja').write_text('more')
-  assert chat_template.load(tmp_path).render(messages, tools=tool) == 'more'
+  text = chat_template.load(tmp_path).render(messages)
+  expected = reference_of(tmp_path).apply_chat_template(
+    messages, tokenize=False
+  )
+  assert text == expected == 'file <|im_end|>'
 
 
 @pytest.mark.parametrize(
@@ -495,7 +477,7 @@ def test_hostile_templates_are_refused(tmp_path, hostile):
 
 def test_errors_name_the_file(tmp_path):
   folder = write(tmp_path / 'a', 'x\n{% for m in %}')
-  with pytest.raises(ValueError, match=r"config.json: .*'default', line 2"):
+  with pytest.raises(ValueError, match=r'config.json: .*template, line 2'):
     chat_template.load(folder)
   folder = write(tmp_path / 'b', "{{ raise_exception('no tools here') }}")
   with pytest.raises(ValueError, match='b/tokenizer_config.*no tools here'):
@@ -508,9 +490,9 @@ def test_errors_name_the_file(tmp_path):
     template.render([{'role': 'user', 'content': object()}])
   with pytest.raises(ValueError, match='d has no chat template.*jinja'):
     chat_template.load(tokenizer_files.qwen(tmp_path / 'd'))
-  for damaged in (7, [1], [{'name': 'default'}], {'default': 'x'}):
-    folder = write(tmp_path / 'f', damaged)
-    with pytest.raises(ValueError, match='f/tokenizer_config.*neither a text'):
+  for several in (7, [{'name': 'default', 'template': 'x'}]):
+    folder = write(tmp_path / 'f', several)
+    with pytest.raises(ValueError, match='f/tokenizer_config.*not one text'):
       chat_template.load(folder)
   (folder / 'chat_template.jinja').write_bytes(b'\xff')
   with pytest.raises(ValueError, match='f/chat_template.jinja is not UTF-8'):
@@ -518,9 +500,6 @@ def test_errors_name_the_file(tmp_path):
   (folder / 'tokenizer_config.json').write_text('[1]')
   with pytest.raises(ValueError, match='_config.json holds no JSON object'):
     chat_template.load(folder)
-  folder = write(tmp_path / 'e', [{'name': 'rag', 'template': 'x'}])
-  with pytest.raises(ValueError, match=r"no chat template 'default'.*'rag'"):
-    chat_template.load(folder).render(TALK)
 
 
 def test_json_is_not_escaped_for_html(tmp_path):

@@ -26,7 +26,8 @@ DEEPSEEK = (
   *('<｜fim▁hole｜>', '<｜fim▁begin｜>', '<｜fim▁end｜>', '<｜User｜>'),
   *('<｜Assistant｜>', '<｜tool▁output▁begin｜>', '<｜place▁holder▁no▁0｜>'),
 )
-MIXTRAL = ('<unk>', '<s>', '</s>')
+# A vocabulary with no token for most roles.
+PLAIN = ('<unk>', '<s>', '</s>')
 
 
 def byte_level(vocab_size: int = 300) -> tokenizers.Tokenizer:
@@ -46,35 +47,6 @@ def byte_level(vocab_size: int = 300) -> tokenizers.Tokenizer:
     show_progress=False,
   )
   bpe.train_from_iterator([TEXT], trainer)
-  return bpe
-
-
-def byte_fallback() -> tokenizers.Tokenizer:
-  """Returns BPE as Mixtral has it: sentencepiece with byte fallback."""
-  alphabet = sorted(set(TEXT.replace(' ', '\u2581')) - set('\né'))
-  pieces = [*MIXTRAL, *(f'<0x{b:02X}>' for b in range(256)), *alphabet]
-  merges = [('\u2581', 'v'), ('\u2581', '\u2581'), ('r', 'e'), ('i', 'n')]
-  pieces += [a + b for a, b in merges]
-  bpe = tokenizers.Tokenizer(
-    models.BPE(
-      vocab={piece: i for i, piece in enumerate(pieces)},
-      merges=merges,
-      unk_token='<unk>',
-      fuse_unk=True,
-      byte_fallback=True,
-    )
-  )
-  bpe.normalizer = normalizers.Sequence(
-    [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')]
-  )
-  bpe.decoder = decoders.Sequence(
-    [
-      decoders.Replace('\u2581', ' '),
-      decoders.ByteFallback(),
-      decoders.Fuse(),
-      decoders.Strip(' ', 1, 0),
-    ]
-  )
   return bpe
 
 
@@ -107,7 +79,7 @@ def deepseek(folder: pathlib.Path, **config) -> pathlib.Path:
   return write(folder, byte_level(), DEEPSEEK, **config)
 
 
-def mixtral(folder: pathlib.Path, **config) -> pathlib.Path:
+def plain(folder: pathlib.Path, **config) -> pathlib.Path:
   names = ('unk_token', 'bos_token', 'eos_token')
-  config = {**dict(zip(names, MIXTRAL, strict=False)), **config}
-  return write(folder, byte_fallback(), MIXTRAL, **config)
+  config = {**dict(zip(names, PLAIN, strict=False)), **config}
+  return write(folder, byte_level(), PLAIN, **config)

@@ -180,7 +180,7 @@ def test_a_message_that_is_none_is_named(qwen, messages, param):
 
 
 def _format(qwen, source):
-  template = chat_template.ChatTemplate({'default': source}, {}, 'a template')
+  template = chat_template.ChatTemplate(source, {}, 'a template')
   return chat_format.TemplateFormat(qwen[0], template)
 
 

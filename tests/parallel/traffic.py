@@ -27,7 +27,7 @@ Lines of the step: 'ids' and 'embedding' (token ids go to the devices of the
 table's columns, rows come back; the least is the smaller of rows and table),
 'head' (gathered, its gradient reduce-scattered), 'rows' (ids and segments of
 neighbours in context) and 'statistics' of routers. Scalars are left out, and so
-is Muon, which has `--what=muon`.
+is Muon, whose plan has figures of its own.
 """
 
 import dataclasses

@@ -11,12 +11,11 @@ import pytest
 from composer_jax import wiring
 from composer_jax.core import files
 from composer_jax.models import decoder
-from composer_jax.serve import probe
 from composer_jax.tasks.list_functions import family
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export
 from configs.composer import tiny
-from experiments.studies.mismatch import analyze
+from experiments.studies.mismatch import analyze, probe
 
 OPTIONS = probe.ProbeOptions(
   tokens=100, rollouts=2, num_slots=4, rows=2, seed=1

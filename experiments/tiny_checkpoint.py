@@ -132,5 +132,7 @@ def _tensors(
   for name, tensor in table.items():
     weights[name] = np.empty(tensor.shape, ml_dtypes.bfloat16)
     for part in tensor.parts:
-      names.put(part, arrays[part.array][part.index], weights[name])
+      values = arrays[part.array][part.index]
+      view = weights[name].reshape(part.view, copy=False)
+      view[part.select] = values.transpose(np.argsort(part.order))
   return weights
