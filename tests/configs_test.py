@@ -371,7 +371,7 @@ def test_misspelt_section_is_named():
     ('sft.muon.dtype', 'float16', r"config\.sft\.muon\.dtype .*'float16'"),
     ('cpt.muon.qk_clip', -1.0, r'qk_clip .* at least 0; got -1\.0'),
     ('cpt.muon.rms', 0.0, r'rms must be positive; got 0\.0'),
-    ('cpt.muon.beta', 1.0, r'beta .* not 1\.0'),
+    ('cpt.muon.beta', 1.0, r'beta .* got 1\.0'),
     ('cpt.muon.roles', (('router',),), r'must hold 2 values'),
     ('sft.muon.roles', (('routr', 'adam'),), r"sft\.muon\.roles: .*'routr'"),
     ('cpt.muon.roles', (('router', 'embed->ffw'),), 'router.*embed->ffw'),

@@ -63,6 +63,8 @@ class OptimizerOptions:
     for name in ('b1', 'b2'):
       value = getattr(self, name)
       checks.require(self, name, 0 <= value < 1, 'be at least 0 and below 1')
+    is_share = 0 <= self.final_ratio <= 1
+    checks.require(self, 'final_ratio', is_share, 'lie in [0, 1]')
 
   @property
   def clips_logits(self) -> bool:
@@ -79,19 +81,15 @@ def schedule(
   step already moves. The decay ends at `total_steps`, where the value stays.
 
   Raises:
-    ValueError: warm-up and decay do not fit, or the ratio is out of range.
+    ValueError: warm-up and decay do not fit.
   """
   warmup_steps, decay_steps = options.warmup_steps, options.decay_steps
   final_ratio = options.final_ratio
-  if min(total_steps, warmup_steps, decay_steps) < 0 or (
-    warmup_steps + decay_steps > total_steps
-  ):
+  if warmup_steps + decay_steps > total_steps:
     raise ValueError(
-      f'warmup_steps ({warmup_steps}) + decay_steps ({decay_steps}) must fit '
-      f'in total_steps ({total_steps}), none of them negative.'
+      f'warmup_steps ({warmup_steps}) plus decay_steps ({decay_steps}) must '
+      f'not exceed the steps of the stage ({total_steps}).'
     )
-  if not 0 <= final_ratio <= 1:
-    raise ValueError(f'final_ratio must lie in [0, 1], not {final_ratio}.')
 
   def value(step):
     step = jnp.asarray(step, jnp.float32)

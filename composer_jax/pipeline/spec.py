@@ -20,6 +20,7 @@ from composer_jax.parallel import layouts
 from composer_jax.rl import batching, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
+from composer_jax.train import loop
 from composer_jax.train import placement as placements
 from composer_jax.train import step as train_step
 
@@ -57,14 +58,10 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageOptions:
+class StageOptions(loop.TrainingOptions):
   """A language-model training stage: cpt or sft.
 
   Attributes:
-    steps: optimizer steps; cpt of an imported model may have 0, sft may not.
-    batch_size: rows of a step, summed over all devices.
-    accumulate: microbatches of a step, run in sequence to save memory.
-    seq_len: tokens of a row.
     learning_rate: peak rate of `optimizer`; that of Muon is at Moonlight's
       scale.
     adam_learning_rate: peak rate of the AdamW beside Muon.
@@ -75,16 +72,9 @@ class StageOptions:
     optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
     bias_update_rate: change of the routers' selection bias per step.
-    checkpoint_every: steps from one checkpoint to the next.
-    eval_every: steps from one held-out loss to the next.
     eval_batches: batches averaged in a held-out loss.
-    log_every: steps from one line of metrics to the next.
   """
 
-  steps: int
-  batch_size: int
-  seq_len: int
-  accumulate: int = 1
   learning_rate: float = 5e-3
   adam_learning_rate: float = 2e-3
   warmup_steps: int = 20
@@ -94,16 +84,11 @@ class StageOptions:
   optimizer: str = 'muon'
   muon: optim_groups.MuonChoices = optim_groups.MuonChoices()
   bias_update_rate: float = 1e-3
-  checkpoint_every: int = 100
-  eval_every: int = 100
   eval_batches: int = 8
-  log_every: int = 10
 
   def __post_init__(self):
-    positive = ('batch_size', 'accumulate', 'seq_len', 'checkpoint_every')
-    positive += ('eval_every', 'eval_batches', 'log_every')
-    checks.at_least(self, 1, *positive)
-    checks.at_least(self, 0, 'steps')
+    super().__post_init__()
+    checks.at_least(self, 1, 'eval_batches')
     if self.steps:
       _check_schedule(self)
 

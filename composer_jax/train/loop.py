@@ -42,35 +42,48 @@ class BatchStream(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-  """Options of one stage.
+class TrainingOptions:
+  """Options of a stage's loop that the config shows.
+
+  Attributes:
+    steps: optimizer steps; cpt of an imported model may have 0, sft may not.
+    batch_size: rows of a step, summed over all devices.
+    accumulate: microbatches of a step, run in sequence to save memory.
+    seq_len: tokens of a row.
+    checkpoint_every: steps between checkpoints; the last step always has one.
+    eval_every: steps between held-out losses, which the first and the last
+      step have in any case.
+    log_every: steps between lines of metrics.
+  """
+
+  steps: int
+  batch_size: int
+  seq_len: int
+  accumulate: int = 1
+  checkpoint_every: int = 100
+  eval_every: int = 100
+  log_every: int = 10
+
+  def __post_init__(self):
+    names = {f.name for f in dataclasses.fields(TrainingOptions)} - {'steps'}
+    checks.at_least(self, 1, *sorted(names))
+    checks.at_least(self, 0, 'steps')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopOptions(TrainingOptions):
+  """All options of one stage.
 
   Attributes:
     stage: name in metrics and folders ('cpt', 'sft').
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
-    checkpoint_every: steps between checkpoints; the last step always has one.
-    eval_every: steps between held-out losses, which the first and the last
-      step have in any case.
     seed: seed of initial weights that are not given.
-    accumulate: microbatches into which a batch is split.
   """
 
   stage: str
-  steps: int
-  batch_size: int
-  seq_len: int
   optimizer: groups.OptimizerOptions
   bias_rate: float
-  checkpoint_every: int
-  eval_every: int
-  log_every: int
   seed: int
-  accumulate: int = 1
-
-  def __post_init__(self):
-    names = [f.name for f in dataclasses.fields(self) if f.type is int]
-    names.remove('seed')
-    checks.at_least(self, 1, *names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ Adam by `optim.muon.inference`, and shardings are read off the arrays.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -30,8 +29,6 @@ from composer_jax.optim.muon import inference, planner, transform
 from composer_jax.optim.muon import newton_schulz as iteration
 from composer_jax.optim.muon import plan as muon_plan
 
-_DEFAULT = iteration.NewtonSchulz()
-
 
 class PlacedState(struct.PyTreeNode):
   """State of `muon`.
@@ -51,7 +48,7 @@ class PlacedState(struct.PyTreeNode):
 def muon(
   learning_rate: optax.ScalarOrSchedule,
   *,
-  newton_schulz: iteration.NewtonSchulz = _DEFAULT,
+  newton_schulz: iteration.NewtonSchulz = iteration.NewtonSchulz(),
   beta: float = 0.95,
   weight_decay: float = 0.0,
   consistent_rms: float | None = None,
@@ -81,12 +78,8 @@ def muon(
     shardings: tree of the parameters' NamedShardings; None reads them off the
       arrays.
   """
-  if consistent_rms is None:
-    scale = lambda rows, columns: math.sqrt(max(1, columns / rows))
-  else:
-    scale = lambda rows, columns: consistent_rms * math.sqrt(max(rows, columns))
   options = transform.MuonChoices(
-    beta=beta, **dataclasses.asdict(newton_schulz)
+    beta=beta, rms=consistent_rms, **dataclasses.asdict(newton_schulz)
   )
   if adam is None:
     adam = optax.adamw(learning_rate, weight_decay=0.0, nesterov=True)
@@ -99,7 +92,6 @@ def muon(
         _like(params, matrices),
         shardings=_like(params, placed) if placed else None,
         options=options,
-        scale=scale,
       ),
       optax.add_decayed_weights(weight_decay),
       optax.scale_by_learning_rate(learning_rate),
@@ -110,7 +102,7 @@ def muon(
     )
     return built, tuple(placed.items())
 
-  def init(params: Any) -> Any:
+  def init(params):
     built, placed = build(params, {})
     return PlacedState(inner=built.init(params), placed=placed)
 
@@ -126,7 +118,7 @@ def muon(
 def plan(
   params: Any,
   *,
-  newton_schulz: iteration.NewtonSchulz = _DEFAULT,
+  newton_schulz: iteration.NewtonSchulz = iteration.NewtonSchulz(),
   muon_weight_dimension_numbers: Any = None,
   shardings: Any = None,
 ) -> muon_plan.MuonPlan:
@@ -161,21 +153,11 @@ def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
   if callable(numbers):
     numbers = numbers(params)
   # None would be an empty subtree.
-  is_numbers = lambda x: isinstance(x, MuonDimensionNumbers)
-  numbers = jax.tree.map(
-    lambda x: roles.ADAM if x is None else x,
-    numbers,
-    is_leaf=lambda x: x is None or is_numbers(x),
-  )
-  numbers = jax.tree.broadcast(numbers, params, is_leaf=is_numbers)
-  pairs = zip(
-    _named(params).items(),
-    jax.tree.leaves(numbers, is_leaf=is_numbers),
-    strict=True,
-  )
-  return {
-    n: _matrix(n, x.shape, of) for (n, x), of in pairs if of != roles.ADAM
-  }
+  is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
+  whole = jax.tree.broadcast(numbers, params, is_leaf=is_leaf)
+  by_leaf = jax.tree.structure(params).flatten_up_to(whole)
+  pairs = zip(_named(params).items(), by_leaf, strict=True)
+  return {n: _matrix(n, x.shape, of) for (n, x), of in pairs if of is not None}
 
 
 def _matrix(
@@ -225,19 +207,14 @@ def _placed(
         f'{_words(place, ndim)}. Move it there with jax.device_put, or leave '
         'shardings out and call init with the parameters as they lie.'
       )
-  meshes = {
-    name: getattr(place, 'mesh', None) for name, place in placed.items()
-  }
-  first = next(iter(meshes), '')
-  for name, mesh in meshes.items():
-    if mesh != meshes[first]:
-      raise ValueError(
-        f'Parameter {name} is on {_words(placed[name], arrays[name].ndim)}, '
-        f'but {first} on {_words(placed[first], arrays[first].ndim)}. All '
-        'parameters that Muon updates must be on one mesh: bring them there '
-        'with jax.device_put(params, shardings).'
-      )
-  return placed if meshes.get(first) is not None else {}
+  meshes = {getattr(place, 'mesh', None) for place in placed.values()}
+  if len(meshes) > 1:
+    places = {n: _words(p, arrays[n].ndim) for n, p in placed.items()}
+    raise ValueError(
+      'All parameters that Muon updates must be on one mesh; they are on '
+      f'{places}. Bring them there with jax.device_put(params, shardings).'
+    )
+  return placed if meshes - {None} else {}
 
 
 def _sharding(x: Any) -> Sharding | AbstractMesh | None:

@@ -47,16 +47,13 @@ class PlanOptions:
   repeats: bool | None = None
 
 
-NOTHING_TOLD = PlanOptions()
-
-
 def make(
   params: Any,
   matrices: Any,
   *,
   shardings: Any = None,
   newton_schulz: iteration.NewtonSchulz,
-  told: PlanOptions = NOTHING_TOLD,
+  told: PlanOptions = PlanOptions(),
 ) -> plan.MuonPlan:
   """Plans one step.
 
