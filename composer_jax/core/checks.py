@@ -83,6 +83,21 @@ def array(owner: Any, name: str, dtype: Any, *shape: int | None) -> None:
     )
 
 
+def nearest(size: int, divisor: int) -> str:
+  """Returns the positive multiples next to a size, for messages."""
+  below = size - size % divisor
+  return f'{below} or {below + divisor}' if below else f'{divisor}'
+
+
+def divides(divisor: int, parts: str, size: int, what: str) -> None:
+  """Raises a ValueError unless `what` divides into so many `parts`."""
+  if size % divisor:
+    raise ValueError(
+      f'{what} ({size}) must divide by {parts} ({divisor}); the nearest that '
+      f'does is {nearest(size, divisor)}.'
+    )
+
+
 def known_name(name: str, known: Any, where: str) -> None:
   """Raises a ValueError for an unknown name, with the most similar one."""
   if name in known:

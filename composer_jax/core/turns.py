@@ -72,11 +72,9 @@ class Hint:
 
   def __post_init__(self):
     checks.array(self, 'tokens_T', np.int32, None)
-    if not 0 <= self.at <= self.start < self.stop:
-      raise ValueError(
-        f'Hint.at ({self.at}) must be at most start ({self.start}), which '
-        f'must lie below stop ({self.stop}).'
-      )
+    in_order = 0 <= self.at <= self.start < self.stop
+    rule = f'be at most start ({self.start}), below stop ({self.stop})'
+    checks.require(self, 'at', in_order, rule)
 
 
 def check_inside(parts: Sequence[Turn | Hint], lengths: Sequence[int]) -> None:

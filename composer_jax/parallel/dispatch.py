@@ -89,15 +89,10 @@ def take(x_ZD: jax.Array, order: Order) -> jax.Array:
   return x_ZD.at[order.source_Y].get(mode='promise_in_bounds')
 
 
-def _take_forward(x_ZD, order):
-  return take(x_ZD, order), order
-
-
-def _take_backward(order, d_rows_YD):
-  return _sum(d_rows_YD, None, order.place_ZA), None
-
-
-take.defvjp(_take_forward, _take_backward)
+take.defvjp(
+  lambda x_ZD, order: (take(x_ZD, order), order),
+  lambda order, d_rows_YD: (_sum(d_rows_YD, None, order.place_ZA), None),
+)
 
 
 @jax.custom_vjp

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import platforms
+from composer_jax.core import checks, platforms
 from composer_jax.parallel import carriers, dispatch, transports
 
 
@@ -195,12 +195,8 @@ def load_of(
   """Returns the size of the exchange for one batch."""
   tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
   shards = plan.expert_shards
-  if num_experts % shards:
-    raise ValueError(
-      f'num_experts ({num_experts}) must divide by the mesh axes '
-      f'{plan.expert_axes} ({shards}); the nearest that does is '
-      f'{max(1, round(num_experts / shards)) * shards}.'
-    )
+  parts = f'the mesh axes {plan.expert_axes}'
+  checks.divides(shards, parts, num_experts, 'num_experts')
   return transports.Load(
     num_tokens=batch_size * length // tokens,
     num_active=num_active,

@@ -118,17 +118,13 @@ def _gather(shard, spec, dtype, stored_dtype):
   return gathered(shard.astype(dtype), spec)
 
 
-def _gather_forward(shard, spec, dtype, stored_dtype):
-  return _gather(shard, spec, dtype, stored_dtype), None
-
-
 def _gather_backward(spec, dtype, stored_dtype, _, d_whole):
   del dtype
   d_shard = scattered(d_whole.astype(jnp.float32), spec)
   return (d_shard.astype(stored_dtype),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda *args: (_gather(*args), None), _gather_backward)
 
 
 def lend(

@@ -359,11 +359,7 @@ class Spec:
     if pieces > 1 and self.parallel.sequence_order != 'contiguous':
       # Each shard has an early and a late piece.
       pieces, divisor = 2 * pieces, f'{divisor}, twice for zigzag order,'
-    if seq_len % pieces:
-      raise ValueError(
-        f'{name} ({seq_len}) must divide by {divisor} ({pieces}); the nearest '
-        f'that does is {max(round(seq_len / pieces), 1) * pieces}.'
-      )
+    checks.divides(pieces, divisor, seq_len, name)
 
   def _check_roles(self) -> None:
     """Raises for Muon roles that match no parameter, or not its shape."""

@@ -129,7 +129,7 @@ def test_the_worst_case_is_every_token_to_every_expert_it_can_have():
         embed_dim=8,
       ),
       "num_experts (30) must divide by the mesh axes ('fsdp', 'context') (4); "
-      'the nearest that does is 32',
+      'the nearest that does is 28 or 32',
     ),
     (
       lambda: exchange.exchange(

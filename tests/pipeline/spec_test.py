@@ -52,7 +52,7 @@ def make(**changes):
     ),
     (
       {'model__numerics': 'batch_invariant', 'rl__seq_len': 200},
-      r'--config\.rl\.seq_len: align \(\d+\) must .*divide seq_len \(200\)',
+      r'--config\.rl\.seq_len: BatchShape.align must divide seq_len \(200\)',
     ),
   ],
 )

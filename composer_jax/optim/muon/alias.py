@@ -29,6 +29,8 @@ from composer_jax.optim.muon import inference, planner, transform
 from composer_jax.optim.muon import newton_schulz as iteration
 from composer_jax.optim.muon import plan as muon_plan
 
+_DEFAULT = iteration.NewtonSchulz()
+
 
 class PlacedState(struct.PyTreeNode):
   """State of `muon`.
@@ -48,7 +50,7 @@ class PlacedState(struct.PyTreeNode):
 def muon(
   learning_rate: optax.ScalarOrSchedule,
   *,
-  newton_schulz: iteration.NewtonSchulz = iteration.NewtonSchulz(),
+  newton_schulz: iteration.NewtonSchulz = _DEFAULT,
   beta: float = 0.95,
   weight_decay: float = 0.0,
   consistent_rms: float | None = None,
@@ -118,7 +120,7 @@ def muon(
 def plan(
   params: Any,
   *,
-  newton_schulz: iteration.NewtonSchulz = iteration.NewtonSchulz(),
+  newton_schulz: iteration.NewtonSchulz = _DEFAULT,
   muon_weight_dimension_numbers: Any = None,
   shardings: Any = None,
 ) -> muon_plan.MuonPlan:

@@ -47,13 +47,16 @@ class PlanOptions:
   repeats: bool | None = None
 
 
+NOTHING_TOLD = PlanOptions()
+
+
 def make(
   params: Any,
   matrices: Any,
   *,
   shardings: Any = None,
   newton_schulz: iteration.NewtonSchulz,
-  told: PlanOptions = PlanOptions(),
+  told: PlanOptions = NOTHING_TOLD,
 ) -> plan.MuonPlan:
   """Plans one step.
 

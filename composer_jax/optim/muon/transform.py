@@ -69,7 +69,7 @@ def scale_by_muon(
   *,
   shardings: Any = None,
   options: MuonChoices = MuonChoices(),
-  told: planner.PlanOptions = planner.PlanOptions(),
+  told: planner.PlanOptions = planner.NOTHING_TOLD,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
