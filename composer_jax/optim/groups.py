@@ -159,7 +159,8 @@ def optimizer(
       Newton-Schulz is distributed; None on one device.
   """
   is_muon = options.name == 'muon'
-  role_tree = _roles(options, params, axes)
+  overrides = options.muon.roles if is_muon else ()
+  role_tree = roles.tree(params, axes, overrides)
   named = trees.flatten_names(axes)
 
   def is_decayed(name, role):
@@ -205,14 +206,10 @@ def plan(
   """Returns Muon's plan; None for 'adam'."""
   if options.name != 'muon':
     return None
+  role_tree = roles.tree(params, axes, options.muon.roles)
   return planner.make(
     params,
-    roles.matrices(params, axes, _roles(options, params, axes)),
+    roles.matrices(params, axes, role_tree),
     shardings=shardings,
     newton_schulz=options.muon,
   )
-
-
-def _roles(options: OptimizerOptions, params: Any, axes: Any) -> Any:
-  overrides = options.muon.roles if options.name == 'muon' else ()
-  return roles.tree(params, axes, overrides)

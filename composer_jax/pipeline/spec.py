@@ -24,7 +24,13 @@ from composer_jax.train import loop
 from composer_jax.train import placement as placements
 from composer_jax.train import step as train_step
 
-PLACEMENTS = ('processes', 'colocated')
+
+def _optimizer(stage: Any, **others: Any) -> optim_groups.OptimizerOptions:
+  """Returns the options of an optimizer, of which a stage has some by name."""
+  names = {f.name for f in dataclasses.fields(optim_groups.OptimizerOptions)}
+  names &= {f.name for f in dataclasses.fields(stage)}
+  own = {name: getattr(stage, name) for name in names}
+  return optim_groups.OptimizerOptions(**own, **others)
 
 
 def _check_schedule(stage: Any) -> None:
@@ -93,17 +99,7 @@ class StageOptions(loop.TrainingOptions):
       _check_schedule(self)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
-    return optim_groups.OptimizerOptions(
-      name=self.optimizer,
-      learning_rate=self.learning_rate,
-      adam_learning_rate=self.adam_learning_rate,
-      warmup_steps=self.warmup_steps,
-      decay_steps=self.decay_steps,
-      final_ratio=0.1,
-      weight_decay=self.weight_decay,
-      grad_clip=self.grad_clip,
-      muon=self.muon,
-    )
+    return _optimizer(self, name=self.optimizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +145,7 @@ class RLSection(update.LearningOptions):
   max_restarts: int = 3
 
   def __post_init__(self):
-    checks.one_of(self, 'placement', PLACEMENTS)
+    checks.one_of(self, 'placement', ('processes', 'colocated'))
     zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
     checks.at_least(self, 0, *zero)
     positive = ('checkpoint_every', 'episodes_every', 'rows', 'seq_len')
@@ -158,18 +154,8 @@ class RLSection(update.LearningOptions):
     _check_schedule(self)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
-    return optim_groups.OptimizerOptions(
-      name='adam',
-      learning_rate=self.learning_rate,
-      adam_learning_rate=self.learning_rate,
-      warmup_steps=self.warmup_steps,
-      decay_steps=self.decay_steps,
-      final_ratio=0.1,
-      weight_decay=0.0,
-      grad_clip=self.grad_clip,
-      b1=self.adam_b1,
-      b2=self.adam_b2,
-    )
+    decays = dict(b1=self.adam_b1, b2=self.adam_b2)
+    return _optimizer(self, name='adam', weight_decay=0.0, **decays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,22 +183,6 @@ class TelemetrySection:
 
   tensorboard: bool = True
   wandb: bool = False
-
-
-SECTIONS = {
-  'mesh': Mesh,
-  'parallel': placements.ParallelOptions,
-  'model': model_config.ModelConfig,
-  'cpt': StageOptions,
-  'sft': StageOptions,
-  'episode': episode.EpisodeOptions,
-  'summary': summarize.SummaryOptions,
-  'rewards': rewards.RewardOptions,
-  'rollout': rollout_options.ServingOptions,
-  'rl': RLSection,
-  'evaluation': EvaluationSection,
-  'telemetry': TelemetrySection,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -371,3 +341,11 @@ class Spec:
         roles.tree(shapes['params'], axes['params'], stage.muon.roles)
       except ValueError as error:
         raise ValueError(f'--config.{name}.muon.roles: {error}') from error
+
+
+# Sections of a config that belong to the spine.
+SECTIONS: dict[str, Any] = {
+  field.name: field.type
+  for field in dataclasses.fields(Spec)
+  if dataclasses.is_dataclass(field.type)
+}

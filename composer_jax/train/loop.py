@@ -144,7 +144,12 @@ def run(
       size = buckets.BucketSize(
         placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
       )
-    start, state = _restore(checkpoints, programs, stream, size)
+    start, state = checkpoints.latest_step() or 0, None
+    if start:
+      state, data = checkpoints.restore(start, programs.like)
+      stream.set_state(data['stream'])
+      if size is not None:
+        size.set_state(data['buckets'])
     # The line of step 0 is written again by a run that has no checkpoint.
     writer.truncate(stage, -1 if state is None else start)
     with progress.Progress(stage, options.steps, start=start) as bar:
@@ -260,23 +265,6 @@ def make_programs(
     ),
     muon=groups.plan(options.optimizer, **described),
   )
-
-
-def _restore(
-  checkpoints: manager.Checkpoints,
-  programs: _Programs,
-  stream: BatchStream,
-  size: buckets.BucketSize | None,
-) -> tuple[int, train_state.TrainState | None]:
-  """Returns the last checkpoint, or step 0; rewinds the stream and buckets."""
-  step = checkpoints.latest_step()
-  if step is None:
-    return 0, None
-  state, data = checkpoints.restore(step, programs.like)
-  stream.set_state(data['stream'])
-  if size is not None:
-    size.set_state(data['buckets'])
-  return step, state
 
 
 def _reporter(

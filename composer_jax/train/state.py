@@ -111,15 +111,10 @@ def shardings(
     parts = name.split('/')
     ends = ['/'.join(parts[start:]) for start in range(len(parts))]
     parameter = next((end for end in ends if end in by_name), None)
-    if parameter is None:
+    if parameter is None or leaf.shape != shapes[parameter]:
       raise ValueError(
-        f'Optimizer state {name} of shape {leaf.shape} is named after no '
-        f'parameter; the parameters are {sorted(by_name)}.'
-      )
-    if leaf.shape != shapes[parameter]:
-      raise ValueError(
-        f'Optimizer state {name} has shape {leaf.shape}, which must be that '
-        f'of its parameter, {shapes[parameter]}.'
+        f'Optimizer state {name} of shape {leaf.shape} must have the name and '
+        f'the shape of a parameter; the parameters are {shapes}.'
       )
     return by_name[parameter]
 

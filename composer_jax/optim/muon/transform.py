@@ -44,15 +44,12 @@ class MuonChoices(newton_schulz.NewtonSchulz):
     checks.number(self, 0, 'beta', 'qk_clip')
     rule = 'be less than 1: with 1 gradients would not change the momentum'
     checks.require(self, 'beta', self.beta < 1, rule)
-    are_pairs = isinstance(self.roles, list | tuple)
-    for pair in self.roles if are_pairs else [self.roles]:
-      match pair:
-        case [str(), str()]:
-          continue
-      raise ValueError(
-        f'MuonChoices.roles must hold pairs (regex, role), not {pair!r}; '
-        "for one of them write (('router', 'embed->route'),)."
-      )
+    pairs = self.roles if isinstance(self.roles, list | tuple) else [None]
+    are_pairs = all(isinstance(pair, list | tuple) for pair in pairs) and all(
+      list(map(type, pair)) == [str, str] for pair in pairs
+    )
+    rule = "be pairs (regex, role), such as (('router', 'embed->route'),)"
+    checks.require(self, 'roles', are_pairs, rule)
     # JSON and the command line give lists, which cannot be hashed.
     object.__setattr__(self, 'roles', tuple(map(tuple, self.roles)))
 
