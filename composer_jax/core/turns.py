@@ -55,9 +55,7 @@ class Hint:
   `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hints.distill`.
 
   Attributes:
-    trajectory: index of the turn's window.
-    start: index of the turn's first token in the window.
-    stop: index after its last token.
+    trajectory, start, stop: place of the turn, as in `Turn`.
     at: index at which the hint is inserted, at most `start`.
     kind: name of the kind of mistake.
     tokens_T: int32 token ids of the hint.

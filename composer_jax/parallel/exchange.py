@@ -109,7 +109,6 @@ def exchange(
   Args:
     expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
     weights: arrays with a leading expert axis, the only sharded one.
-    x_BTD: tokens.
     ids_BTA: int32 experts of each token, counted over all shards.
     gates_BTA: float32 gate of each expert.
     valid_BT: false for padding, which reaches no expert.
@@ -151,14 +150,13 @@ def exchange(
 
 def _carried(expert_fn, weights, tokens, load, plan):
   """Returns y_ZD and the needed rows."""
-  missing = [axis for axis in plan.expert_axes if axis not in plan.token_axes]
-  if missing:
-    raise ValueError(
-      f'The experts are sharded over {plan.expert_axes}, but tokens over '
-      f'{plan.token_axes}: {missing} would compute every token again. Let '
-      f'{missing} shard the batch or the sequence.'
+  name, axes = plan.transport, plan.expert_axes
+  # Another axis would compute every token again.
+  assert set(axes) <= set(plan.token_axes), (axes, plan.token_axes)
+  if name == 'auto':
+    name, _ = transports.choose(
+      load, platform=platforms.current(), bucket=plan.bucket
     )
-  name, axes = transport_of(plan, load), plan.expert_axes
   shards = transports.sized(load, name, bucket=plan.bucket, axes=axes)
   compute = functools.partial(
     dispatch.expert_sum,
@@ -172,14 +170,6 @@ def _carried(expert_fn, weights, tokens, load, plan):
     return y_ZD, needs.copies
   rows = transports.rows_for_tokens(load, name, needs.tokens)
   return y_ZD, jnp.maximum(needs.copies, rows)
-
-
-def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
-  """Returns the name of a plan's transport on the current platform."""
-  if plan.transport != 'auto':
-    return plan.transport
-  platform = platforms.current()
-  return transports.choose(load, platform=platform, bucket=plan.bucket)[0]
 
 
 def load_of(

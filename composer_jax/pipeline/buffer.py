@@ -89,7 +89,6 @@ class GroupBuffer:
     """Blocks until all groups of `ids` are finished; returns them in order.
 
     Args:
-      ids: ids of the groups.
       timeout_s: seconds without any new group after which to give up.
       while_waiting: callback between two polls; raises to end the wait.
 

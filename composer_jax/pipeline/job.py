@@ -116,12 +116,8 @@ class Job:
   ) -> None:
     """Writes readable episodes; a step written again replaces later ones."""
     path = self.workdir / 'episodes.jsonl'
-    lines = []
-    if path.exists():
-      for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row['stage'] != stage or row['step'] < step:
-          lines.append(line)
+    is_kept = lambda row: row['stage'] != stage or row['step'] < step
+    rows = list(filter(is_kept, writers.read(path)))
     for rollout in rollouts:
       versions = {
         int(v)
@@ -140,17 +136,16 @@ class Job:
         'versions': sorted(versions),
         'turns': episode.turns(rollout, self.tokenizer),
       }
-      lines.append(json.dumps(row))
-    files.write_atomic(path, ('\n'.join(lines) + '\n').encode())
+      rows.append(row)
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    files.write_atomic(path, text.encode())
 
 
 def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
   """Makes a mesh of the first devices.
 
-  Args:
-    axes: sizes of the mesh.
-    may_leave: true if devices may be left over. Emulated ones always may: there
-      are as many as the largest mesh of a run needs.
+  Others may be left over with `may_leave`, or if they are emulated: there are
+  as many as the largest mesh of a run needs.
   """
   devices = jax.devices()
   if may_leave or devices[0].platform == 'cpu':

@@ -81,8 +81,6 @@ def run(
     Groups already on disk are not sampled again.
 
   Args:
-    collector: player of episodes.
-    buffer: finished groups on disk, shared with the trainer.
     served: the engine and its receiver, at the version to begin with.
     rl: groups of a step, steps of the run, and the bound on staleness.
     until_version: version at which to return, once it is served and all groups

@@ -265,6 +265,8 @@ class Spec:
       ('rl.seq_len', self.batch_shape),
       ('rollout', self.engine_options),
       ('summary', lambda: self.summary.limit(self.episode.max_tokens)),
+      ('cpt.muon.roles', lambda: self._check_roles(self.cpt)),
+      ('sft.muon.roles', lambda: self._check_roles(self.sft)),
     ):
       try:
         make()
@@ -278,7 +280,6 @@ class Spec:
           f'--config.{name}.steps must be at least 1, not {stage.steps}. Only '
           'cpt of an imported model (--config.initial) may be skipped with 0.'
         )
-    self._check_roles()
     if self.rl.replay and not self.rollout.record_routes:
       raise ValueError(
         '--config.rl.replay needs the routes that rollouts record: set '
@@ -331,16 +332,11 @@ class Spec:
       pieces, divisor = 2 * pieces, f'{divisor}, twice for zigzag order,'
     checks.divides(pieces, divisor, seq_len, name)
 
-  def _check_roles(self) -> None:
+  def _check_roles(self, stage: StageOptions) -> None:
     """Raises for Muon roles that match no parameter, or not its shape."""
-    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
-      if stage.optimizer != 'muon' or not stage.muon.roles:
-        continue
+    if stage.optimizer == 'muon' and stage.muon.roles:
       shapes, axes = decoder.abstract(self.model)
-      try:
-        roles.tree(shapes['params'], axes['params'], stage.muon.roles)
-      except ValueError as error:
-        raise ValueError(f'--config.{name}.muon.roles: {error}') from error
+      roles.tree(shapes['params'], axes['params'], stage.muon.roles)
 
 
 # Sections of a config that belong to the spine.

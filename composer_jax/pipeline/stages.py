@@ -150,10 +150,6 @@ def collector_of(
   """Makes a collector: groups on training tasks, or single held-out episodes.
 
   Args:
-    spec: resolved config of the run.
-    systems: task family and the other systems of the run.
-    tokenizer: tokenizer of the policy.
-    runner: sandbox that judges the code of the episodes.
     split: 'train' or 'held_out'.
     workdir: folder of a run whose rewards and curriculum may change while it
       trains; None for the rewards of the config and tasks in their order.

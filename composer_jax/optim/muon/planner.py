@@ -61,11 +61,9 @@ def make(
   """Plans one step.
 
   Args:
-    params: tree of arrays or shapes.
     matrices: tree of `roles.Matrix` of Muon's parameters.
     shardings: tree of NamedShardings on one mesh, which may be abstract; None
       on one device.
-    newton_schulz: options of the orthogonalisation.
     told: choices that are not left to modelled times.
 
   Raises:
