@@ -71,7 +71,6 @@ class Summarizer:
   """Decides when one episode needs a summary, asks for it and restarts.
 
   Attributes:
-    limit: most tokens of a window.
     opening_T: context of the first call.
   """
 

@@ -34,8 +34,6 @@ class ExpertShards:
   """Devices that hold all experts together, the same number on each.
 
   Attributes:
-    axes: mesh axes of the devices.
-    num_shards: number of devices.
     num_local: experts of each device.
     rows: capacity of a device in copies of tokens; None for the worst case.
     slots: capacity in received tokens, of a device for 'ragged_a2a', of each

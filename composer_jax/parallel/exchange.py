@@ -32,7 +32,6 @@ class ExchangePlan:
   """The sharding of variables, tokens and experts.
 
   Attributes:
-    mesh: mesh of all devices.
     batch_axes: mesh axes that shard B.
     sequence_axes: mesh axes that shard T.
     weight_specs: storage spec of each expert array by name. Dimension 0 is the

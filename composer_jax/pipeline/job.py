@@ -60,7 +60,18 @@ class Job:
     with self.times.stage('tokenizer'):
       if self.systems.initial is not None:
         return self.systems.initial.tokenizer(self.workdir)
-      return _train_tokenizer(self)
+      # Saved where a rollout worker finds it.
+      path, vocab_size = self.workdir / TOKENIZER, self.spec.model.vocab_size
+      if not path.exists():
+        texts = self.systems.family.texts()
+        self.corpus.train_tokenizer(texts).save(path)
+      tokenizer = tokenizers.Tokenizer.load(path)
+      if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+          f'{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}; '
+          'delete the file, and the next run trains a tokenizer that fits.'
+        )
+      return tokenizer
 
   @functools.cached_property
   def documents(self) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -151,20 +162,6 @@ def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
   if may_leave or devices[0].platform == 'cpu':
     devices = devices[: axes.size]
   return topology.make_mesh(**dataclasses.asdict(axes), devices=devices)
-
-
-def _train_tokenizer(job: Job) -> tokenizers.Tokenizer:
-  """The run's tokenizer, also saved where a rollout worker finds it."""
-  path, vocab_size = job.workdir / TOKENIZER, job.spec.model.vocab_size
-  if not path.exists():
-    job.corpus.train_tokenizer(job.systems.family.texts()).save(path)
-  tokenizer = tokenizers.Tokenizer.load(path)
-  if tokenizer.vocab_size > vocab_size:
-    raise ValueError(
-      f'{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}; '
-      'delete the file, and the next run trains a tokenizer that fits.'
-    )
-  return tokenizer
 
 
 @contextlib.contextmanager

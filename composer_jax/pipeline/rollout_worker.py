@@ -54,7 +54,7 @@ class Served:
         f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'
       )
-    self._receiver.drop(self.engine.switch(newer.weights))
+    self._receiver.drop(self.engine.switch(newer.variables))
     self._receiver.served(newer, self.engine.stats().swap_s)
 
   def stamp(self, group: records.Group) -> records.Group:

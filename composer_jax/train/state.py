@@ -21,7 +21,6 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
     params: float32 masters.
     selection_bias: biases of sigmoid routers, updated outside the optimizer; {}
       for softmax routers.
-    opt_state: state of the optax transform.
     teacher: moving average of the masters; {} without one.
   """
 

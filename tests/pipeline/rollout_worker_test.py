@@ -31,7 +31,7 @@ def placed(version, target_id):
   return seams.PlacedPolicy(
     version=version,
     target_id=target_id,
-    weights=types.SimpleNamespace(version=version),
+    variables=types.SimpleNamespace(version=version),
     received={},
   )
 
@@ -64,7 +64,7 @@ def test_each_newer_policy_is_served_and_the_last_kept(make):
     served()
     seen.append((served.version, engine.version))
   assert seen == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
-  assert dropped == ['first', found[0].weights]
+  assert dropped == ['first', found[0].variables]
   assert logged == [(3, 'aa', None), (4, 'bb', 0.25), (7, 'cc', 0.25)]
 
 

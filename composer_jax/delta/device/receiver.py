@@ -160,7 +160,7 @@ def place(
   return seams.PlacedPolicy(
     version=policy.version,
     target_id=policy.target_id,
-    weights=weights_there,
+    variables=weights_there,
     received={**policy.received, 'place_s': time.perf_counter() - began},
   )
 
