@@ -179,9 +179,13 @@ def open_run(
       (the workdir then stays unbound).
     OSError: the workdir cannot be made.
   """
+  # Digests of the files that the config names.
+  content = {'imported': '', 'conversations': ''}
   if systems.initial is not None:
     systems.initial.check()
-  identity = _identity(spec, systems)
+    content = systems.initial.claim()
+  content['task_set'] = systems.family.identity()
+  identity = spec.as_dict() | content
   with _ended_by_sigterm(), files.alone(workdir):
     if systems.initial and not (workdir / workdirs.CONFIG).exists():
       systems.initial.take(workdir)
@@ -223,14 +227,6 @@ def _report_anyway(report: Callable[[], None]) -> None:
   except Exception:
     # Even a bug in the report must not hide the error that ended the run.
     logging.exception('The report of the interrupted run failed:')
-
-
-def _identity(spec: specs.Spec, systems: seams.Systems) -> dict[str, Any]:
-  """The config that binds a workdir, with digests of the files it names."""
-  content = {'imported': '', 'conversations': ''}
-  if systems.initial is not None:
-    content = systems.initial.claim()
-  return spec.as_dict() | content | {'task_set': systems.family.identity()}
 
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:

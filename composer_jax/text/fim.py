@@ -63,11 +63,8 @@ def transform(
     marks: ids of the tokenizer that made the tokens.
 
   Raises:
-    ValueError: the rate is not a probability, or the document already holds
-      marks.
+    ValueError: the document already holds marks.
   """
-  if not 0 <= rate <= 1:
-    raise ValueError(f'FIM rate must lie in [0, 1], not {rate}.')
   if rng.random() >= rate:
     return ids
   three = (marks.prefix, marks.middle, marks.suffix)

@@ -90,18 +90,14 @@ def muon(
     matrices = _matrices(params, muon_weight_dimension_numbers)
     placed = _placed(params, matrices, shardings, kept)
     matrix_transform = optax.chain(
-      transform.scale_by_muon(
-        _like(params, matrices),
-        shardings=_like(params, placed) if placed else None,
-        options=options,
-      ),
+      transform.scale_by_muon(matrices, shardings=placed, options=options),
       optax.add_decayed_weights(weight_decay),
       optax.scale_by_learning_rate(learning_rate),
     )
-    labels = {n: 'muon' if n in matrices else 'adam' for n in _named(params)}
-    built = optax.partition(
-      {'muon': matrix_transform, 'adam': adam}, _like(params, labels)
+    labels = trees.map_names(
+      lambda name, _: 'muon' if name in matrices else 'adam', params
     )
+    built = optax.partition({'muon': matrix_transform, 'adam': adam}, labels)
     return built, tuple(placed.items())
 
   def init(params):
@@ -128,28 +124,12 @@ def plan(
   matrices = _matrices(params, muon_weight_dimension_numbers)
   placed = _placed(params, matrices, shardings, {})
   return planner.make(
-    params,
-    _like(params, matrices),
-    shardings=_like(params, placed) if placed else None,
-    newton_schulz=newton_schulz,
-  )
-
-
-def _named(tree: Any) -> dict[str, Any]:
-  """Returns leaves by name; those in Flax's boxes by the name of the box."""
-  paths = jax.tree.leaves_with_path(tree, is_leaf=inference.is_box)
-  names = (trees.path_name(path) for path, _ in paths)
-  return dict(zip(names, jax.tree.leaves(tree), strict=True))
-
-
-def _like(params: Any, by_name: dict[str, Any]) -> Any:
-  """Returns a tree like `params`, masked where `by_name` has no value."""
-  return jax.tree.structure(params).unflatten(
-    by_name.get(name, optax.MaskedNode()) for name in _named(params)
+    params, matrices, shardings=placed, newton_schulz=newton_schulz
   )
 
 
 def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
+  """Returns the matrices among the parameters by '/'-joined name."""
   if numbers is None:
     numbers = inference.dimension_numbers
   if callable(numbers):
@@ -158,7 +138,7 @@ def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
   is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
   whole = jax.tree.broadcast(numbers, params, is_leaf=is_leaf)
   by_leaf = jax.tree.structure(params).flatten_up_to(whole)
-  pairs = zip(_named(params).items(), by_leaf, strict=True)
+  pairs = zip(trees.flatten_names(params).items(), by_leaf, strict=True)
   return {n: _matrix(n, x.shape, of) for (n, x), of in pairs if of is not None}
 
 
@@ -187,7 +167,8 @@ def _placed(
   They are the given ones, those kept since `init`, or the arrays' own; arrays
   that have another sharding are an error.
   """
-  arrays, known = _named(params), _named(shardings) or kept
+  arrays = trees.flatten_names(params)
+  known = trees.flatten_names(shardings) or kept
   placed: dict[str, Any] = {}
   for name in matrices:
     ndim, seen = arrays[name].ndim, _sharding(arrays[name])

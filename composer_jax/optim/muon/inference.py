@@ -35,8 +35,6 @@ _ADAM_NAMES = re.compile(
   re.IGNORECASE,
 )
 
-_Shapes = dict[str, tuple[int, ...]]
-
 
 def is_box(x: Any) -> bool:
   """True for the nodes in which Flax keeps a parameter with its metadata."""
@@ -79,7 +77,9 @@ def _axis_names(box: Any) -> tuple[str | None, ...]:
   return names if hasattr(box, 'rules') or set(names) <= _KNOWN else ()
 
 
-def _from_shape(name: str, shapes: _Shapes) -> MuonDimensionNumbers | None:
+def _from_shape(
+  name: str, shapes: dict[str, tuple[int, ...]]
+) -> MuonDimensionNumbers | None:
   shape, parts = shapes[name], name.split('/')
   if len(shape) < 2 or any(map(_ADAM_NAMES.search, parts)):
     return None

@@ -71,8 +71,8 @@ def scale_by_muon(
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
   Args:
-    matrices: tree of `roles.Matrix`, from `roles.matrices`.
-    shardings: tree of NamedShardings of parameters, gradients and momentum;
+    matrices: tree of `roles.Matrix`, from `roles.matrices`, or by name.
+    shardings: NamedShardings of parameters, gradients and momentum, likewise;
       None on one device.
     options: choices of Muon, of which roles and qk_clip are not used here.
     told: choices of the plan that are not left to modelled times.
