@@ -56,11 +56,8 @@ class SummaryOptions:
 
   def limit(self, max_tokens: int) -> int:
     """Returns the most tokens of a window, given those of an episode."""
-    if self.trigger > max_tokens:
-      raise ValueError(
-        f'trigger ({self.trigger}) must not exceed the max_tokens of an '
-        f'episode ({max_tokens}): it would never be reached.'
-      )
+    rule = f'not exceed the max_tokens of an episode ({max_tokens})'
+    checks.require(self, 'trigger', self.trigger <= max_tokens, rule)
     return self.trigger or max_tokens
 
 

@@ -33,12 +33,17 @@ def at_least(owner: Any, lowest: int, *names: str) -> None:
     require(owner, name, _is_integer(value) and value >= lowest, rule)
 
 
-def number(owner: Any, lowest: float, *names: str) -> None:
+def number(
+  owner: Any, lowest: float, *names: str, highest: float = math.inf
+) -> None:
   rule = f'be a number of at least {lowest:g}'
+  if highest < math.inf:
+    rule += f' and at most {highest:g}'
   for name in names:
     value = getattr(owner, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_right = is_number and math.isfinite(value) and value >= lowest
+    is_right = is_number and math.isfinite(value)
+    is_right = is_right and lowest <= value <= highest
     require(owner, name, is_right, rule)
 
 

@@ -229,9 +229,8 @@ class MoEConfig:
     self._check_groups()
     checks.boolean(self, 'renormalize')
     checks.positive(self, 'routed_scale')
-    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight', 'replay_alpha')
-    rule = 'lie in 0..1: at 1 every token is routed as by its own router'
-    checks.require(self, 'replay_alpha', self.replay_alpha <= 1, rule)
+    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight')
+    checks.number(self, 0, 'replay_alpha', highest=1)
 
   def _check_groups(self):
     among, groups = self.num_active_groups, self.num_groups

@@ -63,8 +63,7 @@ class OptimizerOptions:
     for name in ('b1', 'b2'):
       value = getattr(self, name)
       checks.require(self, name, 0 <= value < 1, 'be at least 0 and below 1')
-    is_share = 0 <= self.final_ratio <= 1
-    checks.require(self, 'final_ratio', is_share, 'lie in [0, 1]')
+    checks.number(self, 0, 'final_ratio', highest=1)
 
   @property
   def clips_logits(self) -> bool:

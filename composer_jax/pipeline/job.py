@@ -31,11 +31,9 @@ class Job:
   """A run; cached properties are made when a stage first needs them.
 
   Attributes:
-    spec: resolved config of the run.
     systems: task family, corpus, sandbox and the other systems of the run.
     workdir: folder of everything that outlives the process.
     command: command line of this program, which also starts rollout workers.
-    writer: writer of metrics.
     judge_level: level of isolation of the code that tasks execute.
   """
 

@@ -40,14 +40,7 @@ Wait = Callable[[list[int]], list[records.Group]]
 
 @dataclasses.dataclass(frozen=True)
 class StartOfRL:
-  """Everything with which the stage begins or resumes.
-
-  Attributes:
-    state: training state, restored or made from SFT.
-    functions: compiled functions of a training step.
-    reference: policy values for the KL penalty; None without one.
-    teacher: policy values that read hints; None without a frozen teacher.
-  """
+  """What the stage begins or resumes with: arguments of `rl.sync_loop.run`."""
 
   state: train_state.TrainState
   functions: steps.Functions

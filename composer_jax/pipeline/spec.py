@@ -301,21 +301,11 @@ class Spec:
           f'exceed --config.{name}.seq_len ({seq_len}): a trajectory must fit '
           'in a row.'
         )
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      accumulate = stage.accumulate
+      self._check_rows(name, 'batch_size', stage, self.mesh, accumulate)
     mesh = self.rl.mesh
-    for rows, seq_len, parts, accumulate, name, rows_name in (
-      (self.cpt.batch_size, self.cpt.seq_len, self.mesh, self.cpt.accumulate,
-       'cpt', 'batch_size'),
-      (self.sft.batch_size, self.sft.seq_len, self.mesh, self.sft.accumulate,
-       'sft', 'batch_size'),
-      (self.rl.rows, self.rl.seq_len, mesh, 1, 'rl', 'rows'),
-    ):  # fmt: skip
-      train_step.check_rows(
-        rows,
-        accumulate,
-        parts.replica * parts.fsdp,
-        f'--config.{name}.{rows_name}',
-      )
-      self._check_row(f'--config.{name}.seq_len', seq_len, parts)
+    self._check_rows('rl', 'rows', self.rl, mesh, 1)
     if mesh.size > 1 and self.model.numerics == 'batch_invariant':
       raise ValueError(
         f'--config.rl.mesh has {mesh.size} devices, but '
@@ -324,13 +314,18 @@ class Spec:
         'mesh of 1 x 1 x 1.'
       )
 
-  def _check_row(self, name: str, seq_len: int, mesh: Mesh) -> None:
-    """Raises unless a row divides evenly over the context shards."""
+  def _check_rows(
+    self, path: str, rows: str, section: Any, mesh: Mesh, accumulate: int
+  ) -> None:
+    """Raises unless rows, a field, and their tokens divide over a mesh."""
+    path, shards = f'--config.{path}', mesh.replica * mesh.fsdp
+    num_rows = getattr(section, rows)
+    train_step.check_rows(num_rows, accumulate, shards, f'{path}.{rows}')
     pieces, divisor = mesh.context, 'the context axis of its mesh'
     if pieces > 1 and self.parallel.sequence_order != 'contiguous':
       # Each shard has an early and a late piece.
       pieces, divisor = 2 * pieces, f'{divisor}, twice for zigzag order,'
-    checks.divides(pieces, divisor, seq_len, name)
+    checks.divides(pieces, divisor, section.seq_len, f'{path}.seq_len')
 
   def _check_roles(self, stage: StageOptions) -> None:
     """Raises for Muon roles that match no parameter, or not its shape."""

@@ -26,7 +26,6 @@ class Collector:
   Attributes:
     task_of_group: group id -> task, as `play` takes it.
     play: (task, policy, group, member, seed) -> Rollout of one whole episode.
-    rollouts_per_group: episodes of a group.
     seed: seed of random numbers, together with group, member and position.
   """
 

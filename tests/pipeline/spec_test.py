@@ -35,7 +35,7 @@ def make(**changes):
     ({'rl__gate': 'stop'}, r"config\.rl\.gate must be a section, not 'stop'"),
     (
       {'rl__gate__min_agreement': 2.0},
-      r'--config\.rl\.gate\.min_agreement must be a share, .* got 2\.0\.',
+      r'--config\.rl\.gate\.min_agreement must be .* at most 1; got 2\.0\.',
     ),
     ({'rollout__devices': 0}, r'--config\.rollout: .*devices must .*least 1'),
     (

@@ -36,7 +36,6 @@ class PlacedState(struct.PyTreeNode):
   """State of `muon`.
 
   Attributes:
-    inner: states of Muon and Adam.
     placed: (name, sharding) of Muon's parameters, static, from `init`: under
       `jit` the shardings of arrays on Auto axes are unknown.
   """

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from composer_jax.core import trees
+from composer_jax.core import checks, trees
 from composer_jax.optim import roles
 from composer_jax.optim.muon import cost, plan
 from composer_jax.optim.muon import newton_schulz as iteration
@@ -119,11 +119,8 @@ def _cuts(
   axes_of_dims = mesh_axes(sharding, len(shape))
   for dim, (size, axes) in enumerate(zip(shape, axes_of_dims, strict=True)):
     shards = math.prod(sharding.mesh.shape[a] for a in axes)
-    if size % shards:
-      raise ValueError(
-        f'Parameter {name} of shape {shape}: dimension {dim} ({size}) '
-        f'must divide by its mesh axes {axes} ({shards}).'
-      )
+    what = f'Parameter {name} of shape {shape}: dimension {dim}'
+    checks.divides(shards, f'its mesh axes {axes}', size, what)
     cuts.append((axes, size // shards))
   return cuts
 
