@@ -122,9 +122,7 @@ class Summarizer:
   def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
     """Has the window summarised; returns the context of a new window.
 
-    Args:
-      plan: to-do list of the environment.
-      answer: answer to the last call, which the summary does not cover.
+    `answer` is that to the last call, which the summary does not cover.
     """
     query_T = self._query_T
     if chain.is_open:

@@ -117,7 +117,6 @@ def tree(
   """Returns the tree of roles.
 
   Args:
-    params: tree of arrays or shapes, without boxes.
     axes: tree of PartitionSpecs of logical axis names (`nn.get_partition_spec`
       of the boxed tree).
     overrides: pairs of a regular expression and the role of all parameters

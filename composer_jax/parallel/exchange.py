@@ -209,7 +209,6 @@ def needed_rows(
     plan: plan with a transport other than 'auto'.
     ids_MBTA: experts of each token in the order of the devices; tokens with
       `NO_ROUTE` will be routed afresh and are not counted.
-    valid_BT: false for padding.
     num_experts: number of experts on all devices.
 
   Returns:

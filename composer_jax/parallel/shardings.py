@@ -144,7 +144,3 @@ def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
 
 def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P(None, *tokens(layout, mesh).spec))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-  return NamedSharding(mesh, P())

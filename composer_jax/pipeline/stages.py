@@ -244,7 +244,7 @@ def _evaluate(
   job.log_episodes(f'eval_{stage}', 0, rollouts[:6])
   files.write_atomic(
     job.workdir / f'evaluation_{stage}_episodes.jsonl',
-    _episode_lines(job, rollouts).encode(),
+    ''.join(_episode_line(job, r) for r in rollouts).encode(),
   )
   # Last: its existence says that the evaluation is done.
   files.write_json(path, fields)
@@ -266,21 +266,16 @@ def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
   ]
 
 
-def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
-  """One JSON line per episode for studies and audits, without arrays."""
-  lines = [
-    json.dumps(
-      {
-        'task_id': rollout.task_id,
-        'passed': behaviour.passed(rollout),
-        'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
-        'status': rollout.verdict.status,
-        'flags': list(rollout.flags),
-        'num_invalid': rollout.num_invalid,
-        'num_turns': rollout.num_turns,
-        'edits': edits_of(job, rollout),
-      }
-    )
-    for rollout in rollouts
-  ]
-  return '\n'.join(lines) + '\n'
+def _episode_line(job: jobs.Job, rollout: records.Rollout) -> str:
+  """Returns an episode as JSON for studies and audits, without arrays."""
+  fields = {
+    'task_id': rollout.task_id,
+    'passed': behaviour.passed(rollout),
+    'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
+    'status': rollout.verdict.status,
+    'flags': list(rollout.flags),
+    'num_invalid': rollout.num_invalid,
+    'num_turns': rollout.num_turns,
+    'edits': edits_of(job, rollout),
+  }
+  return json.dumps(fields) + '\n'

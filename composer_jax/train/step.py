@@ -136,10 +136,7 @@ def make(
 
 
 def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
-  """Raises a ValueError unless rows divide into microbatches and shards.
-
-  `name` is the batch size's name in the config.
-  """
+  """Raises a ValueError unless rows divide into microbatches and shards."""
   parts = f'accumulate ({accumulate}) times replica x fsdp ({shards})'
   checks.divides(accumulate * shards, parts, rows, name)
 

@@ -332,8 +332,7 @@ def orthogonalize(
 
   Args:
     plan: plan for the same shapes and shardings.
-    momentum: momentum by name, sharded as the parameters, as are gradients.
-    gradients: gradients by name.
+    momentum, gradients: arrays by name, sharded as the parameters.
     weight: weight of the gradient beside the momentum, in the look-ahead.
     shardings: shardings of the parameters by name; {} on one device.
   """

@@ -36,11 +36,6 @@ _ADAM_NAMES = re.compile(
 )
 
 
-def is_box(x: Any) -> bool:
-  """True for the nodes in which Flax keeps a parameter with its metadata."""
-  return isinstance(x, meta.AxisMetadata) or hasattr(x, 'get_metadata')
-
-
 def dimension_numbers(params: Any) -> Any:
   """Returns optax's dimension numbers of each parameter; None for Adam's.
 
@@ -51,7 +46,11 @@ def dimension_numbers(params: Any) -> Any:
     ValueError: a parameter has an unknown logical axis or too many sides.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(
-    params, is_leaf=is_box
+    params,
+    # Nodes in which Flax keeps a parameter with its metadata.
+    is_leaf=lambda x: (
+      isinstance(x, meta.AxisMetadata) or hasattr(x, 'get_metadata')
+    ),
   )
   boxes = {trees.path_name(path): box for path, box in leaves}
   shapes = {name: jax.tree.leaves(box)[0].shape for name, box in boxes.items()}
