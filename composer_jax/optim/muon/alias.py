@@ -99,7 +99,7 @@ def muon(
     built = optax.partition({'muon': matrix_transform, 'adam': adam}, labels)
     return built, tuple(placed.items())
 
-  def init(params):
+  def init(params: Any) -> Any:
     built, placed = build(params, {})
     return PlacedState(inner=built.init(params), placed=placed)
 

@@ -44,9 +44,10 @@ class MuonChoices(newton_schulz.NewtonSchulz):
     checks.number(self, 0, 'beta', 'qk_clip')
     rule = 'be less than 1: with 1 gradients would not change the momentum'
     checks.require(self, 'beta', self.beta < 1, rule)
-    pairs = self.roles if isinstance(self.roles, list | tuple) else [None]
-    are_pairs = all(isinstance(pair, list | tuple) for pair in pairs) and all(
-      list(map(type, pair)) == [str, str] for pair in pairs
+    pairs: Any = self.roles if isinstance(self.roles, list | tuple) else [None]
+    are_pairs = all(
+      isinstance(pair, list | tuple) and list(map(type, pair)) == [str, str]
+      for pair in pairs
     )
     rule = "be pairs (regex, role), such as (('router', 'embed->route'),)"
     checks.require(self, 'roles', are_pairs, rule)
