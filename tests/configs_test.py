@@ -14,6 +14,7 @@ from ml_collections import config_flags
 from composer_jax import wiring
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
+from composer_jax.rollout import forward
 from tests.models import flops_test
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -153,7 +154,9 @@ def test_model_docstring_states_its_counts(path):
   )
   found = re.search(r'([\d,]+) bytes per token in bfloat16', text)
   assert found, f'{path} does not state the size of its cache'
-  assert f'{flops.cache_bytes_per_token(config):,}' == found.group(1)
+  pools = jax.eval_shape(lambda: forward.empty_cache(config, 1, 1))
+  cache_bytes = 2 * sum(x.size for x in jax.tree.leaves(pools))
+  assert f'{cache_bytes:,}' == found.group(1)
 
 
 @each_model
