@@ -56,7 +56,7 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
     matrices,
     shardings=jax.tree.map(lambda spec: NamedSharding(case.mesh, spec), specs),
     newton_schulz=case.muon.resolved(platform),
-    told=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
+    fixed=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
   )
 
 

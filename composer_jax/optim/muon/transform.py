@@ -67,7 +67,7 @@ def scale_by_muon(
   *,
   shardings: Any = None,
   options: MuonChoices = MuonChoices(),
-  told: planner.PlanOptions = planner.NOTHING_TOLD,
+  fixed: planner.PlanOptions = planner.NOTHING_FIXED,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
@@ -76,7 +76,7 @@ def scale_by_muon(
     shardings: NamedShardings of parameters, gradients and momentum, likewise;
       None on one device.
     options: choices of Muon, of which roles and qk_clip are not used here.
-    told: choices of the plan that are not left to modelled times.
+    fixed: choices of the plan that are not left to modelled times.
   """
   beta = options.beta
 
@@ -109,7 +109,7 @@ def scale_by_muon(
         matrices,
         shardings=shardings,
         newton_schulz=options,
-        told=told,
+        fixed=fixed,
       )
       directions, momentum = exchange.orthogonalize(
         plan,
