@@ -158,7 +158,7 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
   for value in (beyond, math.nan):
     (said,) = mismatch.breaches(HEALTHY | {name: value}, GATE)
     assert said.startswith(f'{name} is {value:.3g}, its band is at ')
-    assert '(--config.rl.gate.m' in said and 'look at' in said
+    assert '(--config.rl.gate.m' in said and 'check' in said
   off = dataclasses.replace(GATE, action='off')
   assert mismatch.breaches(HEALTHY | {name: math.nan}, off) == []
 
