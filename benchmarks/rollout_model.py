@@ -134,7 +134,7 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
   import jax
   import numpy as np
 
-  from composer_jax.models import flops
+  from composer_jax.rollout import forward
 
   c = engine.config
   width = 4 if c.compute_dtype == 'float32' else 2
@@ -155,7 +155,8 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
     ]
   )
   experts = int(active * c.num_moe_layers * expert)
-  cache = flops.cache_bytes_per_token(c, width)
+  pools = jax.eval_shape(lambda: forward.empty_cache(c, 1, 1))
+  cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools))
   context = engine.options.num_slots * (PROMPT + new // 2) * cache
   return total + context, dense + experts + context
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from composer_jax.core import records, seams
+from composer_jax.core import checks, records, seams
 from composer_jax.core import turns as turns_lib
 
 
@@ -34,16 +34,9 @@ class ToolResult:
   is_final: bool = False
 
   def __post_init__(self):
-    if self.outcome not in turns_lib.OUTCOMES:
-      raise ValueError(
-        f'ToolResult.outcome must be one of {turns_lib.OUTCOMES}; got '
-        f'{self.outcome!r}.'
-      )
-    if bool(self.tool) != self.is_valid:
-      raise ValueError(
-        'ToolResult.tool must be empty for an invalid call and for no other; '
-        f'got {self.tool!r} with outcome {self.outcome!r}.'
-      )
+    checks.one_of(self, 'outcome', turns_lib.OUTCOMES)
+    rule = f'be empty for an invalid call and no other ({self.outcome!r})'
+    checks.require(self, 'tool', bool(self.tool) == self.is_valid, rule)
 
   @property
   def is_valid(self) -> bool:

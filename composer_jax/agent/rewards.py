@@ -116,7 +116,6 @@ def score(
 
   Args:
     played: turns in order; summaries count as effort, but are no calls.
-    flags: alarms of monitors.
     num_sampled: tokens that the policy sampled, summaries included.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]

@@ -56,11 +56,8 @@ class SummaryOptions:
 
   def limit(self, max_tokens: int) -> int:
     """Returns the most tokens of a window, given those of an episode."""
-    if self.trigger > max_tokens:
-      raise ValueError(
-        f'trigger ({self.trigger}) must not exceed the max_tokens of an '
-        f'episode ({max_tokens}): it would never be reached.'
-      )
+    rule = f'not exceed the max_tokens of an episode ({max_tokens})'
+    checks.require(self, 'trigger', self.trigger <= max_tokens, rule)
     return self.trigger or max_tokens
 
 
@@ -71,7 +68,6 @@ class Summarizer:
   """Decides when one episode needs a summary, asks for it and restarts.
 
   Attributes:
-    limit: most tokens of a window.
     opening_T: context of the first call.
   """
 
@@ -126,9 +122,7 @@ class Summarizer:
   def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
     """Has the window summarised; returns the context of a new window.
 
-    Args:
-      plan: to-do list of the environment.
-      answer: answer to the last call, which the summary does not cover.
+    `answer` is that to the last call, which the summary does not cover.
     """
     query_T = self._query_T
     if chain.is_open:

@@ -60,8 +60,7 @@ class HintBatch(flax.struct.PyTreeNode, kw_only=True):
       advantage is 0.
     teacher: for each hint, the window up to its turn with the hint inserted.
       It has no recorded routes, since its context differs.
-    student_slots_BT: int32 slots of the student's tokens.
-    teacher_slots_BT: int32 slots of the teacher's tokens.
+    student_slots_BT, teacher_slots_BT: int32 slots of the tokens.
   """
 
   student: RLBatch

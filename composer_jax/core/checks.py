@@ -33,12 +33,17 @@ def at_least(owner: Any, lowest: int, *names: str) -> None:
     require(owner, name, _is_integer(value) and value >= lowest, rule)
 
 
-def number(owner: Any, lowest: float, *names: str) -> None:
+def number(
+  owner: Any, lowest: float, *names: str, highest: float = math.inf
+) -> None:
   rule = f'be a number of at least {lowest:g}'
+  if highest < math.inf:
+    rule += f' and at most {highest:g}'
   for name in names:
     value = getattr(owner, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_right = is_number and math.isfinite(value) and value >= lowest
+    is_right = is_number and math.isfinite(value)
+    is_right = is_right and lowest <= value <= highest
     require(owner, name, is_right, rule)
 
 
@@ -80,6 +85,21 @@ def array(owner: Any, name: str, dtype: Any, *shape: int | None) -> None:
   if not fits:
     raise ValueError(
       f'{_field(owner, name)} has shape {value.shape}; {shape} is required.'
+    )
+
+
+def nearest(size: int, divisor: int) -> str:
+  """Returns the positive multiples next to a size, for messages."""
+  below = size - size % divisor
+  return f'{below} or {below + divisor}' if below else f'{divisor}'
+
+
+def divides(divisor: int, parts: str, size: int, what: str) -> None:
+  """Raises a ValueError unless `what` divides into so many `parts`."""
+  if size % divisor:
+    raise ValueError(
+      f'{what} ({size}) must divide by {parts} ({divisor}); the nearest that '
+      f'does is {nearest(size, divisor)}.'
     )
 
 

@@ -18,8 +18,6 @@ from composer_jax.core.routes import codec
 
 _ARRAYS = ('tokens_T', 'loss_mask_T', 'logprobs_T', 'policy_version_T')
 _ROUTES = 'routes'
-# Fields of a rollout that follow the others in its header.
-_LAST = ('turns', 'hints', 'verdict')
 
 
 def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
@@ -66,9 +64,8 @@ def to_bytes(group: records.Group) -> bytes:
           f'Group {group.group}, member {r.member}, trajectory {i}: {error}'
         ) from error
       arrays[f'{r.member}/{i}/{_ROUTES}'] = np.frombuffer(routes, np.uint8)
-    names = [f.name for f in dataclasses.fields(r) if f.name not in _LAST]
-    names.remove('trajectories')
-    header = {name: getattr(r, name) for name in (*names, *_LAST)}
+    header = {f.name: getattr(r, f.name) for f in dataclasses.fields(r)}
+    del header['trajectories']
     header['temperatures'] = [t.temperature for t in r.trajectories]
     rollouts.append(header)
   # As pairs, since keys of a JSON object are strings.

@@ -62,14 +62,12 @@ class Trajectory:
     checks.array(self, 'logprobs_T', np.float32, length)
     checks.array(self, 'policy_version_T', np.int32, length)
     checks.array(self, 'expert_ids_TMA', np.uint16, length, None, None)
-    if np.any(np.diff(self.policy_version_T) < 0):
-      raise ValueError(
-        'policy_version_T must never decrease within a trajectory; it is '
-        f'{self.policy_version_T.tolist()}.'
-      )
+    rises = np.all(np.diff(self.policy_version_T) >= 0)
+    rule = 'never decrease within a trajectory'
+    checks.require(self, 'policy_version_T', rises, rule)
     checks.require(self, 'temperature', self.temperature > 0, 'be positive')
-    if not np.all(np.isfinite(self.logprobs_T)):
-      raise ValueError('logprobs_T holds a value that is not finite.')
+    is_finite = np.all(np.isfinite(self.logprobs_T))
+    checks.require(self, 'logprobs_T', is_finite, 'be finite')
 
   def __len__(self) -> int:
     return len(self.tokens_T)

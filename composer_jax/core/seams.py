@@ -114,17 +114,8 @@ class ReceivedPolicy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacedPolicy:
-  """A `ReceivedPolicy` converted for an engine, without another copy.
-
-  Attributes:
-    weights: argument of `Engine.switch`.
-  """
-
-  version: int
-  target_id: str
-  weights: Any
-  received: dict[str, Any]
+class PlacedPolicy(ReceivedPolicy):
+  """A policy whose `variables` are placed for `Engine.switch`."""
 
 
 class WeightPublisher(Protocol):
@@ -174,9 +165,7 @@ class WeightReceiver(Protocol):
   def drop(self, weights_before: Any) -> None:
     """Frees weights that are no longer served."""
 
-  def served(
-    self, policy: ReceivedPolicy | PlacedPolicy, swap_s: float | None
-  ) -> None:
+  def served(self, policy: ReceivedPolicy, swap_s: float | None) -> None:
     """Writes metrics of a policy's first use, with the swap's seconds."""
 
   def close(self) -> None: ...

@@ -55,9 +55,7 @@ class Hint:
   `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hints.distill`.
 
   Attributes:
-    trajectory: index of the turn's window.
-    start: index of the turn's first token in the window.
-    stop: index after its last token.
+    trajectory, start, stop: place of the turn, as in `Turn`.
     at: index at which the hint is inserted, at most `start`.
     kind: name of the kind of mistake.
     tokens_T: int32 token ids of the hint.
@@ -72,11 +70,9 @@ class Hint:
 
   def __post_init__(self):
     checks.array(self, 'tokens_T', np.int32, None)
-    if not 0 <= self.at <= self.start < self.stop:
-      raise ValueError(
-        f'Hint.at ({self.at}) must be at most start ({self.start}), which '
-        f'must lie below stop ({self.stop}).'
-      )
+    in_order = 0 <= self.at <= self.start < self.stop
+    rule = f'be at most start ({self.start}), below stop ({self.stop})'
+    checks.require(self, 'at', in_order, rule)
 
 
 def check_inside(parts: Sequence[Turn | Hint], lengths: Sequence[int]) -> None:

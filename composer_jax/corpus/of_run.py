@@ -112,7 +112,7 @@ class RunCorpus:
     )  # fmt: skip
 
   def documents(
-    self, tokenizer: tokenizers.TokenizerLike
+    self, tokenizer: tokens.TokenizerLike
   ) -> tuple[tokens.Documents, tokens.Documents]:
     documents = tokens.tokenise(self.built, tokenizer, report=self.report)
     return documents[build.TRAIN], documents[build.HELDOUT]

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,24 @@ from composer_jax.text import tokenizer as tokenizer_lib
 
 # Documents encoded at once: bounds memory, keeps threads busy.
 _CHUNK = 64
+
+
+class TokenizerLike(Protocol):
+  """Turns a corpus into tokens: this project's tokenizer or another model's.
+
+  Attributes:
+    BOS: id before a document.
+    EOD: id after a document.
+    vocab_size: number of ids, special tokens included.
+  """
+
+  BOS: int
+  EOD: int
+
+  @property
+  def vocab_size(self) -> int: ...
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+  def fingerprint(self) -> str: ...
 
 
 class Documents(Sequence[np.ndarray]):
@@ -81,7 +99,7 @@ def train_tokenizer(
 
 def tokenise(
   corpus: corpus_lib.Corpus,
-  tokenizer: tokenizer_lib.TokenizerLike,
+  tokenizer: TokenizerLike,
   *,
   report: Callable[[str], None] = print,
 ) -> dict[str, Documents]:
@@ -114,7 +132,7 @@ def tokenise(
 
 def _tokenise(
   texts: list[str],
-  tokenizer: tokenizer_lib.TokenizerLike,
+  tokenizer: TokenizerLike,
   path: pathlib.Path,
   index: pathlib.Path,
 ) -> None:

@@ -21,12 +21,8 @@ _NUM_OPEN = 64
 class DocumentPart:
   """Tokens `documents[document][start:stop]` in a row.
 
-  Attributes:
-    document: index of the document.
-    start: index of the first token.
-    stop: index after the last token.
-    is_fim: true if rearranged for fill-in-the-middle, which takes
-      `fim_overhead` more tokens in the row.
+  With `is_fim` it is rearranged for fill-in-the-middle, which takes
+  `fim_overhead` more tokens in the row.
   """
 
   document: int
@@ -64,8 +60,6 @@ def concatenate(
   short, apart from what `fim_overhead` reserves in vain.
 
   Args:
-    lengths: tokens of each document.
-    seq_len: tokens of a row.
     rng: draws the order and which pieces are rearranged.
     fim_rate: share of pieces of at least 32 tokens that are rearranged.
     fim_overhead: tokens that rearranging adds to a piece.
@@ -98,11 +92,6 @@ def first_fit(
   lengths: Sequence[int], seq_len: int, *, rng: np.random.Generator
 ) -> list[Row]:
   """Puts each whole document into the first open row that has room.
-
-  Args:
-    lengths: tokens of each document.
-    seq_len: tokens of a row.
-    rng: draws the order of the documents.
 
   Raises:
     ValueError: a document is longer than a row.
@@ -142,10 +131,7 @@ def fill(
   The first token of a part has no loss, since nothing before it predicts it. A
   row without parts is all padding.
 
-  Args:
-    row: parts of documents.
-    seq_len: tokens of the row.
-    get: function from a part to its tokens and loss mask.
+  `get` returns the tokens and the loss mask of a part.
   """
   filled = FilledRow(
     tokens_T=np.zeros(seq_len, np.int32),

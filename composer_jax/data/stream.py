@@ -163,8 +163,6 @@ def lm_stream(
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
       carry loss (SFT), with random access; a memory map will do.
-    batch_size: rows of a batch.
-    seq_len: tokens of a row.
     seed: seed of the orders and of the rearranged pieces.
     fim_rate: share of pieces rearranged for fill-in-the-middle; 0 for
       documents with masks.
@@ -183,10 +181,6 @@ def lm_stream(
       f'batch_size ({batch_size}) must be at least 1 and seq_len ({seq_len}) '
       'at least 2.'
     )
-  if num_epochs is not None and num_epochs < 1:
-    raise ValueError(f'num_epochs must be None or positive, not {num_epochs}.')
-  if not 0 <= fim_rate <= 1:
-    raise ValueError(f'fim_rate must lie in [0, 1], not {fim_rate}.')
   masked = any(isinstance(documents[i], tuple) for i in range(len(documents)))
   if fim_rate and (whole or masked):
     raise ValueError(

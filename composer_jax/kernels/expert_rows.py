@@ -50,7 +50,6 @@ def expert_rows(
   Args:
     mlp: (an expert's weights, rows [block, D]) -> rows [block, D].
     experts: weights of each expert, not stacked.
-    x_ZD: tokens.
     ids_ZA: int32 experts of each token.
     gates_ZA: float32 gates of these experts.
     valid_Z: false for padding, which reads no expert and gets zeros.

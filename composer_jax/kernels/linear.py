@@ -38,7 +38,6 @@ def linear(
   Args:
     x: activations [..., D] or [..., N, H].
     weight: weight [D, ...] or [N, H, ...] in the dtype of x.
-    num_contracted: number of axes to contract.
     dtype: dtype of the result; None means that of x.
     precision: precision of the product on accelerators.
   """

@@ -23,11 +23,6 @@ FREE = (
 )
 
 
-def _require_even(config: Any, name: str) -> None:
-  rule = 'be even, for rotary positions turn pairs of dimensions'
-  checks.require(config, name, getattr(config, name) % 2 == 0, rule)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GQAConfig:
   """Grouped-query attention (Ainslie et al. 2023).
@@ -57,7 +52,8 @@ class GQAConfig:
     divides = self.num_heads % self.num_kv_heads == 0
     rule = f'divide num_heads ({self.num_heads})'
     checks.require(self, 'num_kv_heads', divides, rule)
-    _require_even(self, 'head_dim')
+    is_even = self.head_dim % 2 == 0
+    checks.require(self, 'head_dim', is_even, 'be even: pairs rotate')
     checks.one_of(self, 'kind', ('gqa',))
     checks.one_of(self, 'qk_norm', ('none', 'head', 'projection'))
     checks.boolean(self, 'qkv_bias', 'out_bias')
@@ -97,7 +93,8 @@ class MLAConfig:
     checks.at_least(self, 1, *sizes)
     if self.q_lora_dim is not None:
       checks.at_least(self, 1, 'q_lora_dim')
-    _require_even(self, 'rope_dim')
+    is_even = self.rope_dim % 2 == 0
+    checks.require(self, 'rope_dim', is_even, 'be even: pairs rotate')
     checks.one_of(self, 'kind', ('mla',))
     checks.positive(self, 'latent_norm_eps')
 
@@ -232,9 +229,8 @@ class MoEConfig:
     self._check_groups()
     checks.boolean(self, 'renormalize')
     checks.positive(self, 'routed_scale')
-    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight', 'replay_alpha')
-    rule = 'lie in 0..1: at 1 every token is routed as by its own router'
-    checks.require(self, 'replay_alpha', self.replay_alpha <= 1, rule)
+    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight')
+    checks.number(self, 0, 'replay_alpha', highest=1)
 
   def _check_groups(self):
     among, groups = self.num_active_groups, self.num_groups

@@ -72,17 +72,9 @@ class Decoder:
       with_max_logits: true to measure the attention's logits.
 
     Raises:
-      ValueError: batch-invariant numerics on a mesh, or a batch that does not
-        divide over it.
+      ValueError: the batch does not divide over the mesh.
     """
     c, plan = self.config, self.plan
-    if c.numerics == 'batch_invariant' and plan is not None:
-      raise ValueError(
-        "numerics 'batch_invariant' needs one device, not a mesh of "
-        f'{plan.mesh.size} ({dict(plan.mesh.shape)}): the order of a sum over '
-        'devices depends on their number. Use a mesh of one, or numerics '
-        "'fast'."
-      )
     shards.check_tokens(plan, tokens_BT.shape)
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
     x_BTD, context = _embed(variables, tokens, c, plan)

@@ -46,17 +46,14 @@ def expert_mlp_in_tiles(
   )
 
 
-def _in_tiles_forward(weights, rows_YD, group_sizes_E):
-  arrays = (weights, rows_YD, group_sizes_E)
-  return expert_mlp_in_tiles(*arrays), arrays
-
-
 def _in_tiles_backward(arrays, d_out_YD):
   _, pull = jax.vjp(expert_mlp, *arrays)
   return pull(d_out_YD)
 
 
-expert_mlp_in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
+expert_mlp_in_tiles.defvjp(
+  lambda *arrays: (expert_mlp_in_tiles(*arrays), arrays), _in_tiles_backward
+)
 
 
 def dense_mlp(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Closed forms for parameters, floating-point operations and cache bytes.
+"""Closed forms for parameters and floating-point operations.
 
 Operations are those of the model's matrix products, two per multiply-add,
 without recomputation and padding.
@@ -63,18 +63,6 @@ def train_per_token(
 ) -> float:
   """Counts a training step's operations: each product has two gradients."""
   return 3 * forward_per_token(config, seq_len, causal=causal)
-
-
-def cache_bytes_per_token(
-  config: model_config.ModelConfig, bytes_per_value: int = 2
-) -> int:
-  """Counts a token's bytes in the cache: keys and values, or the latent."""
-  a = config.attention
-  if isinstance(a, model_config.MLAConfig):
-    width = a.kv_lora_dim + a.rope_dim
-  else:
-    width = 2 * a.num_kv_heads * a.head_dim
-  return config.num_layers * width * bytes_per_value
 
 
 def _attention(c: model_config.ModelConfig) -> tuple[int, int, int]:

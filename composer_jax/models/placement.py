@@ -33,9 +33,18 @@ def exchange_plan(
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
 
   Tokens of batches must be in its `sequence_order` (`parallel.sequence`).
+
+  Raises:
+    ValueError: the numerics are batch-invariant.
   """
   if mesh.size == 1:
     return None
+  if config.numerics == 'batch_invariant':
+    raise ValueError(
+      f"numerics 'batch_invariant' needs one device, not a mesh of {mesh.size} "
+      f'({dict(mesh.shape)}): the order of a sum depends on the number of '
+      "devices. Use a mesh of one, or numerics 'fast'."
+    )
   shapes, axes = decoder.abstract(config)
   specs = shardings.specs(shapes, axes, layout=layout, mesh=mesh)
   experts = specs['params']['moe_layers']['moe']

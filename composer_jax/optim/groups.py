@@ -63,6 +63,7 @@ class OptimizerOptions:
     for name in ('b1', 'b2'):
       value = getattr(self, name)
       checks.require(self, name, 0 <= value < 1, 'be at least 0 and below 1')
+    checks.number(self, 0, 'final_ratio', highest=1)
 
   @property
   def clips_logits(self) -> bool:
@@ -79,19 +80,15 @@ def schedule(
   step already moves. The decay ends at `total_steps`, where the value stays.
 
   Raises:
-    ValueError: warm-up and decay do not fit, or the ratio is out of range.
+    ValueError: warm-up and decay do not fit.
   """
   warmup_steps, decay_steps = options.warmup_steps, options.decay_steps
   final_ratio = options.final_ratio
-  if min(total_steps, warmup_steps, decay_steps) < 0 or (
-    warmup_steps + decay_steps > total_steps
-  ):
+  if warmup_steps + decay_steps > total_steps:
     raise ValueError(
-      f'warmup_steps ({warmup_steps}) + decay_steps ({decay_steps}) must fit '
-      f'in total_steps ({total_steps}), none of them negative.'
+      f'warmup_steps ({warmup_steps}) plus decay_steps ({decay_steps}) must '
+      f'not exceed the steps of the stage ({total_steps}).'
     )
-  if not 0 <= final_ratio <= 1:
-    raise ValueError(f'final_ratio must lie in [0, 1], not {final_ratio}.')
 
   def value(step):
     step = jnp.asarray(step, jnp.float32)
@@ -161,7 +158,8 @@ def optimizer(
       Newton-Schulz is distributed; None on one device.
   """
   is_muon = options.name == 'muon'
-  role_tree = _roles(options, params, axes)
+  overrides = options.muon.roles if is_muon else ()
+  role_tree = roles.tree(params, axes, overrides)
   named = trees.flatten_names(axes)
 
   def is_decayed(name, role):
@@ -207,14 +205,10 @@ def plan(
   """Returns Muon's plan; None for 'adam'."""
   if options.name != 'muon':
     return None
+  role_tree = roles.tree(params, axes, options.muon.roles)
   return planner.make(
     params,
-    roles.matrices(params, axes, _roles(options, params, axes)),
+    roles.matrices(params, axes, role_tree),
     shardings=shardings,
     newton_schulz=options.muon,
   )
-
-
-def _roles(options: OptimizerOptions, params: Any, axes: Any) -> Any:
-  overrides = options.muon.roles if options.name == 'muon' else ()
-  return roles.tree(params, axes, overrides)

@@ -28,14 +28,12 @@ import optax
 STACKS = ('dense_layers', 'moe_layers')
 
 
-def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
+def qk_clip(tau: float) -> optax.GradientTransformationExtraArgs:
   """Returns the transform, which must be the last of a chain.
 
   Its `update` takes the parameters of `models.decoder` and, as `max_logits`,
   the max_logits_LN of the forward pass of the gradients.
   """
-  if not tau > 0:
-    raise ValueError(f'qk_clip needs a tau above 0, not {tau}.')
 
   def update(updates, state, params=None, *, max_logits=None, **extra_args):
     del extra_args

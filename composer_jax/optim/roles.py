@@ -8,7 +8,7 @@ of two or more dimensions with missing or unknown axis names is an error.
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import optax
@@ -112,12 +112,11 @@ def parse(
 
 
 def tree(
-  params: Any, axes: Any, overrides: Iterable[tuple[str, str]] = ()
+  params: Any, axes: Any, overrides: Sequence[tuple[str, str]] = ()
 ) -> Any:
   """Returns the tree of roles.
 
   Args:
-    params: tree of arrays or shapes, without boxes.
     axes: tree of PartitionSpecs of logical axis names (`nn.get_partition_spec`
       of the boxed tree).
     overrides: pairs of a regular expression and the role of all parameters
@@ -127,8 +126,7 @@ def tree(
     ValueError: an override is no regular expression, or matches no parameter;
       see `of_axes` and `parse`.
   """
-  logical = _named(axes)
-  overrides = tuple(overrides)
+  logical = {n: tuple(a) for n, a in trees.flatten_names(axes).items()}
   names = sorted(trees.flatten_names(params))
   for pattern, _ in overrides:
     try:
@@ -158,15 +156,11 @@ def matrices(params: Any, axes: Any, roles: Any) -> Any:
 
   Adam's parameters have `optax.MaskedNode()`.
   """
-  logical = _named(axes)
+  logical = trees.flatten_names(axes)
   named = trees.flatten_names(roles)
 
   def matrix(name, leaf):
-    parsed = parse(name, named[name], logical.get(name, ()), leaf.shape)
-    return optax.MaskedNode() if parsed is None else parsed
+    parsed = parse(name, named[name], tuple(logical.get(name, ())), leaf.shape)
+    return parsed or optax.MaskedNode()
 
   return trees.map_names(matrix, params)
-
-
-def _named(axes: Any) -> dict[str, Axes]:
-  return {n: tuple(a) for n, a in trees.flatten_names(axes).items()}

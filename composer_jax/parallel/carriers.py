@@ -34,8 +34,6 @@ class ExpertShards:
   """Devices that hold all experts together, the same number on each.
 
   Attributes:
-    axes: mesh axes of the devices.
-    num_shards: number of devices.
     num_local: experts of each device.
     rows: capacity of a device in copies of tokens; None for the worst case.
     slots: capacity in received tokens, of a device for 'ragged_a2a', of each
@@ -273,12 +271,6 @@ def _exchange_rows(
   )
 
 
-def _exchange_rows_forward(rows_YD, counts_PP, num_rows, axes):
-  out_YD = _exchange_rows(rows_YD, counts_PP, num_rows, axes)
-  # The backward pass needs only the number of the input's rows.
-  return out_YD, (counts_PP, rows_YD[:, :0])
-
-
 def _exchange_rows_backward(num_rows, axes, residuals, d_out_YD):
   del num_rows
   counts_PP, rows_Y0 = residuals
@@ -286,7 +278,14 @@ def _exchange_rows_backward(num_rows, axes, residuals, d_out_YD):
   return _exchange_rows(d_out_YD, counts_PP.T, num_sent, axes), None
 
 
-_exchange_rows.defvjp(_exchange_rows_forward, _exchange_rows_backward)
+_exchange_rows.defvjp(
+  # The backward pass needs only the number of the input's rows.
+  lambda rows_YD, counts_PP, *static: (
+    _exchange_rows(rows_YD, counts_PP, *static),
+    (counts_PP, rows_YD[:, :0]),
+  ),
+  _exchange_rows_backward,
+)
 
 
 def _gathered_rows(rows_YD, counts_P, from_P, num_rows, axes):

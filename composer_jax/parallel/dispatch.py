@@ -89,15 +89,10 @@ def take(x_ZD: jax.Array, order: Order) -> jax.Array:
   return x_ZD.at[order.source_Y].get(mode='promise_in_bounds')
 
 
-def _take_forward(x_ZD, order):
-  return take(x_ZD, order), order
-
-
-def _take_backward(order, d_rows_YD):
-  return _sum(d_rows_YD, None, order.place_ZA), None
-
-
-take.defvjp(_take_forward, _take_backward)
+take.defvjp(
+  lambda x_ZD, order: (take(x_ZD, order), order),
+  lambda order, d_rows_YD: (_sum(d_rows_YD, None, order.place_ZA), None),
+)
 
 
 @jax.custom_vjp
@@ -182,7 +177,6 @@ def expert_sum(
 
   Args:
     expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
-    weights: weights of these experts.
     tokens: tokens of `prepare`, from any shards.
     first: id of the first expert here.
     rows: capacity in copies, beyond which copies count as zero; None for all.

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import platforms
+from composer_jax.core import checks, platforms
 from composer_jax.parallel import carriers, dispatch, transports
 
 
@@ -32,7 +32,6 @@ class ExchangePlan:
   """The sharding of variables, tokens and experts.
 
   Attributes:
-    mesh: mesh of all devices.
     batch_axes: mesh axes that shard B.
     sequence_axes: mesh axes that shard T.
     weight_specs: storage spec of each expert array by name. Dimension 0 is the
@@ -109,7 +108,6 @@ def exchange(
   Args:
     expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
     weights: arrays with a leading expert axis, the only sharded one.
-    x_BTD: tokens.
     ids_BTA: int32 experts of each token, counted over all shards.
     gates_BTA: float32 gate of each expert.
     valid_BT: false for padding, which reaches no expert.
@@ -151,14 +149,13 @@ def exchange(
 
 def _carried(expert_fn, weights, tokens, load, plan):
   """Returns y_ZD and the needed rows."""
-  missing = [axis for axis in plan.expert_axes if axis not in plan.token_axes]
-  if missing:
-    raise ValueError(
-      f'The experts are sharded over {plan.expert_axes}, but tokens over '
-      f'{plan.token_axes}: {missing} would compute every token again. Let '
-      f'{missing} shard the batch or the sequence.'
+  name, axes = plan.transport, plan.expert_axes
+  # Another axis would compute every token again.
+  assert set(axes) <= set(plan.token_axes), (axes, plan.token_axes)
+  if name == 'auto':
+    name, _ = transports.choose(
+      load, platform=platforms.current(), bucket=plan.bucket
     )
-  name, axes = transport_of(plan, load), plan.expert_axes
   shards = transports.sized(load, name, bucket=plan.bucket, axes=axes)
   compute = functools.partial(
     dispatch.expert_sum,
@@ -174,14 +171,6 @@ def _carried(expert_fn, weights, tokens, load, plan):
   return y_ZD, jnp.maximum(needs.copies, rows)
 
 
-def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
-  """Returns the name of a plan's transport on the current platform."""
-  if plan.transport != 'auto':
-    return plan.transport
-  platform = platforms.current()
-  return transports.choose(load, platform=platform, bucket=plan.bucket)[0]
-
-
 def load_of(
   plan: ExchangePlan,
   *,
@@ -195,12 +184,8 @@ def load_of(
   """Returns the size of the exchange for one batch."""
   tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
   shards = plan.expert_shards
-  if num_experts % shards:
-    raise ValueError(
-      f'num_experts ({num_experts}) must divide by the mesh axes '
-      f'{plan.expert_axes} ({shards}); the nearest that does is '
-      f'{max(1, round(num_experts / shards)) * shards}.'
-    )
+  parts = f'the mesh axes {plan.expert_axes}'
+  checks.divides(shards, parts, num_experts, 'num_experts')
   return transports.Load(
     num_tokens=batch_size * length // tokens,
     num_active=num_active,
@@ -224,7 +209,6 @@ def needed_rows(
     plan: plan with a transport other than 'auto'.
     ids_MBTA: experts of each token in the order of the devices; tokens with
       `NO_ROUTE` will be routed afresh and are not counted.
-    valid_BT: false for padding.
     num_experts: number of experts on all devices.
 
   Returns:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from composer_jax.core import checks
 from composer_jax.parallel import exchange
 
 
@@ -76,11 +77,5 @@ def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
 
 
 def _check_divides(length: int, context: int) -> None:
-  chunks = 2 * context
-  if length % chunks:
-    nearest = max(round(length / chunks), 1) * chunks
-    raise ValueError(
-      f'sequence length ({length}) must divide by {chunks}, two pieces for '
-      f'each of {context} context shards; the nearest that does is {nearest}. '
-      "Or take sequence_order 'contiguous'."
-    )
+  parts = 'two pieces for each context shard of zigzag order'
+  checks.divides(2 * context, parts, length, 'sequence length')

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import trees
+from composer_jax.core import checks, trees
 from composer_jax.parallel import layouts
 
 # Specs need only the sizes of mesh axes, not devices.
@@ -68,8 +68,8 @@ def _place_experts(
     if sizes[axis] % others == 0:
       return {'expert': expert_axes, axis: other_axes}
   count = product(wanted, mesh)
-  cures = [f'{nearest(sizes["expert"], count)} experts'] + [
-    f'{axis} of {nearest(sizes[axis], others)}' for axis in candidates
+  cures = [f'{checks.nearest(sizes["expert"], count)} experts'] + [
+    f'{axis} of {checks.nearest(sizes[axis], others)}' for axis in candidates
   ]
   raise ValueError(
     f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
@@ -106,19 +106,8 @@ def check_divides(
   what: str, size: int, mesh_axes: tuple[str, ...], mesh: AnyMesh
 ) -> None:
   """Raises a ValueError unless a size divides over some mesh axes."""
-  shards = product(mesh_axes, mesh)
-  if size % shards:
-    raise ValueError(
-      f'{what} ({size}) must divide by the mesh axes '
-      f'{describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
-      f'{nearest(size, shards)}.'
-    )
-
-
-def nearest(size: int, divisor: int) -> str:
-  """Returns the positive multiples next to a size, for messages."""
-  below = size - size % divisor
-  return f'{below} or {below + divisor}' if below else f'{divisor}'
+  parts = f'the mesh axes {describe(mesh_axes, mesh)}'
+  checks.divides(product(mesh_axes, mesh), parts, size, what)
 
 
 def specs(
@@ -155,7 +144,3 @@ def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
 
 def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P(None, *tokens(layout, mesh).spec))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-  return NamedSharding(mesh, P())

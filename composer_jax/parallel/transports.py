@@ -34,8 +34,7 @@ class Load:
     num_active: experts of each token.
     num_experts: experts on all shards.
     num_shards: devices that hold all experts together.
-    embed_dim: elements of a token.
-    item_bytes: bytes of an element.
+    item_bytes: bytes of an element of a token.
   """
 
   num_tokens: int

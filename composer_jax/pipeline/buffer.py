@@ -52,8 +52,13 @@ class GroupBuffer:
     seal = hashlib.sha256(data).digest()
     files.write_atomic(self.path(group.group), data + seal)
 
-  def _read(self, group: int) -> records.Group:
-    """Reads a group; moves a damaged file aside and raises a ValueError."""
+  def get(self, group: int) -> records.Group:
+    """Reads one group.
+
+    Raises:
+      ValueError: the file is damaged. It is renamed to `.damaged`, so that
+        running the same command again samples the group anew.
+    """
     path = self.path(group)
     content = path.read_bytes()
     data, seal = content[:-_HASH_BYTES], content[-_HASH_BYTES:]
@@ -70,23 +75,9 @@ class GroupBuffer:
       path.replace(aside)
       raise ValueError(
         f'The finished group {path} is damaged ({error}). It was set aside as '
-        f'{aside.name}'
+        f'{aside.name}, and the same command samples it anew.'
       ) from error
     return stored
-
-  def get(self, group: int) -> records.Group:
-    """Reads one group.
-
-    Raises:
-      ValueError: the file is damaged. It is renamed to `.damaged`, so that
-        running the same command again samples the group anew.
-    """
-    try:
-      return self._read(group)
-    except ValueError as error:
-      raise ValueError(
-        f'{error}; run the same command again to sample it anew.'
-      ) from error
 
   def wait(
     self,
@@ -98,7 +89,6 @@ class GroupBuffer:
     """Blocks until all groups of `ids` are finished; returns them in order.
 
     Args:
-      ids: ids of the groups.
       timeout_s: seconds without any new group after which to give up.
       while_waiting: callback between two polls; raises to end the wait.
 
@@ -133,9 +123,9 @@ class GroupBuffer:
     dropped = []
     for group in self.ids():
       try:
-        stored = self._read(group)
+        stored = self.get(group)
       except ValueError as error:
-        _log.warning('%s and is sampled anew.', error)
+        _log.warning('%s', error)
         dropped.append(group)
         continue
       if max(stored.versions) > version:

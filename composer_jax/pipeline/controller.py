@@ -1,18 +1,13 @@
 """Starts, watches and restarts the rollout process of a run."""
 
-import collections
 import contextlib
-import ctypes
 import os
 import pathlib
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-_PR_SET_PDEATHSIG = 1
 # Environment variable with the process id of a worker's parent.
 _PARENT = 'COMPOSER_JAX_PARENT'
 
@@ -95,26 +90,18 @@ class RolloutProcess:
 
 def tail_of(path: pathlib.Path, lines: int = 15) -> str:
   """The last lines of a text file; '' if there is no file."""
-  if not path.exists():
-    return ''
-  with path.open('rb') as file:
-    return '\n'.join(
-      raw.decode(errors='replace').rstrip()
-      for raw in collections.deque(file, maxlen=lines)
-    )
+  text = path.read_text(errors='replace') if path.exists() else ''
+  return '\n'.join(text.splitlines()[-lines:])
 
 
 def die_with_parent() -> None:
-  """Makes this process end when the run that started it dies for any reason.
+  """Makes this process end soon after the run that started it, however it dies.
 
-  Linux sends a signal; elsewhere a thread watches the parent's id. Does nothing
-  in a worker that was not started by a `RolloutProcess`.
+  Does nothing in a worker that was not started by a `RolloutProcess`.
   """
   parent = int(os.environ.get(_PARENT, '0'))
   if not parent:
     return
-  if sys.platform == 'linux':
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
   def watch():
     # Not os.getppid() at the start: the parent may have died while this process

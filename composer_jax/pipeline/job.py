@@ -31,11 +31,9 @@ class Job:
   """A run; cached properties are made when a stage first needs them.
 
   Attributes:
-    spec: resolved config of the run.
     systems: task family, corpus, sandbox and the other systems of the run.
     workdir: folder of everything that outlives the process.
     command: command line of this program, which also starts rollout workers.
-    writer: writer of metrics.
     judge_level: level of isolation of the code that tasks execute.
   """
 
@@ -60,7 +58,18 @@ class Job:
     with self.times.stage('tokenizer'):
       if self.systems.initial is not None:
         return self.systems.initial.tokenizer(self.workdir)
-      return _train_tokenizer(self)
+      # Saved where a rollout worker finds it.
+      path, vocab_size = self.workdir / TOKENIZER, self.spec.model.vocab_size
+      if not path.exists():
+        texts = self.systems.family.texts()
+        self.corpus.train_tokenizer(texts).save(path)
+      tokenizer = tokenizers.Tokenizer.load(path)
+      if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+          f'{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}; '
+          'delete the file, and the next run trains a tokenizer that fits.'
+        )
+      return tokenizer
 
   @functools.cached_property
   def documents(self) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -116,12 +125,8 @@ class Job:
   ) -> None:
     """Writes readable episodes; a step written again replaces later ones."""
     path = self.workdir / 'episodes.jsonl'
-    lines = []
-    if path.exists():
-      for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row['stage'] != stage or row['step'] < step:
-          lines.append(line)
+    is_kept = lambda row: row['stage'] != stage or row['step'] < step
+    rows = list(filter(is_kept, writers.read(path)))
     for rollout in rollouts:
       versions = {
         int(v)
@@ -140,36 +145,21 @@ class Job:
         'versions': sorted(versions),
         'turns': episode.turns(rollout, self.tokenizer),
       }
-      lines.append(json.dumps(row))
-    files.write_atomic(path, ('\n'.join(lines) + '\n').encode())
+      rows.append(row)
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    files.write_atomic(path, text.encode())
 
 
 def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
   """Makes a mesh of the first devices.
 
-  Args:
-    axes: sizes of the mesh.
-    may_leave: true if devices may be left over. Emulated ones always may: there
-      are as many as the largest mesh of a run needs.
+  Others may be left over with `may_leave`, or if they are emulated: there are
+  as many as the largest mesh of a run needs.
   """
   devices = jax.devices()
   if may_leave or devices[0].platform == 'cpu':
     devices = devices[: axes.size]
   return topology.make_mesh(**dataclasses.asdict(axes), devices=devices)
-
-
-def _train_tokenizer(job: Job) -> tokenizers.Tokenizer:
-  """The run's tokenizer, also saved where a rollout worker finds it."""
-  path, vocab_size = job.workdir / TOKENIZER, job.spec.model.vocab_size
-  if not path.exists():
-    job.corpus.train_tokenizer(job.systems.family.texts()).save(path)
-  tokenizer = tokenizers.Tokenizer.load(path)
-  if tokenizer.vocab_size > vocab_size:
-    raise ValueError(
-      f'{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}; '
-      'delete the file, and the next run trains a tokenizer that fits.'
-    )
-  return tokenizer
 
 
 @contextlib.contextmanager
@@ -187,7 +177,12 @@ def open_run(
       is unusable (the workdir then stays unbound).
     OSError: the workdir cannot be made.
   """
-  identity = _identity(spec, systems)
+  # Digests of the files that the config names.
+  content = {'imported': '', 'conversations': ''}
+  if systems.initial is not None:
+    content = systems.initial.claim()
+  content['task_set'] = systems.family.identity()
+  identity = spec.as_dict() | content
   with _ended_by_sigterm(), files.alone(workdir):
     if not (workdir / workdirs.CONFIG).exists():
       systems.begin(workdir)
@@ -229,14 +224,6 @@ def _report_anyway(report: Callable[[], None]) -> None:
   except Exception:
     # Even a bug in the report must not hide the error that ended the run.
     logging.exception('The report of the interrupted run failed:')
-
-
-def _identity(spec: specs.Spec, systems: seams.Systems) -> dict[str, Any]:
-  """The config that binds a workdir, with digests of the files it names."""
-  content = {'imported': '', 'conversations': ''}
-  if systems.initial is not None:
-    content = systems.initial.claim()
-  return spec.as_dict() | content | {'task_set': systems.family.identity()}
 
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from composer_jax.pipeline import (
 )
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.rl import policy_loss
+from composer_jax.rl import policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.telemetry import progress
 from composer_jax.train import compiler_options
@@ -34,17 +34,13 @@ _WORKER_LOG = 'rollout_worker.log'
 # Seconds that a worker waits for the first policy before it gives up.
 _FIRST_POLICY_S = 300.0
 
+# Function from group ids to finished groups, which blocks.
+Wait = Callable[[list[int]], list[records.Group]]
+
 
 @dataclasses.dataclass(frozen=True)
 class StartOfRL:
-  """Everything with which the stage begins or resumes.
-
-  Attributes:
-    state: training state, restored or made from SFT.
-    functions: compiled functions of a training step.
-    reference: policy values for the KL penalty; None without one.
-    teacher: policy values that read hints; None without a frozen teacher.
-  """
+  """What the stage begins or resumes with: arguments of `rl.sync_loop.run`."""
 
   state: train_state.TrainState
   functions: steps.Functions
@@ -138,22 +134,24 @@ def _reinforce(job: jobs.Job) -> None:
         f'kept, {len(dropped)} damaged or of void policies dropped'
       )
     job.writer.truncate('rl', first)
+    learn = functools.partial(
+      update.update,
+      functions=start.functions,
+      options=spec.update_options(),
+      shape=spec.batch_shape(),
+      reference=start.reference,
+      teacher=start.teacher,
+    )
+    if rl.placement == 'colocated':
+      rollouts = _colocated(job, transport, buffer, published.wait)
+    else:
+      rollouts = _processes(job, buffer, published.check)
     with (
-      _placed(job, transport, buffer, published) as wait,
+      rollouts as wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
       ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)
-      state = trainer_worker.run(
-        start.state,
-        start.functions,
-        ports,
-        spec.update_options(),
-        spec.batch_shape(),
-        num_steps=rl.steps,
-        max_staleness=rl.max_staleness,
-        reference=start.reference,
-        teacher=start.teacher,
-      )
+      state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
   export.save(job.workdir, 'rl', rl.steps, state.variables())
 
@@ -163,7 +161,7 @@ def _ports(
   buffer: buffers.GroupBuffer,
   checkpoints: manager.Checkpoints,
   published: seams.WeightPublisher,
-  wait: Callable[[list[int]], list[records.Group]],
+  wait: Wait,
   bar: progress.Progress,
   plan: seams.Curriculum | None,
 ) -> trainer_worker.Ports:
@@ -227,25 +225,10 @@ def _ports(
 
 
 @contextlib.contextmanager
-def _placed(
-  job: jobs.Job,
-  transport: seams.WeightTransport,
-  buffer: buffers.GroupBuffer,
-  published: seams.WeightPublisher,
-) -> Iterator[Callable[[list[int]], list[records.Group]]]:
-  """Yields the placement's function from group ids to finished groups."""
-  if job.spec.rl.placement == 'colocated':
-    with _colocated(job, transport, buffer, published.wait) as wait:
-      yield wait
-  else:
-    with _processes(job, buffer, published.check) as wait:
-      yield wait
-
-
-@contextlib.contextmanager
 def _processes(
   job: jobs.Job, buffer: buffers.GroupBuffer, check: Callable[[], None]
-):
+) -> Iterator[Wait]:
+  """Rollouts run in a process of their own, beside the trainer."""
   rl = job.spec.rl
   trainer_cores, worker_cores = controller.divide_cores()
   say = progress.teller('rl')
@@ -279,7 +262,7 @@ def _colocated(
   transport: seams.WeightTransport,
   buffer: buffers.GroupBuffer,
   settle: Callable[[], None],
-):
+) -> Iterator[Wait]:
   """Trainer and engine take turns; policies still travel through the store."""
   spec = job.spec
   served = None

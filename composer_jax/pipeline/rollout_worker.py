@@ -54,7 +54,7 @@ class Served:
         f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'
       )
-    self._receiver.drop(self.engine.switch(newer.weights))
+    self._receiver.drop(self.engine.switch(newer.variables))
     self._receiver.served(newer, self.engine.stats().swap_s)
 
   def stamp(self, group: records.Group) -> records.Group:
@@ -81,8 +81,6 @@ def run(
     Groups already on disk are not sampled again.
 
   Args:
-    collector: player of episodes.
-    buffer: finished groups on disk, shared with the trainer.
     served: the engine and its receiver, at the version to begin with.
     rl: groups of a step, steps of the run, and the bound on staleness.
     until_version: version at which to return, once it is served and all groups

@@ -20,10 +20,17 @@ from composer_jax.parallel import layouts
 from composer_jax.rl import batching, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
+from composer_jax.train import loop
 from composer_jax.train import placement as placements
 from composer_jax.train import step as train_step
 
-PLACEMENTS = ('processes', 'colocated')
+
+def _optimizer(stage: Any, **others: Any) -> optim_groups.OptimizerOptions:
+  """Returns the options of an optimizer, of which a stage has some by name."""
+  names = {f.name for f in dataclasses.fields(optim_groups.OptimizerOptions)}
+  names &= {f.name for f in dataclasses.fields(stage)}
+  own = {name: getattr(stage, name) for name in names}
+  return optim_groups.OptimizerOptions(**own, **others)
 
 
 def _check_schedule(stage: Any) -> None:
@@ -57,14 +64,10 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageOptions:
+class StageOptions(loop.TrainingOptions):
   """A language-model training stage: cpt or sft.
 
   Attributes:
-    steps: optimizer steps; cpt of an imported model may have 0, sft may not.
-    batch_size: rows of a step, summed over all devices.
-    accumulate: microbatches of a step, run in sequence to save memory.
-    seq_len: tokens of a row.
     learning_rate: peak rate of `optimizer`; that of Muon is at Moonlight's
       scale.
     adam_learning_rate: peak rate of the AdamW beside Muon.
@@ -75,16 +78,9 @@ class StageOptions:
     optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
     bias_update_rate: change of the routers' selection bias per step.
-    checkpoint_every: steps from one checkpoint to the next.
-    eval_every: steps from one held-out loss to the next.
     eval_batches: batches averaged in a held-out loss.
-    log_every: steps from one line of metrics to the next.
   """
 
-  steps: int
-  batch_size: int
-  seq_len: int
-  accumulate: int = 1
   learning_rate: float = 5e-3
   adam_learning_rate: float = 2e-3
   warmup_steps: int = 20
@@ -94,31 +90,16 @@ class StageOptions:
   optimizer: str = 'muon'
   muon: optim_groups.MuonChoices = optim_groups.MuonChoices()
   bias_update_rate: float = 1e-3
-  checkpoint_every: int = 100
-  eval_every: int = 100
   eval_batches: int = 8
-  log_every: int = 10
 
   def __post_init__(self):
-    positive = ('batch_size', 'accumulate', 'seq_len', 'checkpoint_every')
-    positive += ('eval_every', 'eval_batches', 'log_every')
-    checks.at_least(self, 1, *positive)
-    checks.at_least(self, 0, 'steps')
+    super().__post_init__()
+    checks.at_least(self, 1, 'eval_batches')
     if self.steps:
       _check_schedule(self)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
-    return optim_groups.OptimizerOptions(
-      name=self.optimizer,
-      learning_rate=self.learning_rate,
-      adam_learning_rate=self.adam_learning_rate,
-      warmup_steps=self.warmup_steps,
-      decay_steps=self.decay_steps,
-      final_ratio=0.1,
-      weight_decay=self.weight_decay,
-      grad_clip=self.grad_clip,
-      muon=self.muon,
-    )
+    return _optimizer(self, name=self.optimizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +145,7 @@ class RLSection(update.LearningOptions):
   max_restarts: int = 3
 
   def __post_init__(self):
-    checks.one_of(self, 'placement', PLACEMENTS)
+    checks.one_of(self, 'placement', ('processes', 'colocated'))
     zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
     checks.at_least(self, 0, *zero)
     positive = ('checkpoint_every', 'episodes_every', 'rows', 'seq_len')
@@ -173,18 +154,8 @@ class RLSection(update.LearningOptions):
     _check_schedule(self)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
-    return optim_groups.OptimizerOptions(
-      name='adam',
-      learning_rate=self.learning_rate,
-      adam_learning_rate=self.learning_rate,
-      warmup_steps=self.warmup_steps,
-      decay_steps=self.decay_steps,
-      final_ratio=0.1,
-      weight_decay=0.0,
-      grad_clip=self.grad_clip,
-      b1=self.adam_b1,
-      b2=self.adam_b2,
-    )
+    decays = dict(b1=self.adam_b1, b2=self.adam_b2)
+    return _optimizer(self, name='adam', weight_decay=0.0, **decays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,22 +183,6 @@ class TelemetrySection:
 
   tensorboard: bool = True
   wandb: bool = False
-
-
-SECTIONS = {
-  'mesh': Mesh,
-  'parallel': placements.ParallelOptions,
-  'model': model_config.ModelConfig,
-  'cpt': StageOptions,
-  'sft': StageOptions,
-  'episode': episode.EpisodeOptions,
-  'summary': summarize.SummaryOptions,
-  'rewards': rewards.RewardOptions,
-  'rollout': rollout_options.ServingOptions,
-  'rl': RLSection,
-  'evaluation': EvaluationSection,
-  'telemetry': TelemetrySection,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,6 +265,8 @@ class Spec:
       ('rl.seq_len', self.batch_shape),
       ('rollout', self.engine_options),
       ('summary', lambda: self.summary.limit(self.episode.max_tokens)),
+      ('cpt.muon.roles', lambda: self._check_roles(self.cpt)),
+      ('sft.muon.roles', lambda: self._check_roles(self.sft)),
     ):
       try:
         make()
@@ -323,7 +280,6 @@ class Spec:
           f'--config.{name}.steps must be at least 1, not {stage.steps}. Only '
           'cpt of an imported model (--config.initial) may be skipped with 0.'
         )
-    self._check_roles()
     if self.rl.replay and not self.rollout.record_routes:
       raise ValueError(
         '--config.rl.replay needs the routes that rollouts record: set '
@@ -345,21 +301,11 @@ class Spec:
           f'exceed --config.{name}.seq_len ({seq_len}): a trajectory must fit '
           'in a row.'
         )
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      accumulate = stage.accumulate
+      self._check_rows(name, 'batch_size', stage, self.mesh, accumulate)
     mesh = self.rl.mesh
-    for rows, seq_len, parts, accumulate, name, rows_name in (
-      (self.cpt.batch_size, self.cpt.seq_len, self.mesh, self.cpt.accumulate,
-       'cpt', 'batch_size'),
-      (self.sft.batch_size, self.sft.seq_len, self.mesh, self.sft.accumulate,
-       'sft', 'batch_size'),
-      (self.rl.rows, self.rl.seq_len, mesh, 1, 'rl', 'rows'),
-    ):  # fmt: skip
-      train_step.check_rows(
-        rows,
-        accumulate,
-        parts.replica * parts.fsdp,
-        f'--config.{name}.{rows_name}',
-      )
-      self._check_row(f'--config.{name}.seq_len', seq_len, parts)
+    self._check_rows('rl', 'rows', self.rl, mesh, 1)
     if mesh.size > 1 and self.model.numerics == 'batch_invariant':
       raise ValueError(
         f'--config.rl.mesh has {mesh.size} devices, but '
@@ -368,25 +314,29 @@ class Spec:
         'mesh of 1 x 1 x 1.'
       )
 
-  def _check_row(self, name: str, seq_len: int, mesh: Mesh) -> None:
-    """Raises unless a row divides evenly over the context shards."""
+  def _check_rows(
+    self, path: str, rows: str, section: Any, mesh: Mesh, accumulate: int
+  ) -> None:
+    """Raises unless rows, a field, and their tokens divide over a mesh."""
+    path, shards = f'--config.{path}', mesh.replica * mesh.fsdp
+    num_rows = getattr(section, rows)
+    train_step.check_rows(num_rows, accumulate, shards, f'{path}.{rows}')
     pieces, divisor = mesh.context, 'the context axis of its mesh'
     if pieces > 1 and self.parallel.sequence_order != 'contiguous':
       # Each shard has an early and a late piece.
       pieces, divisor = 2 * pieces, f'{divisor}, twice for zigzag order,'
-    if seq_len % pieces:
-      raise ValueError(
-        f'{name} ({seq_len}) must divide by {divisor} ({pieces}); the nearest '
-        f'that does is {max(round(seq_len / pieces), 1) * pieces}.'
-      )
+    checks.divides(pieces, divisor, section.seq_len, f'{path}.seq_len')
 
-  def _check_roles(self) -> None:
+  def _check_roles(self, stage: StageOptions) -> None:
     """Raises for Muon roles that match no parameter, or not its shape."""
-    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
-      if stage.optimizer != 'muon' or not stage.muon.roles:
-        continue
+    if stage.optimizer == 'muon' and stage.muon.roles:
       shapes, axes = decoder.abstract(self.model)
-      try:
-        roles.tree(shapes['params'], axes['params'], stage.muon.roles)
-      except ValueError as error:
-        raise ValueError(f'--config.{name}.muon.roles: {error}') from error
+      roles.tree(shapes['params'], axes['params'], stage.muon.roles)
+
+
+# Sections of a config that belong to the spine.
+SECTIONS: dict[str, Any] = {
+  field.name: field.type
+  for field in dataclasses.fields(Spec)
+  if dataclasses.is_dataclass(field.type)
+}

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,13 +38,7 @@ def pretrain(job: jobs.Job) -> None:
   with job.times.stage('cpt'):
     stage = job.spec.cpt
     stream = pretraining_stream(job)
-    heldout = streams.lm_stream(
-      job.documents[1],
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=0,
-      num_epochs=1,
-    )
+    heldout = _stream(stage, job.documents[1], seed=0, num_epochs=1)
     start = job.systems.initial
     initial = start.variables(_like(job, job.placement)) if start else None
     _train(job, 'cpt', stage, stream, heldout, initial)
@@ -52,14 +46,20 @@ def pretrain(job: jobs.Job) -> None:
 
 def pretraining_stream(job: jobs.Job) -> streams.LMStream:
   """The corpus, partly rearranged for fill-in-the-middle."""
-  return streams.lm_stream(
+  return _stream(
+    job.spec.cpt,
     job.documents[0],
-    batch_size=job.spec.cpt.batch_size,
-    seq_len=job.spec.cpt.seq_len,
     seed=job.spec.seed,
     fim_rate=job.corpus.fim_rate,
     fim_marks=fim.marks_of(job.tokenizer),
   )
+
+
+def _stream(
+  stage: specs.StageOptions, documents: Sequence[Any], **options: Any
+) -> streams.LMStream:
+  sizes = dict(batch_size=stage.batch_size, seq_len=stage.seq_len)
+  return streams.lm_stream(documents, **sizes, **options)
 
 
 def finetune(job: jobs.Job) -> None:
@@ -70,21 +70,8 @@ def finetune(job: jobs.Job) -> None:
     stage = job.spec.sft
     with job.times.stage('demonstrations'):
       training, held_out = sft_documents(job)
-    heldout = streams.lm_stream(
-      held_out,
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=0,
-      whole=True,
-      num_epochs=1,
-    )
-    stream = streams.lm_stream(
-      training,
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=job.spec.seed,
-      whole=True,
-    )
+    heldout = _stream(stage, held_out, seed=0, whole=True, num_epochs=1)
+    stream = _stream(stage, training, seed=job.spec.seed, whole=True)
     if job.spec.cpt.steps:
       initial = load_variables(job, 'cpt')
     else:
@@ -101,18 +88,13 @@ def _train(
   heldout: Any,
   initial: Any,
 ) -> None:
+  shown = [field.name for field in dataclasses.fields(loop.TrainingOptions)]
   options = loop.LoopOptions(
     stage=name,
-    steps=stage.steps,
-    batch_size=stage.batch_size,
-    seq_len=stage.seq_len,
-    accumulate=stage.accumulate,
     optimizer=stage.optimizer_options(),
     bias_rate=stage.bias_update_rate,
-    checkpoint_every=stage.checkpoint_every,
-    eval_every=stage.eval_every,
-    log_every=stage.log_every,
     seed=job.spec.seed,
+    **{field: getattr(stage, field) for field in shown},
   )
   loop.run(
     options,
@@ -168,10 +150,6 @@ def collector_of(
   """Makes a collector: groups on training tasks, or single held-out episodes.
 
   Args:
-    spec: resolved config of the run.
-    systems: task family and the other systems of the run.
-    tokenizer: tokenizer of the policy.
-    runner: sandbox that judges the code of the episodes.
     split: 'train' or 'held_out'.
     workdir: folder of a run whose rewards and curriculum may change while it
       trains; None for the rewards of the config and tasks in their order.
@@ -266,7 +244,7 @@ def _evaluate(
   job.log_episodes(f'eval_{stage}', 0, rollouts[:6])
   files.write_atomic(
     job.workdir / f'evaluation_{stage}_episodes.jsonl',
-    _episode_lines(job, rollouts).encode(),
+    ''.join(_episode_line(job, r) for r in rollouts).encode(),
   )
   # Last: its existence says that the evaluation is done.
   files.write_json(path, fields)
@@ -288,21 +266,16 @@ def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
   ]
 
 
-def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
-  """One JSON line per episode for studies and audits, without arrays."""
-  lines = [
-    json.dumps(
-      {
-        'task_id': rollout.task_id,
-        'passed': behaviour.passed(rollout),
-        'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
-        'status': rollout.verdict.status,
-        'flags': list(rollout.flags),
-        'num_invalid': rollout.num_invalid,
-        'num_turns': rollout.num_turns,
-        'edits': edits_of(job, rollout),
-      }
-    )
-    for rollout in rollouts
-  ]
-  return '\n'.join(lines) + '\n'
+def _episode_line(job: jobs.Job, rollout: records.Rollout) -> str:
+  """Returns an episode as JSON for studies and audits, without arrays."""
+  fields = {
+    'task_id': rollout.task_id,
+    'passed': behaviour.passed(rollout),
+    'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
+    'status': rollout.verdict.status,
+    'flags': list(rollout.flags),
+    'num_invalid': rollout.num_invalid,
+    'num_turns': rollout.num_turns,
+    'edits': edits_of(job, rollout),
+  }
+  return json.dumps(fields) + '\n'

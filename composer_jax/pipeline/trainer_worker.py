@@ -9,8 +9,8 @@ import numpy as np
 
 from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.rl import batching, mismatch, update
-from composer_jax.rl import step as steps
+from composer_jax.pipeline import spec as specs
+from composer_jax.rl import mismatch
 from composer_jax.train import state as train_state
 
 
@@ -42,17 +42,11 @@ class Ports:
 
 def run(
   state: train_state.TrainState,
-  functions: steps.Functions,
+  learn: Callable[..., tuple[train_state.TrainState, dict[str, Any]]],
   ports: Ports,
-  options: update.UpdateOptions,
-  shape: batching.BatchShape,
-  *,
-  num_steps: int,
-  max_staleness: int,
-  reference: Any = None,
-  teacher: Any = None,
+  rl: specs.RLSection,
 ) -> train_state.TrainState:
-  """Trains until `num_steps`, from whatever step `state` is at.
+  """Trains until `rl.steps`, from whatever step `state` is at.
 
   Consumes: finished Groups from the buffer, in the order of their ids.
   Waits for: all groups of the step; one staler than max_staleness is refused.
@@ -62,11 +56,8 @@ def run(
 
   Args:
     state: training state to go on from, donated.
-    functions: compiled functions from `rl.step.build`.
-    num_steps: optimizer steps of the whole run.
-    max_staleness: largest trainer version minus sampled version.
-    reference: policy values for the KL penalty; None without one.
-    teacher: policy values that read hints; None without a frozen teacher.
+    learn: (state, groups) -> (state, metrics), as `rl.update.update`.
+    rl: groups of a step, steps of the run, and the bound on staleness.
 
   Raises:
     ValueError: a group is too stale or was sampled by weights other than the
@@ -75,26 +66,18 @@ def run(
       gradient is in neither weights nor checkpoints.
     FloatingPointError: a loss or gradient is not finite.
   """
-  P = options.prompts
+  P = rl.prompts
   start = int(state.step)
   # Publish `start` again: a kill may have come between checkpoint and pointer.
   ports.publish(state, start)
-  for step in range(start, num_steps):
+  for step in range(start, rl.steps):
     began = time.monotonic()
     groups = ports.wait(list(range(step * P, (step + 1) * P)))
     waited = time.monotonic()
-    check_staleness(groups, step, max_staleness)
+    check_staleness(groups, step, rl.max_staleness)
     ports.accept(groups)
     try:
-      state, metrics = update.update(
-        state,
-        groups,
-        functions,
-        options,
-        shape,
-        reference=reference,
-        teacher=teacher,
-      )
+      state, metrics = learn(state, groups)
     except mismatch.OutOfBand as error:
       # The report of a stopped run needs the metrics that stopped it.
       ports.log(step + 1, error.metrics, groups)
@@ -108,7 +91,7 @@ def run(
     }
     # Before the checkpoint: a resumed run relies on the metrics of its step.
     ports.log(step + 1, metrics, groups)
-    ports.save(step + 1, state, step + 1 == num_steps)
+    ports.save(step + 1, state, step + 1 == rl.steps)
     ports.buffer.remove_below(ports.saved_step() * P)
   return state
 

@@ -19,7 +19,6 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -60,7 +59,7 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
     matrices,
     shardings=jax.tree.map(lambda spec: NamedSharding(case.mesh, spec), specs),
     newton_schulz=case.muon.resolved(platform),
-    told=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
+    fixed=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
   )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer_jax.core import batches, records
+from composer_jax.core import batches, checks, records
 from composer_jax.core.routes import codec
 from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import config as model_config
@@ -39,11 +39,8 @@ class BatchShape:
   align: int = 1
 
   def __post_init__(self):
-    if self.align < 1 or self.seq_len % self.align:
-      raise ValueError(
-        f'align ({self.align}) must be at least 1 and divide seq_len '
-        f'({self.seq_len}).'
-      )
+    divides = self.align >= 1 and self.seq_len % self.align == 0
+    checks.require(self, 'align', divides, f'divide seq_len ({self.seq_len})')
 
 
 def shape_of(

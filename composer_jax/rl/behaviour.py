@@ -49,23 +49,22 @@ def passed(rollout: records.Rollout) -> bool:
 
 def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
-  num_passed = sum(passed(r) for r in judged)
-  low, high = intervals.wilson(num_passed, len(judged))
+  counts = verdict_counts(judged)
+  low, high = intervals.wilson(counts['passed'], len(judged))
   num_calls = sum(r.num_turns for r in judged)
-  unfinished = sum(r.verdict.status == records.UNFINISHED for r in judged)
   valid = [
     r
     for r in judged
     if r.num_invalid == 0 and r.verdict.status == records.GRADED
   ]
   return PassRate(
-    passed=num_passed,
+    passed=counts['passed'],
     episodes=len(judged),
     infrastructure=len(rollouts) - len(judged),
     low=low,
     high=high,
     invalid_rate=sum(r.num_invalid for r in judged) / max(num_calls, 1),
-    unfinished_rate=unfinished / max(len(judged), 1),
+    unfinished_rate=counts[records.UNFINISHED] / max(len(judged), 1),
     valid_episodes=len(valid),
     passed_valid=sum(passed(r) for r in valid),
   )

@@ -26,7 +26,6 @@ class Collector:
   Attributes:
     task_of_group: group id -> task, as `play` takes it.
     play: (task, policy, group, member, seed) -> Rollout of one whole episode.
-    rollouts_per_group: episodes of a group.
     seed: seed of random numbers, together with group, member and position.
   """
 
@@ -34,12 +33,6 @@ class Collector:
   play: Callable[..., records.Rollout]
   rollouts_per_group: int
   seed: int
-
-  def rollout(
-    self, policy: environment.Policy, group: int, member: int
-  ) -> records.Rollout:
-    task = self.task_of_group(group)
-    return self.play(task, policy, group=group, member=member, seed=self.seed)
 
 
 def episode_player(
@@ -114,11 +107,15 @@ class GroupStream:
 
   def _play(self, group: int, member: int) -> None:
     """Plays an episode, and hands over the group if it was the last member."""
-    rollout = self._collector.rollout(self._policy, group, member)
+    collector = self._collector
+    task = collector.task_of_group(group)
+    rollout = collector.play(
+      task, self._policy, group=group, member=member, seed=collector.seed
+    )
     with self._lock:
       members = self._members[rollout.group]
       members.append(rollout)
-      if len(members) < self._collector.rollouts_per_group:
+      if len(members) < collector.rollouts_per_group:
         return
       del self._members[rollout.group]
     members.sort(key=lambda r: r.member)

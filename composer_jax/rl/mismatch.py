@@ -167,11 +167,8 @@ class GateOptions:
   def __post_init__(self):
     checks.one_of(self, 'action', ('stop', 'flag', 'off'))
     checks.number(self, 0, 'max_kl_fresh', 'max_kl', 'max_p99')
-    checks.number(self, 0, 'max_large_ratio_share', 'min_agreement')
-    for name in ('max_large_ratio_share', 'min_agreement'):
-      checks.require(
-        self, name, getattr(self, name) <= 1, 'be a share, in 0..1'
-      )
+    shares = ('max_large_ratio_share', 'min_agreement')
+    checks.number(self, 0, *shares, highest=1)
 
 
 class OutOfBand(ValueError):

@@ -34,7 +34,6 @@ def run(
     state: training state to go on from, donated.
     functions: compiled functions from `rl.step.build`.
     make_engine: (policy values, version) -> engine, called once.
-    shape: shape of a packed microbatch.
     num_steps: optimizer steps of the whole run.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read hints; None without a frozen teacher.

@@ -69,12 +69,10 @@ class UpdateOptions(LearningOptions):
   def __post_init__(self):
     checks.one_of(self, 'reward', ('verdict', 'shuffled'))
     checks.number(self, 0, 'kl_coefficient')
-    if self.prompts < 1 or self.rollouts_per_prompt < 2:
-      raise ValueError(
-        'rl.prompts must be at least 1 and rl.rollouts_per_prompt at least '
-        f'2 (a group of one has no baseline); got {self.prompts} and '
-        f'{self.rollouts_per_prompt}.'
-      )
+    checks.at_least(self, 1, 'prompts')
+    is_group = self.rollouts_per_prompt >= 2
+    rule = 'be at least 2: a group of one has no baseline'
+    checks.require(self, 'rollouts_per_prompt', is_group, rule)
     if self.reward == 'shuffled' and (self.kl_coefficient or self.hints.weight):
       raise ValueError(
         "rl.reward='shuffled' is a control that must not learn, so "

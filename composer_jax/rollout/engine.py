@@ -377,17 +377,12 @@ def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 def _compare(shapes, expected, version: int, *, dtypes: bool) -> None:
   """Raises a ValueError that names a difference from the served arrays."""
-  for names, verb in (
-    (sorted(expected.keys() - shapes.keys()), 'lacks'),
-    (sorted(shapes.keys() - expected.keys()), 'has the unknown'),
-  ):
-    if names:
-      more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-      raise ValueError(f'Version {version} {verb} {names[0]}{more}.')
-  for name, (shape, dtype) in shapes.items():
-    due_shape, due_dtype = expected[name]
-    if shape != due_shape or (dtypes and dtype != due_dtype):
+  words = lambda array: f'{array[1]}{list(array[0])}' if array else 'missing'
+  for name in sorted(shapes | expected):
+    have, due = shapes.get(name), expected.get(name)
+    is_alike = have and due and have[0] == due[0] and not dtypes
+    if have != due and not is_alike:
       raise ValueError(
-        f'{name} of version {version} is {dtype}{list(shape)}; the engine '
-        f'serves {due_dtype}{list(due_shape)}.'
+        f'{name} of version {version} is {words(have)}; of the policy that the '
+        f'engine serves it is {words(due)}.'
       )

@@ -67,12 +67,6 @@ def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
   """
   if mesh.size == 1:
     return _on_device(mesh.devices.item())
-  if config.numerics == 'batch_invariant':
-    raise ValueError(
-      f"numerics 'batch_invariant' needs one device, not a mesh of {mesh.size} "
-      f'({dict(mesh.shape)}): the order of a sum depends on the number of '
-      "devices. Use a mesh of one, or numerics 'fast'."
-    )
   plan = placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
   pools = P()
   if isinstance(config.attention, config_lib.GQAConfig):

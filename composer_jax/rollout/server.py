@@ -156,17 +156,11 @@ class EnginePolicy:
 
 def _check_trainable(request: records.SampleRequest) -> None:
   """Refuses sampling whose log-probabilities the trainer does not compute."""
-  for name, harmless in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
-    value = getattr(request, name)
-    if value != harmless:
-      raise ValueError(
-        f'{name} ({value}) of session {request.session!r} must be {harmless}: '
-        'the trainer divides logits by the temperature and does not truncate. '
-        'To serve without training, call the engine itself.'
-      )
-  if request.temperature == 0:
+  if request.truncates or request.temperature == 0:
     raise ValueError(
-      f'temperature (0) of session {request.session!r} must be positive: a '
-      'greedy choice has no gradient. To serve without training, call the '
-      'engine itself.'
+      f'Session {request.session!r} has top_p {request.top_p:g}, top_k '
+      f'{request.top_k}, min_p {request.min_p:g} and temperature '
+      f'{request.temperature:g}; training needs 1, 0, 0 and a positive one, '
+      'since the trainer divides logits by it and does not truncate. To serve '
+      'without training, call the engine itself.'
     )

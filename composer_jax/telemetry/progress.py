@@ -62,12 +62,10 @@ class Progress(contextlib.AbstractContextManager):
     """Begins a stage.
 
     Args:
-      stage: name shown in front.
       total: number of steps of the whole stage.
       start: number of steps done by earlier processes.
       every_s: seconds between plain lines; the first and last always show.
       stream: place to write to; None is standard output.
-      clock: function that returns the time in seconds.
     """
     self._stage, self._total = stage, total
     self._every_s = every_s

@@ -59,15 +59,11 @@ def transform(
   Args:
     ids: int32 tokens of a document or of a piece of one.
     rng: source of the choice and of the two cuts.
-    rate: probability of rearranging the document.
     marks: ids of the tokenizer that made the tokens.
 
   Raises:
-    ValueError: the rate is not a probability, or the document already holds
-      marks.
+    ValueError: the document already holds marks.
   """
-  if not 0 <= rate <= 1:
-    raise ValueError(f'FIM rate must lie in [0, 1], not {rate}.')
   if rng.random() >= rate:
     return ids
   three = (marks.prefix, marks.middle, marks.suffix)

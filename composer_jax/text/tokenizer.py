@@ -9,7 +9,6 @@ a policy reads or prints can close its own turn.
 import json
 import os
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -55,24 +54,6 @@ def byte_alphabet() -> dict[str, int]:
   alphabet = {chr(byte): byte for byte in printable}
   alphabet.update({chr(256 + i): byte for i, byte in enumerate(moved)})
   return alphabet
-
-
-class TokenizerLike(Protocol):
-  """Turns a corpus into tokens: this project's tokenizer or another model's.
-
-  Attributes:
-    BOS: id before a document.
-    EOD: id after a document.
-    vocab_size: number of ids, special tokens included.
-  """
-
-  BOS: int
-  EOD: int
-
-  @property
-  def vocab_size(self) -> int: ...
-  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-  def fingerprint(self) -> str: ...
 
 
 class Tokenizer:

@@ -43,7 +43,6 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
       over microbatches their mean weighted by tokens.
     z_loss: mean squared log-sum-exp of the routers' logits, summed over MoE
       layers, before its weight.
-    loss_weight: sum of the loss weights.
     num_tokens: int32 number of tokens that are not padding.
     load_ME: int32 number of tokens sent to each expert.
     max_logits_LN: largest attention logit of each layer and head; None if not

@@ -42,35 +42,48 @@ class BatchStream(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-  """Options of one stage.
+class TrainingOptions:
+  """Options of a stage's loop that the config shows.
+
+  Attributes:
+    steps: optimizer steps; cpt of an imported model may have 0, sft may not.
+    batch_size: rows of a step, summed over all devices.
+    accumulate: microbatches of a step, run in sequence to save memory.
+    seq_len: tokens of a row.
+    checkpoint_every: steps between checkpoints; the last step always has one.
+    eval_every: steps between held-out losses, which the first and the last
+      step have in any case.
+    log_every: steps between lines of metrics.
+  """
+
+  steps: int
+  batch_size: int
+  seq_len: int
+  accumulate: int = 1
+  checkpoint_every: int = 100
+  eval_every: int = 100
+  log_every: int = 10
+
+  def __post_init__(self):
+    names = {f.name for f in dataclasses.fields(TrainingOptions)} - {'steps'}
+    checks.at_least(self, 1, *sorted(names))
+    checks.at_least(self, 0, 'steps')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopOptions(TrainingOptions):
+  """All options of one stage.
 
   Attributes:
     stage: name in metrics and folders ('cpt', 'sft').
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
-    checkpoint_every: steps between checkpoints; the last step always has one.
-    eval_every: steps between held-out losses, which the first and the last
-      step have in any case.
     seed: seed of initial weights that are not given.
-    accumulate: microbatches into which a batch is split.
   """
 
   stage: str
-  steps: int
-  batch_size: int
-  seq_len: int
   optimizer: groups.OptimizerOptions
   bias_rate: float
-  checkpoint_every: int
-  eval_every: int
-  log_every: int
   seed: int
-  accumulate: int = 1
-
-  def __post_init__(self):
-    names = [f.name for f in dataclasses.fields(self) if f.type is int]
-    names.remove('seed')
-    checks.at_least(self, 1, *names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +144,12 @@ def run(
       size = buckets.BucketSize(
         placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
       )
-    start, state = _restore(checkpoints, programs, stream, size)
+    start, state = checkpoints.latest_step() or 0, None
+    if start:
+      state, data = checkpoints.restore(start, programs.like)
+      stream.set_state(data['stream'])
+      if size is not None:
+        size.set_state(data['buckets'])
     # The line of step 0 is written again by a run that has no checkpoint.
     writer.truncate(stage, -1 if state is None else start)
     with progress.Progress(stage, options.steps, start=start) as bar:
@@ -247,23 +265,6 @@ def make_programs(
     ),
     muon=groups.plan(options.optimizer, **described),
   )
-
-
-def _restore(
-  checkpoints: manager.Checkpoints,
-  programs: _Programs,
-  stream: BatchStream,
-  size: buckets.BucketSize | None,
-) -> tuple[int, train_state.TrainState | None]:
-  """Returns the last checkpoint, or step 0; rewinds the stream and buckets."""
-  step = checkpoints.latest_step()
-  if step is None:
-    return 0, None
-  state, data = checkpoints.restore(step, programs.like)
-  stream.set_state(data['stream'])
-  if size is not None:
-    size.set_state(data['buckets'])
-  return step, state
 
 
 def _reporter(

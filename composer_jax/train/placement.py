@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import checks
 from composer_jax.models import config as model_config
@@ -69,7 +70,7 @@ class Placement:
 
   @property
   def replicated(self) -> NamedSharding:
-    return shardings.replicated(self.mesh)
+    return NamedSharding(self.mesh, P())
 
   @property
   def batch(self) -> NamedSharding:

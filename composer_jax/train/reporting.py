@@ -67,8 +67,6 @@ class Reporter:
   Reading metrics waits for the device, which by then has its next step.
 
   Attributes:
-    learning_rates: learning rate of each step.
-    log_every: number of steps between lines.
     expert_shards: number of devices among which experts are divided.
     expert_rows: rows of the experts' kernel on one device; None if the number
       of computed rows is unknown.

@@ -21,7 +21,6 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
     params: float32 masters.
     selection_bias: biases of sigmoid routers, updated outside the optimizer; {}
       for softmax routers.
-    opt_state: state of the optax transform.
     teacher: moving average of the masters; {} without one.
   """
 
@@ -111,15 +110,10 @@ def shardings(
     parts = name.split('/')
     ends = ['/'.join(parts[start:]) for start in range(len(parts))]
     parameter = next((end for end in ends if end in by_name), None)
-    if parameter is None:
+    if parameter is None or leaf.shape != shapes[parameter]:
       raise ValueError(
-        f'Optimizer state {name} of shape {leaf.shape} is named after no '
-        f'parameter; the parameters are {sorted(by_name)}.'
-      )
-    if leaf.shape != shapes[parameter]:
-      raise ValueError(
-        f'Optimizer state {name} has shape {leaf.shape}, which must be that '
-        f'of its parameter, {shapes[parameter]}.'
+        f'Optimizer state {name} of shape {leaf.shape} must have the name and '
+        f'the shape of a parameter; the parameters are {shapes}.'
       )
     return by_name[parameter]
 

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches
+from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import router
 from composer_jax.parallel import exchange, shardings, shards
@@ -136,17 +136,9 @@ def make(
 
 
 def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
-  """Raises a ValueError unless rows divide into microbatches and shards.
-
-  `name` is the batch size's name in the config.
-  """
-  unit = accumulate * shards
-  if rows % unit:
-    raise ValueError(
-      f'{name} ({rows}) must divide by accumulate ({accumulate}) times '
-      f'replica x fsdp ({shards}), which share out its rows; the nearest that '
-      f'does is {max(round(rows / unit), 1) * unit}.'
-    )
+  """Raises a ValueError unless rows divide into microbatches and shards."""
+  parts = f'accumulate ({accumulate}) times replica x fsdp ({shards})'
+  checks.divides(accumulate * shards, parts, rows, name)
 
 
 def split(

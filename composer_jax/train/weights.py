@@ -1,65 +1,17 @@
-"""Converts trees of arrays to blocks of named tensors, and back.
+"""Blocks of sharded arrays, on the host.
 
-A `WeightTransport` handles TensorBlocks only, not jax arrays. Each block of a
-sharded array is yielded once, by a process that has it; a receiver asks for the
-blocks of its devices. No more than a shard is copied to the host at once.
+No more than a shard is copied to the host at once. Checkpoints hash the blocks,
+and `delta.device.tensors` sends them as named tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-
-from composer_jax.core import trees
 
 # (start, stop) of a block along each axis.
 Index = tuple[tuple[int, int], ...]
-
-
-class TensorBlock(NamedTuple):
-  """Block of a global array on the host."""
-
-  name: str
-  dtype: str  # its name, such as 'bfloat16'
-  shape: tuple[int, ...]  # of the global array
-  index: Index
-  values: np.ndarray
-
-
-class HostWeights(Protocol):
-  """Named arrays on the host, whole or in blocks."""
-
-  def signature(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    """Returns {name: (dtype, shape)} of the whole arrays."""
-    ...
-
-  def block(self, name: str, index: Index) -> np.ndarray:
-    """Returns a block; raises a ValueError for one that is not held."""
-    ...
-
-
-def blocks(tree: Any) -> Iterator[TensorBlock]:
-  """Yields every addressable block of every array of a tree, once.
-
-  A shard is copied to the host when its block is requested, and the array does
-  not keep the copy. The first process yields numpy arrays, which must be equal
-  in all processes.
-
-  Raises:
-    ValueError: two leaves have the same '/'-joined name.
-  """
-  named = trees.flatten_names(tree)
-  if len(named) != len(jax.tree.leaves(tree)):
-    raise ValueError(
-      "Two leaves of the tree have the same '/'-joined name; keys must not "
-      "contain '/'."
-    )
-  for name, leaf in named.items():
-    for index, values in array_blocks(leaf):
-      dtype, shape = str(values.dtype), tuple(np.shape(leaf))
-      yield TensorBlock(name, dtype, shape, index, values)
 
 
 def array_blocks(array: Any) -> Iterator[tuple[Index, np.ndarray]]:
@@ -67,7 +19,7 @@ def array_blocks(array: Any) -> Iterator[tuple[Index, np.ndarray]]:
   if not isinstance(array, jax.Array):
     if jax.process_index() == 0:
       values = np.asarray(array)
-      yield _whole(values.shape), values
+      yield whole_index(values.shape), values
     return
   for shard in array.addressable_shards:
     # Only one of several processes yields a replicated block.
@@ -93,75 +45,5 @@ def shard_index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
   return tuple((start, stop) for start, stop in pairs)
 
 
-def _whole(shape: tuple[int, ...]) -> Index:
+def whole_index(shape: tuple[int, ...]) -> Index:
   return tuple((0, length) for length in shape)
-
-
-def _shards(leaf: Any) -> dict[Index, list[jax.Device]] | None:
-  """Returns this process's blocks and devices; None without a sharding."""
-  sharding = getattr(leaf, 'sharding', None)
-  if sharding is None:
-    return None
-  shape, shards = tuple(leaf.shape), {}
-  slices_of = sharding.addressable_devices_indices_map(shape)
-  for device, slices in slices_of.items():
-    shards.setdefault(shard_index(slices, shape), []).append(device)
-  return shards
-
-
-def wanted(like: Any) -> Callable[[str, str, tuple[int, ...]], list[Index]]:
-  """Returns a function that tells a receiver the blocks of this process.
-
-  For (name, dtype, shape) it returns indices of blocks, or of the whole array
-  without a sharding; [] for a tensor that `to_tree` would refuse.
-  """
-  leaves = trees.flatten_names(like)
-
-  def indices(name: str, dtype: str, shape: tuple[int, ...]) -> list[Index]:
-    del dtype
-    leaf = leaves.get(name)
-    if leaf is None or tuple(leaf.shape) != tuple(shape):
-      return []
-    return list(_shards(leaf) or [_whole(shape)])
-
-  return indices
-
-
-def to_tree(held: HostWeights, like: Any) -> Any:
-  """Rebuilds a tree of device arrays from named arrays.
-
-  Leaves of `like`, arrays or `jax.ShapeDtypeStruct`s, with a sharding are put
-  on their devices block by block.
-
-  Raises:
-    ValueError: tensors are missing or left over, or a dtype or shape differs.
-  """
-  leaves, signature = trees.flatten_names(like), held.signature()
-  if leaves.keys() != signature.keys():
-    raise ValueError(
-      'The weights and the model have different tensors: missing '
-      f'{sorted(leaves.keys() - signature.keys())}, left over '
-      f'{sorted(signature.keys() - leaves.keys())}.'
-    )
-
-  def place(name: str, leaf: Any) -> jax.Array:
-    dtype, shape = signature[name]
-    if (tuple(shape), jnp.dtype(dtype)) != (tuple(leaf.shape), leaf.dtype):
-      raise ValueError(
-        f'{name}: the weights are {dtype} of shape {shape}, the model wants '
-        f'{leaf.dtype} of shape {tuple(leaf.shape)}.'
-      )
-    shards = _shards(leaf)
-    if shards is None:
-      return jax.device_put(held.block(name, _whole(leaf.shape)))
-    # Not make_array_from_callback, which asks for each replica's block anew and
-    # keeps all of them.
-    arrays = []
-    for index, devices in shards.items():
-      values = held.block(name, index)
-      arrays += [jax.device_put(values, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(
-      leaf.shape, leaf.sharding, arrays, dtype=leaf.dtype
-    )
-
-  return trees.map_names(place, like)

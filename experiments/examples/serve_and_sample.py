@@ -47,9 +47,10 @@ def server(source: pathlib.Path):
 
 def make_import(folder: pathlib.Path) -> pathlib.Path:
   """Writes a tiny checkpoint and imports it; both commands of run.sh."""
-  from composer_jax.hf import importing, tiny
+  from composer_jax.hf import importing
+  from experiments import tiny_checkpoint
 
-  tiny.write(folder / 'published', 'qwen3_moe', seed=0)
+  tiny_checkpoint.write(folder / 'published', 'qwen3_moe', seed=0)
   importing.convert(folder / 'published', folder / 'imported')
   return folder / 'imported'
 

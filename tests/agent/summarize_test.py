@@ -374,7 +374,7 @@ def test_limits_that_leave_no_room_are_named(tokenizer):
   assert rollout.verdict.passed
   assert max(map(len, rollout.trajectories)) <= needed
   with pytest.raises(
-    ValueError, match=r'trigger \(201\) must not exceed .*200'
+    ValueError, match=r'trigger must not exceed .*200\); got 201'
   ):
     play(tokenizer, Talker(), [], dataclasses.replace(SUMMARY, trigger=201))
   for field in ('trigger', 'max_tokens', 'max_summaries', 'plan_tokens'):

@@ -73,7 +73,7 @@ COMPLETION = records.Completion(
     (
       TRAJECTORY,
       {'logprobs_T': np.array([0, -np.inf, 0], np.float32)},
-      'logprobs_T holds a value that is not finite',
+      'logprobs_T must be finite',
     ),
     (TRAJECTORY, {'temperature': 0.0}, r'temperature must be positive.*0\.0'),
     (

@@ -306,5 +306,5 @@ def test_schedule_literal():
 
 
 def test_schedule_that_does_not_fit_is_an_error():
-  with pytest.raises(ValueError, match=r'\(7\).*\(4\).*total_steps \(10\)'):
+  with pytest.raises(ValueError, match=r'\(7\).*\(4\).*stage \(10\)'):
     groups.schedule(_options(warmup_steps=7, decay_steps=4), 10, 1.0)

@@ -2,12 +2,10 @@
 
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import platforms
 from composer_jax.parallel import carriers, exchange, topology, transports
 
 # Kimi-K2.
@@ -83,11 +81,6 @@ def test_the_fewest_bytes_of_what_the_platform_has_are_chosen(
   for each in carriers.CARRIERS:
     size = transports.bytes_received(load, each, bucket=bucket)
     assert f'{each} {size / 1e6:.3g}' in reason
-  plan = plan_of()
-  with platforms.targeting(platform):
-    assert exchange.transport_of(plan_of(bucket=bucket), load) == name
-    assert exchange.transport_of(plan_of(transport='a2a'), load) == 'a2a'
-  assert plan.transport == 'auto'
 
 
 @pytest.mark.parametrize('name', carriers.CARRIERS)
@@ -129,19 +122,7 @@ def test_the_worst_case_is_every_token_to_every_expert_it_can_have():
         embed_dim=8,
       ),
       "num_experts (30) must divide by the mesh axes ('fsdp', 'context') (4); "
-      'the nearest that does is 32',
-    ),
-    (
-      lambda: exchange.exchange(
-        None,
-        {'up': jnp.zeros((2, 3))},
-        jnp.zeros((1, 1, 3)),
-        jnp.zeros((1, 1, 1), int),
-        jnp.zeros((1, 1, 1)),
-        jnp.ones((1, 1), bool),
-        plan=plan_of(batch_axes=('replica',)),
-      ),
-      "['fsdp'] would compute every token again",
+      'the nearest that does is 28 or 32',
     ),
   ],
 )

@@ -108,7 +108,12 @@ def test_a_batch_names_its_dimension_and_what_would_fit(rows, length, parts):
 def test_zigzag_rows_divide_into_two_pieces_for_each_shard():
   with pytest.raises(ValueError) as caught:
     sequence.to_device(np.zeros((2, 36)), 8)
-  for part in ('length (36)', 'divide by 16', '8 context shards', 'is 32.'):
+  for part in (
+    'length (36)',
+    'two pieces',
+    'zigzag order (16)',
+    'is 32 or 48.',
+  ):
     assert part in str(caught.value)
 
 
@@ -119,7 +124,7 @@ def test_microbatches_divide_rows_over_shards():
     'batch_size (20)',
     'accumulate (4)',
     'replica x fsdp (4)',
-    '16.',
+    '16 or 32.',
   ):
     assert part in str(caught.value)
 

@@ -134,7 +134,7 @@ def program(
   name: str | None,
   axis_type: AxisType = AxisType.Auto,
   options: muon.MuonChoices = OPTIONS,
-  told: planner.PlanOptions = TOLD,
+  fixed: planner.PlanOptions = TOLD,
   names: tuple[str, ...] = tuple(PARAMETERS),
 ) -> Program:
   """Compiles Muon's update on the mesh of a case; None for one device."""
@@ -146,7 +146,7 @@ def program(
   }
   matrices = {n: MATRICES[n] for n in shapes}
   transform = muon.scale_by_muon(
-    matrices, shardings=places, options=options, told=told
+    matrices, shardings=places, options=options, fixed=fixed
   )
   state = muon.MuonState(jax.ShapeDtypeStruct((), jnp.int32), shapes)
   lowered = jax.jit(lambda g, s: transform.update(g, s)).lower(shapes, state)
@@ -164,7 +164,7 @@ def program(
     return jax.tree.map(np.asarray, (updates, state.momentum))
 
   plan = planner.make(
-    shapes, matrices, shardings=places, newton_schulz=options, told=told
+    shapes, matrices, shardings=places, newton_schulz=options, fixed=fixed
   )
   return Program(run, compiled, plan, compiled.as_text(), warnings, places)
 

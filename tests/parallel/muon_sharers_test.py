@@ -30,7 +30,7 @@ def _update(gradient, split, sharding=None):
     MATRICES,
     shardings=sharding and {'w': sharding},
     options=OPTIONS,
-    told=planner.PlanOptions(rates=RATES, split=split),
+    fixed=planner.PlanOptions(rates=RATES, split=split),
   )
   gradients = {'w': jax.device_put(gradient, sharding)}
   state = transform.init(gradients)
@@ -61,7 +61,7 @@ def test_sharing_among_some_replicas_changes_no_update(layers, split, bitwise):
     MATRICES,
     shardings={'w': sharding},
     newton_schulz=OPTIONS,
-    told=planner.PlanOptions(rates=RATES, split=split),
+    fixed=planner.PlanOptions(rates=RATES, split=split),
   ).groups
   assert (group.num_replicas, group.sharers, group.owned) == (4, 2, 1)
   alone, _ = _update(gradient, None)

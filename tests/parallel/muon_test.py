@@ -79,8 +79,8 @@ REPEATED = planner.PlanOptions(chunks=6, repeats=True)
   [
     ('ep2_fsdp2_tp2', {'options': BFLOAT16}),
     ('hsdp', {'options': BFLOAT16}),
-    ('dual', {'told': REPEATED}),
-    ('data_parallel', {'told': REPEATED}),
+    ('dual', {'fixed': REPEATED}),
+    ('data_parallel', {'fixed': REPEATED}),
   ],
 )
 def test_other_plans_give_the_bits_of_one_device_too(name, how):
@@ -110,7 +110,7 @@ def test_matrices_shared_on_other_meshes_are_those_of_one_device(name, k):
 
 def _check_shared(name, k, names):
   how = dict(options=transform.MuonChoices(method='standard'), names=names)
-  shared = muon_meshes.program(name, told=planner.PlanOptions(split=k), **how)
+  shared = muon_meshes.program(name, fixed=planner.PlanOptions(split=k), **how)
   assert any(g.split == k for g in shared.plan.groups)
   single = muon_meshes.program(None, **how)
   expected, _ = _update(single)

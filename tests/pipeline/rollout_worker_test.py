@@ -31,7 +31,7 @@ def placed(version, target_id):
   return seams.PlacedPolicy(
     version=version,
     target_id=target_id,
-    weights=types.SimpleNamespace(version=version),
+    variables=types.SimpleNamespace(version=version),
     received={},
   )
 
@@ -66,7 +66,7 @@ def test_each_newer_policy_is_served_and_the_last_kept(make):
     served()
     versions.append((served.version, engine.version))
   assert versions == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
-  assert dropped == ['first', policies[0].weights]
+  assert dropped == ['first', policies[0].variables]
   assert logged == [(3, 'aa', None), (4, 'bb', 0.25), (7, 'cc', 0.25)]
 
 

@@ -35,7 +35,7 @@ def make(**changes):
     ({'rl__gate': 'stop'}, r"config\.rl\.gate must be a section, not 'stop'"),
     (
       {'rl__gate__min_agreement': 2.0},
-      r'--config\.rl\.gate\.min_agreement must be a share, .* got 2\.0\.',
+      r'--config\.rl\.gate\.min_agreement must be .* at most 1; got 2\.0\.',
     ),
     ({'rollout__devices': 0}, r'--config\.rollout: .*devices must .*least 1'),
     (
@@ -52,7 +52,7 @@ def make(**changes):
     ),
     (
       {'model__numerics': 'batch_invariant', 'rl__seq_len': 200},
-      r'--config\.rl\.seq_len: align \(\d+\) must .*divide seq_len \(200\)',
+      r'--config\.rl\.seq_len: BatchShape.align must divide seq_len \(200\)',
     ),
   ],
 )

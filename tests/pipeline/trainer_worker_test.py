@@ -67,8 +67,6 @@ def test_a_run_that_only_has_to_be_exported_publishes_its_last_version():
   published = []
   state = types.SimpleNamespace(step=3)
   ports = types.SimpleNamespace(publish=lambda _, v: published.append(v))
-  options = types.SimpleNamespace(prompts=2)
-  final_state = trainer_worker.run(
-    state, None, ports, options, None, num_steps=3, max_staleness=0
-  )
+  rl = types.SimpleNamespace(prompts=2, steps=3)
+  final_state = trainer_worker.run(state, None, ports, rl)
   assert final_state is state and published == [3]

@@ -113,7 +113,8 @@ def test_the_player_prices_hints_and_summarises_every_episode():
   calls = ['say ' * 20, *summarize_test.long_talk(12)]
   for member in range(2):
     policy = summarize_test.ChainPolicy(tokenizer, calls)
-    rollout = collector.rollout(policy, 4, member)
+    task = collector.task_of_group(4)
+    rollout = collector.play(task, policy, group=4, member=member, seed=7)
     assert (rollout.task_id, rollout.group, rollout.member) == (
       'task 4',
       4,

@@ -176,9 +176,9 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
     ({'max_p99': math.nan}, 'GateOptions.max_p99'),
     (
       {'max_large_ratio_share': 1.5},
-      'max_large_ratio_share must be a share.* 1.5',
+      'max_large_ratio_share must be .* at most 1; got 1.5',
     ),
-    ({'min_agreement': 2}, 'min_agreement must be a share.* 2'),
+    ({'min_agreement': 2}, 'min_agreement must be .* at most 1; got 2'),
     ({'max_kl_fresh': 'tight'}, "GateOptions.max_kl_fresh.*got 'tight'"),
   ],
 )

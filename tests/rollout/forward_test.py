@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rollout import forward
+from configs.models import kimi_k2, qwen3_30b_a3b
 
 BATCH, LENGTH, PAGE = 3, 11, 4
 GROUPED = {
@@ -228,3 +230,19 @@ def test_bfloat16_weights_are_widened_exactly_and_copied(
     leaf.delete()
   for leaf in jax.tree.leaves(weights):
     assert np.isfinite(leaf).all()
+
+
+@pytest.mark.parametrize(
+  'module, expected',
+  [
+    # 2 * 4 heads of 128 and two bytes in 48 layers; 512 + 64 in 61.
+    (qwen3_30b_a3b, 98_304),
+    (kimi_k2, 70_272),
+  ],
+)
+def test_a_token_of_the_cache_has_the_bytes_of_its_attention(module, expected):
+  fields = module.get_config().to_dict()
+  config = model_config.ModelConfig.from_dict(fields)
+  pools = jax.eval_shape(lambda: forward.empty_cache(config, 1, 1))
+  sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(pools)]
+  assert config.compute_dtype == 'bfloat16' and sum(sizes) == expected

@@ -156,10 +156,10 @@ def test_what_is_closed_last_is_closed_when_serving_ends(engine):
 @pytest.mark.parametrize(
   'change,message',
   [
-    ({'top_p': 0.9}, r"top_p \(0.9\) of session 'session 0' must be 1: the tr"),
-    ({'top_k': 5}, r'top_k \(5\) .* must be 0'),
-    ({'min_p': 0.1}, r'min_p \(0.1\) .* must be 0'),
-    ({'temperature': 0.0}, r'temperature \(0\) .* must be positive'),
+    ({'top_p': 0.9}, r"'session 0' has top_p 0\.9, .* needs 1"),
+    ({'top_k': 5}, 'top_k 5'),
+    ({'min_p': 0.1}, r'min_p 0\.1'),
+    ({'temperature': 0.0}, 'temperature 0; .* a positive one'),
   ],
 )
 def test_what_a_trainer_could_not_recompute_is_refused(engine, change, message):

@@ -155,12 +155,12 @@ def _cast(params):
     (
       lambda p: p.pop('final_norm'),
       5,
-      'Version 5 lacks params/final_norm/scale',
+      'params/final_norm/scale of version 5 is missing; .* is bfloat16',
     ),
     (
       lambda p: p.update(extra={'a': np.zeros(2), 'b': np.zeros(3)}),
       5,
-      'Version 5 has the unknown params/extra/a and 1 more',
+      'params/extra/a of version 5 is float64.* it is missing',
     ),
     (
       lambda p: p.update(embedding=p['embedding'][:-1]),

@@ -70,7 +70,5 @@ def test_errors():
   ids = np.array([T.FIM_MIDDLE, 30], np.int32)
   with pytest.raises(ValueError, match='already holds'):
     fim.transform(ids, np.random.default_rng(0))
-  with pytest.raises(ValueError, match=r'rate must lie in \[0, 1\], not 2'):
-    fim.transform(ids, np.random.default_rng(0), rate=2)
   with pytest.raises(ValueError, match='each fill-in-the-middle mark once'):
     infilled.restore(ids)

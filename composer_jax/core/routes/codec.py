@@ -26,7 +26,7 @@ from typing import NamedTuple
 import blake3
 import numpy as np
 
-from composer_jax.core import records
+from composer_jax.core import checks, records
 from composer_jax.core.routes import bits
 
 PACKED, PLAIN = FORMS = ('packed', 'plain')
@@ -60,23 +60,16 @@ class RouteScheme:
   layers: tuple[int, ...]
 
   def __post_init__(self):
-    if not 1 <= self.num_active <= self.num_experts <= records.NO_ROUTE:
-      raise ValueError(
-        f'num_active ({self.num_active}) and num_experts ({self.num_experts}) '
-        f'must satisfy 1 <= num_active <= num_experts <= {records.NO_ROUTE}.'
-      )
-    if self.num_active > _MOST_ACTIVE:
-      raise ValueError(
-        f'num_active ({self.num_active}) must not exceed {_MOST_ACTIVE}: no '
-        'router takes more experts of a token.'
-      )
+    is_known = 1 <= self.num_experts <= records.NO_ROUTE
+    rule = f'lie in 1..{records.NO_ROUTE}'
+    checks.require(self, 'num_experts', is_known, rule)
+    most = min(self.num_experts, _MOST_ACTIVE)
+    rule = f'lie in 1..{most}, with num_experts ({self.num_experts})'
+    checks.require(self, 'num_active', 1 <= self.num_active <= most, rule)
     bounded = (-1, *self.layers, records.NO_ROUTE + 1)
     ascending = all(a < b for a, b in zip(bounded, bounded[1:]))
-    if not self.layers or not ascending:
-      raise ValueError(
-        'layers must be ascending indices of decoder layers in '
-        f'0..{records.NO_ROUTE}, at least one, not {self.layers}.'
-      )
+    rule = f'be ascending indices in 0..{records.NO_ROUTE}, at least one'
+    checks.require(self, 'layers', self.layers and ascending, rule)
 
   @property
   def sizes(self) -> tuple[int, int]:

@@ -14,11 +14,11 @@ import jax
 from composer_jax.core import files, seams
 from composer_jax.delta import follow, signing, subscribe
 from composer_jax.delta import store as stores
+from composer_jax.delta.device import tensors
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.train import weights
 
 RUN_ID = 'policy'
 KEY = 'delta.key'
@@ -141,7 +141,7 @@ class Receiver:
     self, update: subscribe.Update, received: dict[str, Any]
   ) -> seams.ReceivedPolicy:
     began = time.perf_counter()
-    variables = weights.to_tree(update.weights, self._like)
+    variables = tensors.to_tree(update.weights, self._like)
     jax.block_until_ready(variables)
     return seams.ReceivedPolicy(
       version=update.version,
@@ -160,7 +160,7 @@ def place(
   return seams.PlacedPolicy(
     version=policy.version,
     target_id=policy.target_id,
-    weights=weights_there,
+    variables=weights_there,
     received={**policy.received, 'place_s': time.perf_counter() - began},
   )
 

@@ -24,8 +24,7 @@ from jax.experimental import multihost_utils
 from composer_jax.delta import codec, publish_parts, signing
 from composer_jax.delta import publish as publishing
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import keyframes
-from composer_jax.train import weights
+from composer_jax.delta.device import keyframes, tensors
 
 KEYFRAMES = ('orbax', 'packed')
 
@@ -162,7 +161,7 @@ class Sender:
 
     def send() -> None:
       info = self._publisher.publish(
-        weights.blocks(tree), version, write_full=write_full
+        tensors.blocks(tree), version, write_full=write_full
       )
       self._renew_at = self._next_renewal()
       self._done.put(info)

@@ -116,11 +116,7 @@ class _InTurn:
   def drop(self, weights_before: Any) -> None:
     del weights_before
 
-  def served(
-    self,
-    policy: seams.ReceivedPolicy | seams.PlacedPolicy,
-    swap_s: float | None,
-  ) -> None:
+  def served(self, policy: seams.ReceivedPolicy, swap_s: float | None) -> None:
     fields = {'target_id': policy.target_id, **policy.received}
     self._lines.write(policy.version, **fields, swap_s=swap_s)
 

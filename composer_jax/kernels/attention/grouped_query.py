@@ -50,7 +50,6 @@ def attend(
 
   Args:
     q_BTNH: queries; query head n reads key/value head n // (N / K).
-    k_BSKH: keys.
     v_BSKH: values; their width, which is the result's, may differ from H.
     visible: range of keys that each query sees.
     scale: factor on the scores; None means 1 / sqrt(H).

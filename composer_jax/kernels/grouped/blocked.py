@@ -222,7 +222,6 @@ def map_blocks(
     weights_E: tree of arrays with a leading group axis.
     rows_YD: rows sorted by group; results of rows past the groups are zero.
     group_sizes_E: int32 rows of each group.
-    block: rows per call of fn.
   """
 
   def one(group, rows_bD):

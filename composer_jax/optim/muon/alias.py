@@ -9,7 +9,6 @@ Adam by `optim.muon.inference`, and shardings are read off the arrays.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -37,7 +36,6 @@ class PlacedState(struct.PyTreeNode):
   """State of `muon`.
 
   Attributes:
-    inner: states of Muon and Adam.
     placed: (name, sharding) of Muon's parameters, static, from `init`: under
       `jit` the shardings of arrays on Auto axes are unknown.
   """
@@ -81,12 +79,8 @@ def muon(
     shardings: tree of the parameters' NamedShardings; None reads them off the
       arrays.
   """
-  if consistent_rms is None:
-    scale = lambda rows, columns: math.sqrt(max(1, columns / rows))
-  else:
-    scale = lambda rows, columns: consistent_rms * math.sqrt(max(rows, columns))
   options = transform.MuonChoices(
-    beta=beta, **dataclasses.asdict(newton_schulz)
+    beta=beta, rms=consistent_rms, **dataclasses.asdict(newton_schulz)
   )
   if adam is None:
     adam = optax.adamw(learning_rate, weight_decay=0.0, nesterov=True)
@@ -95,19 +89,14 @@ def muon(
     matrices = _matrices(params, muon_weight_dimension_numbers)
     placed = _placed(params, matrices, shardings, kept)
     matrix_transform = optax.chain(
-      transform.scale_by_muon(
-        _like(params, matrices),
-        shardings=_like(params, placed) if placed else None,
-        options=options,
-        scale=scale,
-      ),
+      transform.scale_by_muon(matrices, shardings=placed, options=options),
       optax.add_decayed_weights(weight_decay),
       optax.scale_by_learning_rate(learning_rate),
     )
-    labels = {n: 'muon' if n in matrices else 'adam' for n in _named(params)}
-    built = optax.partition(
-      {'muon': matrix_transform, 'adam': adam}, _like(params, labels)
+    labels = trees.map_names(
+      lambda name, _: 'muon' if name in matrices else 'adam', params
     )
+    built = optax.partition({'muon': matrix_transform, 'adam': adam}, labels)
     return built, tuple(placed.items())
 
   def init(params: Any) -> Any:
@@ -134,48 +123,22 @@ def plan(
   matrices = _matrices(params, muon_weight_dimension_numbers)
   placed = _placed(params, matrices, shardings, {})
   return planner.make(
-    params,
-    _like(params, matrices),
-    shardings=_like(params, placed) if placed else None,
-    newton_schulz=newton_schulz,
-  )
-
-
-def _named(tree: Any) -> dict[str, Any]:
-  """Returns leaves by name; those in Flax's boxes by the name of the box."""
-  paths = jax.tree.leaves_with_path(tree, is_leaf=inference.is_box)
-  names = (trees.path_name(path) for path, _ in paths)
-  return dict(zip(names, jax.tree.leaves(tree), strict=True))
-
-
-def _like(params: Any, by_name: dict[str, Any]) -> Any:
-  """Returns a tree like `params`, masked where `by_name` has no value."""
-  return jax.tree.structure(params).unflatten(
-    by_name.get(name, optax.MaskedNode()) for name in _named(params)
+    params, matrices, shardings=placed, newton_schulz=newton_schulz
   )
 
 
 def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
+  """Returns the matrices among the parameters by '/'-joined name."""
   if numbers is None:
     numbers = inference.dimension_numbers
   if callable(numbers):
     numbers = numbers(params)
   # None would be an empty subtree.
-  is_numbers = lambda x: isinstance(x, MuonDimensionNumbers)
-  numbers = jax.tree.map(
-    lambda x: roles.ADAM if x is None else x,
-    numbers,
-    is_leaf=lambda x: x is None or is_numbers(x),
-  )
-  numbers = jax.tree.broadcast(numbers, params, is_leaf=is_numbers)
-  pairs = zip(
-    _named(params).items(),
-    jax.tree.leaves(numbers, is_leaf=is_numbers),
-    strict=True,
-  )
-  return {
-    n: _matrix(n, x.shape, of) for (n, x), of in pairs if of != roles.ADAM
-  }
+  is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
+  whole = jax.tree.broadcast(numbers, params, is_leaf=is_leaf)
+  by_leaf = jax.tree.structure(params).flatten_up_to(whole)
+  pairs = zip(trees.flatten_names(params).items(), by_leaf, strict=True)
+  return {n: _matrix(n, x.shape, of) for (n, x), of in pairs if of is not None}
 
 
 def _matrix(
@@ -203,7 +166,8 @@ def _placed(
   They are the given ones, those kept since `init`, or the arrays' own; arrays
   that have another sharding are an error.
   """
-  arrays, known = _named(params), _named(shardings) or kept
+  arrays = trees.flatten_names(params)
+  known = trees.flatten_names(shardings) or kept
   placed: dict[str, Any] = {}
   for name in matrices:
     ndim, seen = arrays[name].ndim, _sharding(arrays[name])
@@ -225,19 +189,14 @@ def _placed(
         f'{_words(place, ndim)}. Move it there with jax.device_put, or leave '
         'shardings out and call init with the parameters as they lie.'
       )
-  meshes = {
-    name: getattr(place, 'mesh', None) for name, place in placed.items()
-  }
-  first = next(iter(meshes), '')
-  for name, mesh in meshes.items():
-    if mesh != meshes[first]:
-      raise ValueError(
-        f'Parameter {name} is on {_words(placed[name], arrays[name].ndim)}, '
-        f'but {first} on {_words(placed[first], arrays[first].ndim)}. All '
-        'parameters that Muon updates must be on one mesh: bring them there '
-        'with jax.device_put(params, shardings).'
-      )
-  return placed if meshes.get(first) is not None else {}
+  meshes = {getattr(place, 'mesh', None) for place in placed.values()}
+  if len(meshes) > 1:
+    places = {n: _words(p, arrays[n].ndim) for n, p in placed.items()}
+    raise ValueError(
+      'All parameters that Muon updates must be on one mesh; they are on '
+      f'{places}. Bring them there with jax.device_put(params, shardings).'
+    )
+  return placed if meshes - {None} else {}
 
 
 def _sharding(x: Any) -> Sharding | AbstractMesh | None:

@@ -332,10 +332,8 @@ def orthogonalize(
 
   Args:
     plan: plan for the same shapes and shardings.
-    momentum: momentum by name, sharded as the parameters.
-    gradients: gradients by name, sharded as the parameters.
+    momentum, gradients: arrays by name, sharded as the parameters.
     weight: weight of the gradient beside the momentum, in the look-ahead.
-    beta: decay of the momentum.
     shardings: shardings of the parameters by name; {} on one device.
   """
   if not momentum:

@@ -35,13 +35,6 @@ _ADAM_NAMES = re.compile(
   re.IGNORECASE,
 )
 
-_Shapes = dict[str, tuple[int, ...]]
-
-
-def is_box(x: Any) -> bool:
-  """True for the nodes in which Flax keeps a parameter with its metadata."""
-  return isinstance(x, meta.AxisMetadata) or hasattr(x, 'get_metadata')
-
 
 def dimension_numbers(params: Any) -> Any:
   """Returns optax's dimension numbers of each parameter; None for Adam's.
@@ -53,7 +46,11 @@ def dimension_numbers(params: Any) -> Any:
     ValueError: a parameter has an unknown logical axis or too many sides.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(
-    params, is_leaf=is_box
+    params,
+    # Nodes in which Flax keeps a parameter with its metadata.
+    is_leaf=lambda x: (
+      isinstance(x, meta.AxisMetadata) or hasattr(x, 'get_metadata')
+    ),
   )
   boxes = {trees.path_name(path): box for path, box in leaves}
   shapes = {name: jax.tree.leaves(box)[0].shape for name, box in boxes.items()}
@@ -79,7 +76,9 @@ def _axis_names(box: Any) -> tuple[str | None, ...]:
   return names if hasattr(box, 'rules') or set(names) <= _KNOWN else ()
 
 
-def _from_shape(name: str, shapes: _Shapes) -> MuonDimensionNumbers | None:
+def _from_shape(
+  name: str, shapes: dict[str, tuple[int, ...]]
+) -> MuonDimensionNumbers | None:
   shape, parts = shapes[name], name.split('/')
   if len(shape) < 2 or any(map(_ADAM_NAMES.search, parts)):
     return None

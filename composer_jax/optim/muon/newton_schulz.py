@@ -289,7 +289,6 @@ def orthogonalize_split(
     3. after an all-gather of these, it updates its columns.
 
   Args:
-    x_npq: columns of this device.
     options: options with a resolved dtype.
     axes: mesh axes of the devices.
     index_groups: indices along `axes`, major to minor, that share matrices.

@@ -52,7 +52,6 @@ class Member:
   """A parameter in a group.
 
   Attributes:
-    shape: global shape.
     batch: dimensions of independent matrices.
     rows: dimensions of the p side.
     columns: dimensions of the q side.

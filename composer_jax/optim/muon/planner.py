@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from composer_jax.core import trees
+from composer_jax.core import checks, trees
 from composer_jax.optim import roles
 from composer_jax.optim.muon import cost, plan
 from composer_jax.optim.muon import newton_schulz as iteration
@@ -47,7 +47,7 @@ class PlanOptions:
   repeats: bool | None = None
 
 
-NOTHING_TOLD = PlanOptions()
+NOTHING_FIXED = PlanOptions()
 
 
 def make(
@@ -56,17 +56,15 @@ def make(
   *,
   shardings: Any = None,
   newton_schulz: iteration.NewtonSchulz,
-  told: PlanOptions = NOTHING_TOLD,
+  fixed: PlanOptions = NOTHING_FIXED,
 ) -> plan.MuonPlan:
   """Plans one step.
 
   Args:
-    params: tree of arrays or shapes.
     matrices: tree of `roles.Matrix` of Muon's parameters.
     shardings: tree of NamedShardings on one mesh, which may be abstract; None
       on one device.
-    newton_schulz: options of the orthogonalisation.
-    told: choices that are not left to modelled times.
+    fixed: choices that are not left to modelled times.
 
   Raises:
     ValueError: a dimension is 0 or does not divide over its mesh axes.
@@ -82,7 +80,7 @@ def make(
     device = mesh.devices.flat[0] if is_real else mesh.abstract_device
     platform = device.platform if device else 'tpu'
   assumed = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}.get(platform, 'v5p')
-  rates = told.rates or cost.BY_NAME[assumed]
+  rates = fixed.rates or cost.BY_NAME[assumed]
   members: dict[tuple, list[plan.Member]] = {}
   for name, matrix in named.items():
     shape = shapes[name].shape
@@ -98,7 +96,7 @@ def make(
     _group(key, tuple(alike), sizes, resolved) for key, alike in members.items()
   ]
   for choose in (_share_giants, _place_replicas, _cut):
-    groups = choose(groups, told, rates)
+    groups = choose(groups, fixed, rates)
   return plan.MuonPlan(
     groups=tuple(groups),
     sequence=_sequence(groups, rates),
@@ -121,11 +119,8 @@ def _cuts(
   axes_of_dims = mesh_axes(sharding, len(shape))
   for dim, (size, axes) in enumerate(zip(shape, axes_of_dims, strict=True)):
     shards = math.prod(sharding.mesh.shape[a] for a in axes)
-    if size % shards:
-      raise ValueError(
-        f'Parameter {name} of shape {shape}: dimension {dim} ({size}) '
-        f'must divide by its mesh axes {axes} ({shards}).'
-      )
+    what = f'Parameter {name} of shape {shape}: dimension {dim}'
+    checks.divides(shards, f'its mesh axes {axes}', size, what)
     cuts.append((axes, size // shards))
   return cuts
 
@@ -235,7 +230,7 @@ def _in_chunks(group: plan.MuonGroup, wanted: int) -> plan.MuonGroup:
 
 
 def _share_giants(
-  groups: _Groups, told: PlanOptions, rates: cost.Rates
+  groups: _Groups, fixed: PlanOptions, rates: cost.Rates
 ) -> _Groups:
   """Lets devices share matrices that are few and expensive.
 
@@ -245,7 +240,7 @@ def _share_giants(
   even_flops = sum(group.even_flops for group in groups)
 
   def shared(group: plan.MuonGroup) -> plan.MuonGroup:
-    if (k := told.split) is not None:
+    if (k := fixed.split) is not None:
       fits = group.num_shards % k == 0 and group.count * k <= group.owners
       return _dealt(group, split=k) if fits else group
     # Bits of a shared matrix depend on who shares it.
@@ -260,7 +255,7 @@ def _share_giants(
 
 
 def _place_replicas(
-  groups: _Groups, told: PlanOptions, rates: cost.Rates
+  groups: _Groups, fixed: PlanOptions, rates: cost.Rates
 ) -> _Groups:
   """Chooses the groups whose replicas repeat work instead of gathering results.
 
@@ -269,8 +264,8 @@ def _place_replicas(
   would be the longer part of the step.
   """
   repeated = [_dealt(group, sharers=1) for group in groups]
-  if told.repeats is not None:
-    return repeated if told.repeats else groups
+  if fixed.repeats is not None:
+    return repeated if fixed.repeats else groups
   chosen = []
   for group in groups:
     dealt = (_dealt(group, sharers=n) for n in _divisors(group.num_replicas))
@@ -303,7 +298,7 @@ def _roofs(groups: _Groups, rates: cost.Rates) -> tuple[float, float]:
   return sum(t.work for t in times), sum(t.bring + t.give for t in times)
 
 
-def _cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
+def _cut(groups: _Groups, fixed: PlanOptions, rates: cost.Rates) -> _Groups:
   """Divides groups into chunks of about equal work, or of equal bytes.
 
   A group with a larger share of the step's bytes than of its work is divided by
@@ -312,7 +307,7 @@ def _cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
   work = [_roofs([group], rates)[0] for group in groups]
   held = [group.count * group.shard_bytes for group in groups]
   longest = sum(work) / (_LATENCIES * rates.latency)
-  wanted = told.chunks or min(_MOST_CHUNKS, int(longest))
+  wanted = fixed.chunks or min(_MOST_CHUNKS, int(longest))
   cut = []
   for group, seconds, size in zip(groups, work, held, strict=True):
     share = max(seconds / sum(work), size / sum(held))

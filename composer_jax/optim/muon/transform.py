@@ -7,7 +7,6 @@ scaled as in Moonlight (arXiv 2502.16982). On any mesh the result equals that of
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ class MuonChoices(newton_schulz.NewtonSchulz):
   Attributes:
     beta: decay of the momentum.
     rms: root mean square of an update at learning rate 1; AdamW's is 0.2 to
-      0.4.
+      0.4. None scales by sqrt(max(1, fan_out / fan_in)).
     qk_clip: attention logit above which a head's query and key are scaled down
       (Kimi K2 has 100); 0 neither clips nor measures.
     roles: (regex of a parameter's name, role) pairs that replace roles by axes:
@@ -34,28 +33,24 @@ class MuonChoices(newton_schulz.NewtonSchulz):
   """
 
   beta: float = 0.95
-  rms: float = 0.2
+  rms: float | None = 0.2
   qk_clip: float = 0.0
   roles: tuple[tuple[str, str], ...] = ()
 
   def __post_init__(self):
     super().__post_init__()
-    checks.positive(self, 'rms')
+    if self.rms is not None:
+      checks.positive(self, 'rms')
     checks.number(self, 0, 'beta', 'qk_clip')
-    if self.beta >= 1:
-      raise ValueError(
-        f'MuonChoices.beta must be less than 1, not {self.beta}; with 1 '
-        'gradients would not change the momentum.'
-      )
-    are_pairs = isinstance(self.roles, list | tuple)
-    for pair in self.roles if are_pairs else [self.roles]:
-      match pair:
-        case [str(), str()]:
-          continue
-      raise ValueError(
-        f'MuonChoices.roles must hold pairs (regex, role), not {pair!r}; '
-        "for one of them write (('router', 'embed->route'),)."
-      )
+    rule = 'be less than 1: with 1 gradients would not change the momentum'
+    checks.require(self, 'beta', self.beta < 1, rule)
+    pairs: Any = self.roles if isinstance(self.roles, list | tuple) else [None]
+    are_pairs = all(
+      isinstance(pair, list | tuple) and list(map(type, pair)) == [str, str]
+      for pair in pairs
+    )
+    rule = "be pairs (regex, role), such as (('router', 'embed->route'),)"
+    checks.require(self, 'roles', are_pairs, rule)
     # JSON and the command line give lists, which cannot be hashed.
     object.__setattr__(self, 'roles', tuple(map(tuple, self.roles)))
 
@@ -72,25 +67,24 @@ def scale_by_muon(
   *,
   shardings: Any = None,
   options: MuonChoices = MuonChoices(),
-  told: planner.PlanOptions = planner.NOTHING_TOLD,
-  scale: Callable[[int, int], float] | None = None,
+  fixed: planner.PlanOptions = planner.NOTHING_FIXED,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
-  An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)).
-
   Args:
-    matrices: tree of `roles.Matrix`, from `roles.matrices`.
-    shardings: tree of NamedShardings of parameters, gradients and momentum;
+    matrices: tree of `roles.Matrix`, from `roles.matrices`, or by name.
+    shardings: NamedShardings of parameters, gradients and momentum, likewise;
       None on one device.
     options: choices of Muon, of which roles and qk_clip are not used here.
-    told: choices of the plan that are not left to modelled times.
-    scale: factor of an orthogonal matrix of so many rows and columns; None is
-      options.rms * sqrt(max(rows, columns)).
+    fixed: choices of the plan that are not left to modelled times.
   """
   beta = options.beta
-  if scale is None:
-    scale = lambda rows, columns: options.rms * math.sqrt(max(rows, columns))
+
+  def scale(rows, columns):
+    if options.rms is None:
+      return math.sqrt(max(1, columns / rows))
+    # An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)).
+    return options.rms * math.sqrt(max(rows, columns))
 
   def init(params):
     momentum = jax.tree.map(jnp.zeros_like, params)
@@ -115,7 +109,7 @@ def scale_by_muon(
         matrices,
         shardings=shardings,
         newton_schulz=options,
-        told=told,
+        fixed=fixed,
       )
       directions, momentum = exchange.orthogonalize(
         plan,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import batches, records
+from composer_jax.core import batches, checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.rl import batching
 
@@ -87,11 +87,7 @@ def pack(
     ValueError: a hint is on tokens that the policy did not sample, or routes
       cannot be replayed.
   """
-  if shape.rows % num_parts:
-    raise ValueError(
-      f'rows ({shape.rows}) must divide by the number of device groups that '
-      f'share the rows of a batch ({num_parts}).'
-    )
+  checks.divides(num_parts, 'the groups of devices', shape.rows, 'rows')
   part_shape = dataclasses.replace(shape, rows=shape.rows // num_parts)
   parts: list[_Part] = []
   dropped, checked = 0, None

@@ -75,7 +75,6 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     loss: loss with lambda and all weights.
-    num_tokens: number of hinted tokens.
     divergence: divergence in nats, unweighted.
     gap: teacher's minus student's log-probability of the written token; well
       below 0 where the hint speaks against it.

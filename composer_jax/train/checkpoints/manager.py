@@ -159,7 +159,6 @@ class Checkpoints:
 
     Args:
       step: number of finished steps; must be above the latest.
-      tree: tree of arrays.
       data: any JSON value.
       chunk_bytes: size of the parts that can be read alone; None is a shard.
 

@@ -219,7 +219,7 @@ def test_policies_come_in_the_background_and_outlive_damage(
     ids |= send(sender, policies, 1)
     placed = wait_for(background.take)
     assert (placed.version, placed.target_id) == (1, ids[1])
-    assert_equal(placed.weights.variables, policies[1])
+    assert_equal(placed.variables.variables, policies[1])
     assert placed.received['route'] == ('delta 0-1',)
     assert placed.received['place_s'] >= 0
     assert background.take() is None
@@ -230,7 +230,7 @@ def test_what_is_served_no_more_is_freed_in_the_background(make, policies):
   send(sender, policies, 0)
   background = receivers.Background(receiver(), Engine(), 0.001)
   with contextlib.closing(background):
-    before = wait_for(background.take).weights
+    before = wait_for(background.take).variables
     there = weakref.ref(before)
     background.drop(before)
     del before

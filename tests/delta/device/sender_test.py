@@ -22,12 +22,11 @@ from composer_jax.delta import grid as grids
 from composer_jax.delta import identity, restore, signing, subscribe
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import keyframes
+from composer_jax.delta.device import keyframes, tensors
 from composer_jax.delta.device import sender as bundles
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, topology
-from composer_jax.train import weights
 from configs.models import tiny
 
 P = jax.sharding.PartitionSpec
@@ -165,14 +164,14 @@ def test_shards_are_published_without_gathering(layout, tmp_path, request):
 def test_receivers_on_fewer_devices_and_in_another_layout(tmp_path):
   with sending(tmp_path) as sender:
     like = place(POLICIES[0], 'four')
-    follower = subscriber(tmp_path, wanted=weights.wanted(like))
+    follower = subscriber(tmp_path, wanted=tensors.wanted(like))
     for version, policy in enumerate(POLICIES):
       sender.publish(place(policy, 'hybrid'), version)
       sender.wait()
       update = follower.poll()
       assert follower.problem is None
       assert update.target_id == target_of(policy)
-      tree = weights.to_tree(update.weights, like)
+      tree = tensors.to_tree(update.weights, like)
       assert bits(tree) == bits(policy)
       assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(
         lambda a: a.sharding, like
@@ -228,9 +227,9 @@ def test_a_model_goes_from_training_on_8_to_decoding_on_4(
     infos = sender.results()
   # Arrays this small are single boxes, which TRAIN cuts.
   assert infos[1].cut_bytes == cut_bytes_of(put(policies[1], trained)) > 0
-  update = subscriber(tmp_path, wanted=weights.wanted(like)).poll()
+  update = subscriber(tmp_path, wanted=tensors.wanted(like)).poll()
   assert update.target_id == infos[1].target_id == target_of(policies[1])
-  tree = weights.to_tree(update.weights, like)
+  tree = tensors.to_tree(update.weights, like)
   assert bits(tree) == bits(policies[1])
   assert jax.tree.map(lambda a: a.sharding, tree) == decoding
 
@@ -271,7 +270,7 @@ def test_a_joiner_starts_from_the_checkpoint(orbax_run):
   update = subscriber(orbax_run).poll()
   assert update.target_id == target_of(POLICIES[1])
   like = place(POLICIES[0], 'cube')
-  tree = weights.to_tree(update.weights, like)
+  tree = tensors.to_tree(update.weights, like)
   assert bits(tree) == bits(POLICIES[1])
 
 
@@ -563,7 +562,7 @@ process, address, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(address, num_processes=2, process_id=process)
 import pathlib
 from composer_jax.delta.device import sender as bundles
-from composer_jax.train import weights
+from composer_jax.delta.device import tensors
 from tests.delta.device import sender_test as t
 root = pathlib.Path(root)
 like = t.place(t.POLICIES[0], 'eight')
@@ -578,8 +577,8 @@ with t.sending(root, options) as sender:
   infos = sender.results()
 assert [i.version for i in infos] == [0, 1], infos
 # Each receives what its own devices need, in another layout.
-update = t.subscriber(root, wanted=weights.wanted(like)).poll()
-tree = weights.to_tree(update.weights, like)
+update = t.subscriber(root, wanted=tensors.wanted(like)).poll()
+tree = tensors.to_tree(update.weights, like)
 for name, leaf in t.trees.flatten_names(tree).items():
   want = t.np.asarray(t.trees.flatten_names(t.POLICIES[1])[name])
   for shard in leaf.addressable_shards:

@@ -75,7 +75,7 @@ def plan_of(leaves, specs, mesh, sizes=SIZES, ns=STANDARD, **options):
     matrices,
     shardings={name: NamedSharding(mesh, specs[name]) for name in leaves},
     newton_schulz=ns,
-    told=planner.PlanOptions(**options),
+    fixed=planner.PlanOptions(**options),
   )
 
 
@@ -109,5 +109,5 @@ def kimi_plan(mesh, method='standard', **options):
     roles.matrices(shapes, axes, roles.tree(shapes, axes)),
     shardings=jax.tree.map(lambda spec: NamedSharding(where, spec), places),
     newton_schulz=newton_schulz.NewtonSchulz(method=method),
-    told=planner.PlanOptions(**options),
+    fixed=planner.PlanOptions(**options),
   )

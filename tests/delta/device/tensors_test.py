@@ -10,7 +10,7 @@ import pytest
 
 from composer_jax.core import trees
 from composer_jax.delta import identity, weights_held
-from composer_jax.train import weights
+from composer_jax.delta.device import tensors
 
 P = jax.sharding.PartitionSpec
 AUTO = jax.sharding.AxisType.Auto
@@ -93,11 +93,11 @@ LAYOUTS = [
 
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
-  expected = identity.target_id(assembled(weights.blocks(policy)))
+  expected = identity.target_id(assembled(tensors.blocks(policy)))
   tree = sharded(policy, mesh_of(*sizes), **specs)
   # Arrays move from devices to the host, and never between devices.
   with jax.transfer_guard_device_to_device('disallow_explicit'):
-    pieces = list(weights.blocks(tree))
+    pieces = list(tensors.blocks(tree))
   assert identity.target_id(assembled(pieces)) == expected
   leaves = trees.flatten_names(tree)
   for piece in pieces:
@@ -108,7 +108,7 @@ def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
 
 def test_a_shard_is_touched_when_its_block_is_asked_for(policy):
   tree = {'a': jnp.arange(4.0), 'b': jnp.arange(4.0)}
-  blocks = weights.blocks(tree)
+  blocks = tensors.blocks(tree)
   tree['b'].delete()
   assert next(blocks).name == 'a'
   with pytest.raises(RuntimeError, match='deleted'):
@@ -118,7 +118,7 @@ def test_a_shard_is_touched_when_its_block_is_asked_for(policy):
 def test_blocks_outlive_donated_buffers():
   step = jax.jit(lambda x: x + 1, donate_argnums=0)
   array = jnp.zeros(4096, jnp.float32)
-  held = list(weights.blocks({'x': array}))
+  held = list(tensors.blocks({'x': array}))
   step(array).block_until_ready()
   np.testing.assert_array_equal(held[0].values, np.zeros(4096, np.float32))
 
@@ -136,7 +136,7 @@ ASKED: list = []
 
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
-  arrays = assembled(weights.blocks(policy))
+  arrays = assembled(tensors.blocks(policy))
   held = weights_held.from_arrays(arrays)
   held = Recorder(
     **{f.name: getattr(held, f.name) for f in dataclasses.fields(held)}
@@ -148,7 +148,7 @@ def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
     sharded(policy, mesh_of(*sizes), **specs),
   )
   ASKED.clear()
-  tree = weights.to_tree(held, like)
+  tree = tensors.to_tree(held, like)
   assert_same_bits(tree, policy)
   for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
     assert y.sharding is None or x.sharding == y.sharding
@@ -165,7 +165,7 @@ def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
 
 def test_wanted_are_the_blocks_of_the_devices(policy):
   like = sharded(policy, mesh_of(2, 4), embed=P('a', 'b'))
-  wanted = weights.wanted(like)
+  wanted = tensors.wanted(like)
   assert sorted(wanted('params/embed', 'bfloat16', (4, 8))) == [
     ((row, row + 2), (column, column + 2))
     for row in (0, 2)
@@ -181,16 +181,16 @@ def test_wanted_are_the_blocks_of_the_devices(policy):
 
 
 def test_errors_name_the_tensor(policy):
-  arrays = assembled(weights.blocks(policy))
+  arrays = assembled(tensors.blocks(policy))
   other_arrays = {'params/more': arrays['params/norm'], **arrays}
   other_arrays.pop('params/embed')
   with pytest.raises(
     ValueError,
     match=r"missing \['params/embed'\], left over \['params/more'\]",
   ):
-    weights.to_tree(weights_held.from_arrays(other_arrays), policy)
+    tensors.to_tree(weights_held.from_arrays(other_arrays), policy)
   wrong = {**arrays, 'params/norm': np.ones(8, np.float32)}
   with pytest.raises(ValueError, match=r'params/norm: .*float32.*bfloat16'):
-    weights.to_tree(weights_held.from_arrays(wrong), policy)
+    tensors.to_tree(weights_held.from_arrays(wrong), policy)
   with pytest.raises(ValueError, match='same .* name'):
-    list(weights.blocks({'a': {'b': 1.0}, 'a/b': 2.0}))
+    list(tensors.blocks({'a': {'b': 1.0}, 'a/b': 2.0}))
