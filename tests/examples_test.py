@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from composer_jax.core import batches
 from composer_jax.rl import policy_loss
@@ -56,6 +57,8 @@ def test_own_environment_learns_from_its_reward():
   assert last > first + 0.1
 
 
+# Without --slow: the law of its gradient.
+@pytest.mark.slow
 def test_own_policy_loss_learns_in_the_real_step():
   text = run('own_policy_loss', '--steps=11')
   first, last = rewards(text)
