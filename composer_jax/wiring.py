@@ -23,6 +23,7 @@ from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
+from composer_jax.train import workdir as workdirs
 
 # Value of `config.tasks.family` -> function from a spec to that TaskFamily.
 FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
@@ -114,6 +115,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
   return seams.Systems(
     family=family,
     corpus=functools.partial(corpus_of, spec, family),
+    check=functools.partial(_check_inputs, spec),
     initial=_initial(spec),
     load_tokenizer=hf_tokenizer.load_any,
     settle_judge=lambda workdir: judging.settle(
@@ -130,6 +132,14 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     ),
     write_report=_write_report,
   )
+
+
+def _check_inputs(spec: specs.Spec, workdir: pathlib.Path) -> None:
+  """Refuses files that a run cannot begin with, before it has a workdir."""
+  if initial := _initial(spec):
+    initial.check()
+  if spec.cpt.steps and not (workdir / workdirs.CONFIG).exists():
+    spec.systems['data'].check()
 
 
 def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:

@@ -67,9 +67,6 @@ class CodeCorpus(Protocol):
 class StartingPoint(Protocol):
   """A model that a run starts from: weights, tokenizer and chat template."""
 
-  def check(self) -> None:
-    """Raises a ValueError if the config describes another model."""
-
   def claim(self) -> dict[str, Any]:
     """Returns identities of the weights and other files, for the workdir."""
 
@@ -205,6 +202,7 @@ class Systems:
   Attributes:
     family: task family of the run, an `agent.environment.TaskFamily`.
     corpus: function from a workdir to the text of pretraining.
+    check: function that refuses a workdir's inputs, before it is claimed.
     initial: model that the run starts from; None for random weights.
     load_tokenizer: function from a file to its tokenizer.
     settle_judge: function from a workdir to the isolation level that judges its
@@ -219,6 +217,7 @@ class Systems:
 
   family: Any
   corpus: Callable[[pathlib.Path], CodeCorpus]
+  check: Callable[[pathlib.Path], None]
   initial: StartingPoint | None
   load_tokenizer: Callable[[pathlib.Path], Any]
   settle_judge: Callable[[pathlib.Path], str]

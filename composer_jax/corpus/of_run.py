@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-from composer_jax.corpus import build, tokens
+from composer_jax.corpus import build, sources, tokens
 from composer_jax.text import tokenizer as tokenizers
 
 
@@ -13,7 +13,9 @@ class DataOptions:
   """The code of continued pretraining.
 
   Attributes:
-    sources: 'stdlib', 'site-packages', folders, sdists, or lists of them.
+    sources: 'pinned', 'stdlib', folders, sdists, or lists of them.
+    differences: 'stop' where a source is not as its list pins it, or 'note' to
+      print that and train on what is here.
     weights: shares of max_bytes, one per source; () for equal shares.
     archives: folder of sdists and wheels, for sources pypi:NAME==VERSION.
     max_bytes: most bytes of text, before duplicates are removed.
@@ -23,7 +25,8 @@ class DataOptions:
       such as 'gpl'; () excludes nothing.
   """
 
-  sources: tuple[str, ...] = ('stdlib', 'site-packages')
+  sources: tuple[str, ...] = (sources.PINNED,)
+  differences: str = 'stop'
   weights: tuple[float, ...] = ()
   archives: str = ''
   max_bytes: int = 12_000_000
@@ -49,7 +52,18 @@ class DataOptions:
     return build.CorpusOptions(
         max_bytes=self.max_bytes, weights=self.weights, seed=seed,
         heldout_share=self.heldout_share, archives=self.archives,
-        exclude_licences=self.exclude_licences,
+        exclude_licences=self.exclude_licences, differences=self.differences,
+    )  # fmt: skip
+
+  def names(self) -> list[str]:
+    """Names of sources; `--config.data.sources=a,b` arrives as one string."""
+    return [name for names in self.sources for name in names.split(',')]
+
+  def check(self) -> None:
+    """Raises a ValueError if the sources are not here, or not as pinned."""
+    sources.find_all(
+        self.names(), self.archives, differences=self.differences,
+        report=lambda _: None,
     )  # fmt: skip
 
 
@@ -112,8 +126,7 @@ def build_corpus(
 ) -> build.Corpus:
   """Builds or opens the corpus in the folder `corpus` of a run's workdir."""
   return build.build(
-    # The flag `--config.data.sources=a,b` arrives as one string.
-    [name for names in data.sources for name in names.split(',')],
+    data.names(),
     workdir=workdir / 'corpus',
     holdout=holdout,
     options=data.options(seed),

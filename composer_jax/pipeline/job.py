@@ -183,12 +183,11 @@ def open_run(
 
   Raises:
     ValueError: the workdir belongs to another config (the message names the
-      differences), another process runs in it, or an imported file is unusable
-      (the workdir then stays unbound).
+      differences), another process runs in it, or an input is unusable (the
+      workdir then stays unbound).
     OSError: the workdir cannot be made.
   """
-  if systems.initial is not None:
-    systems.initial.check()
+  systems.check(workdir)
   identity = _identity(spec, systems)
   with _ended_by_sigterm(), files.alone(workdir):
     if systems.initial and not (workdir / workdirs.CONFIG).exists():

@@ -1,10 +1,7 @@
-"""tiny.py on pinned sources, with longer RL and no hints: what the study uses.
+"""tiny.py with longer RL and no hints: what the study uses.
 
   python -m experiments.composer --config=configs/composer/first_loop.py \
       --workdir=runs/first_loop/0_main
-
-The list pins what constraints.txt installs on Python 3.11; another version is
-refused by name.
 """
 
 import ml_collections
@@ -15,7 +12,6 @@ from configs.composer import tiny
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Takes the argument of tiny.py."""
   c = tiny.get_config(arg)
-  c.data.sources = ('configs/pretrain/first_loop.sources',)
   c.evaluation.episodes = 400
   # The study asks what rewards alone do; shuffled ones may not teach.
   c.hints.loss.weight = 0.0
