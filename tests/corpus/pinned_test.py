@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import contextlib
 import hashlib
 import importlib.metadata
 import pathlib
@@ -21,34 +22,50 @@ ROOT = pathlib.Path(__file__).parents[2]
 PINNED = sources.read_pins([sources.PINNED])
 
 
-def base_closure() -> set[str]:
-  """Distributions that an installation without any extra brings."""
+def base_closure(**environment) -> set[str]:
+  """Distributions that an installation without any extra brings.
+
+  Args:
+    **environment: values of markers, such as those of another Python.
+  """
   text = (ROOT / 'setup.py').read_text()
   required = re.search(r'REQUIRED = (\[.*?\])', text, re.S)
   assert required
-  due, seen = (
-    [*map(requirements.Requirement, ast.literal_eval(required[1]))],
-    set(),
-  )
+  due = [(line, frozenset({''})) for line in ast.literal_eval(required[1])]
+  seen = set()
   while due:
-    name = sources.normalise((own := due.pop()).name)
-    key = (name, *sorted(own.extras))
-    if key in seen:
+    line, extras = due.pop()
+    requirement = requirements.Requirement(line)
+    if requirement.marker and not any(
+      requirement.marker.evaluate({**environment, 'extra': extra})
+      for extra in extras
+    ):
       continue
-    seen.add(key)
-    for line in importlib.metadata.requires(name) or ():
-      other = requirements.Requirement(line)
-      if other.marker is None or any(
-        other.marker.evaluate({'extra': extra}) for extra in ('', *own.extras)
-      ):
-        due.append(other)
-  return {key[0] for key in seen}
+    name = sources.normalise(requirement.name)
+    extras = frozenset({'', *requirement.extras})
+    if (name, extras) not in seen:
+      seen.add((name, extras))
+      # What this machine has not, such as colorama, has no needs that matter.
+      with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        due += [(x, extras) for x in importlib.metadata.requires(name) or ()]
+  return {name for name, _ in seen}
 
 
 def test_the_list_is_of_constraints_txt_and_alike_on_every_machine():
   """By markers, versions would differ; wheels of a platform may in files."""
   constraints = (ROOT / 'constraints.txt').read_text().splitlines()
-  closure = base_closure()
+  closure = set.intersection(
+    *(
+      base_closure(
+        python_version=python,
+        python_full_version=f'{python}.0',
+        sys_platform=platform,
+        platform_machine='arm64' if platform == 'darwin' else 'aarch64',
+      )
+      for python in ('3.11', '3.12', '3.13', '3.14')
+      for platform in ('linux', 'darwin')
+    )
+  )
   assert len(PINNED) > 10
   for name, sha256 in PINNED.items():
     release = name.removeprefix('pypi:')
@@ -71,7 +88,7 @@ def test_what_constraints_txt_installed_is_what_is_pinned(tmp_path):
   assert not told
   text = sources.PINNED_LIST.read_text()
   own = tmp_path / 'pinned.sources'
-  own.write_text(re.sub('sha256=..', 'sha256=00', text))
+  own.write_text(re.sub('=[0-9a-f]{64}', '=' + '0' * 64, text))
   pin_corpus.renew(own)
   assert own.read_text() == text
 
