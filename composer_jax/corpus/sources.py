@@ -137,15 +137,15 @@ def find_all(
     ValueError: a source cannot be read or has no Python file; or sources differ
       from what is pinned, all of which the message names.
   """
-  found, told, releases = [], [], []
+  sources, lines, releases = [], [], []
   for name, sha256 in read_pins(names).items():
     source = find(name, archives)
     if source is not None:
-      found.append(source)
+      sources.append(source)
     if difference := _difference(name, source, sha256):
-      told.append(difference)
+      lines.append(difference)
       releases += [name[5:]] if name.startswith('pypi:') else []
-  if told and differences == 'stop':
+  if lines and differences == 'stop':
     cure = 'Put back what is pinned, or '
     if releases:
       cure = (
@@ -154,12 +154,12 @@ def find_all(
         'put its archives into the folder data.archives. Or '
       )
     raise ValueError(
-      f'The corpus is not what is pinned: {"; ".join(told)}. {cure}set '
+      f'The corpus is not what is pinned: {"; ".join(lines)}. {cure}set '
       '--config.data.differences=note to train on what is here.'
     )
-  for difference in told:
+  for difference in lines:
     report(f'corpus: not as pinned: {difference}')
-  return found
+  return sources
 
 
 def find(
