@@ -192,7 +192,7 @@ class EvaluationSection:
   """The evaluations before and after RL.
 
   Attributes:
-    episodes: held-out episodes of each evaluation.
+    episodes: held-out episodes of each evaluation, on each axis.
   """
 
   episodes: int = 200

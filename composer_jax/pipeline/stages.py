@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -172,7 +172,7 @@ def collector_of(
     systems: task family and the other systems of the run.
     tokenizer: tokenizer of the policy.
     runner: sandbox that judges the code of the episodes.
-    split: 'train' or 'held_out'.
+    split: 'train' or one of the family's axes.
     workdir: folder of a run whose rewards and curriculum may change while it
       trains; None for the rewards of the config and tasks in their order.
   """
@@ -218,64 +218,93 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
   return engines.Engine(spec.model, values, version, spec.engine_options())
 
 
-def evaluate(job: jobs.Job, stage: str) -> behaviour.PassRate:
-  """Measures the pass rate of a finished stage on held-out tasks, once."""
-  path = job.workdir / f'evaluation_{stage}.json'
-  if path.exists():
-    return behaviour.PassRate(**files.read_json(path))
-  with job.times.stage(f'eval_{stage}'):
-    return _evaluate(job, stage, path)
+def evaluate(job: jobs.Job, stage: str) -> dict[str, behaviour.PassRate]:
+  """Measures the pass rates of a finished stage on each axis, once."""
+  axes = job.systems.family.axes
+  names = {axis: evaluation_name(stage, axis, axes) for axis in axes}
+  paths = {a: job.workdir / f'evaluation_{names[a]}.json' for a in axes}
+  missing = [axis for axis in axes if not paths[axis].exists()]
+  if missing:
+    with job.times.stage(f'eval_{stage}'), job.runner() as runner:
+      variables = load_variables(job, stage, job.single)
+      params = jax.jit(train_state.policy_values)(variables['params'])
+      engine = make_engine(job.spec, {**variables, 'params': params}, 0)
+      for axis in missing:
+        _evaluate(job, stage, axis, engine, runner)
+  return {
+    axis: behaviour.PassRate(**files.read_json(path))
+    for axis, path in paths.items()
+  }
+
+
+def evaluation_name(stage: str, axis: str, axes: Sequence[str]) -> str:
+  """Names an evaluation: 'sft' on the first axis, 'sft_AXIS' on another."""
+  return stage if axis == axes[0] else f'{stage}_{axis}'
 
 
 def _evaluate(
-  job: jobs.Job, stage: str, path: pathlib.Path
-) -> behaviour.PassRate:
+  job: jobs.Job,
+  stage: str,
+  axis: str,
+  engine: engines.Engine,
+  runner: seams.Runner,
+) -> None:
+  """Plays the held-out episodes of an axis and writes what they show."""
   say = progress.teller('eval')
-  episodes = job.spec.evaluation.episodes
-  say(f'playing {episodes} held-out episodes of {stage}')
-  variables = load_variables(job, stage, job.single)
-  params = jax.jit(train_state.policy_values)(variables['params'])
-  values = {**variables, 'params': params}
-  with job.runner() as runner, progress.Progress('eval', episodes) as bar:
+  episodes, family = job.spec.evaluation.episodes, job.systems.family
+  name = evaluation_name(stage, axis, family.axes)
+  say(f'playing {episodes} episodes of {stage} on {axis}')
+  with progress.Progress('eval', episodes) as bar:
     groups = collect.groups(
-      collector_of(
-        job.spec, job.systems, job.tokenizer, runner, split='held_out'
-      ),
-      make_engine(job.spec, values, 0),
+      collector_of(job.spec, job.systems, job.tokenizer, runner, split=axis),
+      engine,
       range(episodes),
       on_progress=bar.update,
     )
   rollouts = [r for g in groups for r in g.rollouts]
-  result = behaviour.pass_rate(rollouts)
+
+  def is_right_first(rollout: records.Rollout) -> bool | None:
+    # Without an edit, an empty call: as wrong as any other.
+    first = [*edits_of(job, rollout), ''][0]
+    return family.is_right_edit(rollout.task_id, first)
+
+  result = behaviour.pass_rate(rollouts, is_right_first)
   fields = dataclasses.asdict(result)
   # At least 1: the point of RL must not hide that of SFT, even with no steps.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
   # Removes the line of an evaluation that was killed before it wrote `path`,
   # but not the line of the other stage, which is not written again.
-  job.writer.truncate('eval', step - 1, name=stage)
+  job.writer.truncate('eval', step - 1, name=name)
   job.writer.write(
     'eval',
     step,
-    name=stage,
+    name=name,
+    axis=axis,
     pass_rate=result.rate,
     pass_low=result.low,
     pass_high=result.high,
     temperature=job.spec.episode.temperature,
-    **{k: v for k, v in fields.items() if k not in ('low', 'high')},
+    **{
+      k: v
+      for k, v in fields.items()
+      if k not in ('low', 'high') and v is not None
+    },
   )
-  job.log_episodes(f'eval_{stage}', 0, rollouts[:6])
+  job.log_episodes(f'eval_{name}', 0, rollouts[:6])
   files.write_atomic(
-    job.workdir / f'evaluation_{stage}_episodes.jsonl',
+    job.workdir / f'evaluation_{name}_episodes.jsonl',
     _episode_lines(job, rollouts).encode(),
   )
   # Last: its existence says that the evaluation is done.
-  files.write_json(path, fields)
+  files.write_json(job.workdir / f'evaluation_{name}.json', fields)
+  first = result.first_edit_rate
   say(
-    f'{stage}: {result.passed} of {result.episodes} passed = '
+    f'{stage} on {axis}: {result.passed} of {result.episodes} passed = '
     f'{result.rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f});'
-    f' {result.invalid_rate:.3f} of calls invalid'
+    f' {result.invalid_rate:.3f} of calls invalid,'
+    f' {result.unfinished_rate:.3f} of episodes unfinished'
+    + ('' if first is None else f', {first:.3f} of first edits right')
   )
-  return result
 
 
 def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:

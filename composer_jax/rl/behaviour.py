@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ class PassRate:
     unfinished_rate: share of episodes that never called finish.
     valid_episodes: episodes that finished without any invalid call.
     passed_valid: passed episodes among `valid_episodes`.
+    first_edit_rate: share of episodes whose first edit was right; None where
+      the task family cannot tell.
   """
 
   passed: int
@@ -36,6 +38,7 @@ class PassRate:
   unfinished_rate: float
   valid_episodes: int
   passed_valid: int
+  first_edit_rate: float | None = None
 
   @property
   def rate(self) -> float:
@@ -47,7 +50,11 @@ def passed(rollout: records.Rollout) -> bool:
   return rollout.verdict.passed and not rollout.flags
 
 
-def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
+def pass_rate(
+  rollouts: list[records.Rollout],
+  is_right_first: Callable[[records.Rollout], bool | None] = lambda r: None,
+) -> PassRate:
+  """Counts what rollouts did; `is_right_first` judges their first edits."""
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
   num_passed = sum(passed(r) for r in judged)
   low, high = intervals.wilson(num_passed, len(judged))
@@ -58,6 +65,8 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     for r in judged
     if r.num_invalid == 0 and r.verdict.status == records.GRADED
   ]
+  firsts = [is_right_first(r) for r in judged]
+  is_known = firsts and None not in firsts
   return PassRate(
     passed=num_passed,
     episodes=len(judged),
@@ -68,6 +77,7 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     unfinished_rate=unfinished / max(len(judged), 1),
     valid_episodes=len(valid),
     passed_valid=sum(passed(r) for r in valid),
+    first_edit_rate=sum(map(bool, firsts)) / len(firsts) if is_known else None,
   )
 
 

@@ -127,7 +127,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     store='',
     threads=1,  # that encode, and that decode; each side has a core of two
   )
-  c.evaluation = dict(episodes=200)  # held-out, before and after RL
+  c.evaluation = dict(episodes=200)  # on each axis, before and after RL
   c.telemetry = dict(tensorboard=True, wandb=False)
   # Nothing of these is shown, and all can be set on the command line.
   c.parallel = dict()

@@ -24,6 +24,7 @@ from composer_jax.telemetry import progress
 class RepositoryTasks:
   """An `agent.environment.TaskFamily` of a folder's tasks."""
 
+  axes = ('held_out',)
   needs_execution = True
 
   def __init__(self, spec: specs.Spec):
@@ -53,6 +54,9 @@ class RepositoryTasks:
   @functools.cached_property
   def _set(self) -> task_set.TaskSet:
     return task_set.load(self._options.folder)
+
+  def is_right_edit(self, task_id: str, call: str) -> bool | None:
+    return None
 
   def identity(self) -> str:
     digest = hashlib.sha256()
