@@ -9,8 +9,7 @@ import random
 import string
 import zlib
 
-WORDS = tuple(
-  """
+_WORDS = """
   acre amber anchor apple arrow atlas autumn badge barn basin beacon birch
   bison blanket bottle bridge bronze bucket button cabin camera candle canyon
   carbon castle cedar chalk cherry circus clover cobalt comet copper coral
@@ -25,34 +24,25 @@ WORDS = tuple(
   account agent answer block bonus branch budget cache cargo channel client
   cost count course credit entry event figure grade group height hour invoice
   item label length level limit line mark member model moment node number
-  order outcome packet part path payment period piece player point price
-  profile queue rating reading record report result reward role route row
-  sample score season sensor shift size stage state step stock store stream
-  tally target task team term token tool total track trip unit user value
-  visit volume wage weight width worker yield year zone
-  """.split()
-)
+  outcome packet part path payment period piece player point price profile
+  queue rating reading record report result reward role route row sample score
+  season sensor shift size stage state step stock store stream tally target
+  task team term token tool track trip unit user value visit volume wage
+  weight width worker year zone
+"""
+WORDS = tuple(_WORDS.split())
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 
-# Not names: Python's keywords and built-in functions, and words of docstrings.
-RESERVED = frozenset(
-  """
-  abs add added aiter all and any anext are as asc ascii assert async at await
-  back bin body bool break breakpoint bytes by call case chr class compile
-  complex continue cube cubes def del delattr desc dict dir divmod double each
-  elif else end enumerate eval even every except exec exit file filter find
-  finally first float for format from fun get getattr give given global hash
-  help hex id if import in input int is isinstance iter its just keep lambda
-  last least len license list locals look map match max memoryview min minus
-  more most needs new next no none nonlocal not object oct odd of on one only
-  open or ord order ones out over own part pass plain plus pow power print
-  property put quit raise range repr return returns reverse reversed round run
-  self set slice so some sort sorted square start state step str sub sum super
-  take than that the their them then these they this those to total true try
-  tuple twice two type under up value values vars very way what where which
-  while whole with work write yield zip
-  """.split()
-)
+# Words of Python and of the descriptions that are short enough to be drawn.
+_RESERVED = """
+  abs add all an and any are as back bin body bool by case chr cube def del
+  dict dir each elif else eval even exec exit find for from give hash help hex
+  id if in int is iter just keep left len less list map max min negate
+  negative next not oct odd of one ones only open or ord over pass plus
+  positive pow quit repr set sort str sum take than that the them then they to
+  try type up vars very what with zip
+"""
+RESERVED = frozenset(_RESERVED.split())
 
 
 def is_unseen(stem: str) -> bool:
