@@ -112,7 +112,11 @@ def test_every_figure_of_ten_episodes():
     'unfinished_rate': 1 / 8,
     'valid_episodes': 5,
     'passed_valid': 3,
+    'first_edit_rate': None,
   }
+  # Of the 8 judged episodes, the one of 10 turns and the one of 6.
+  found = behaviour.pass_rate(episodes, lambda r: r.num_turns in (6, 10, 100))
+  assert found.first_edit_rate == 2 / 8
 
 
 def test_no_judged_episode_is_no_division_by_zero():

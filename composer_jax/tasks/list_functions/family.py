@@ -228,9 +228,8 @@ def kinds_of(
   Tasks take turns through all kinds of the split, so that no answer is right
   more often than others.
   """
-  number, place = divmod(
-    index, len(_kinds_of('compositions' in unseen_of(split)))
-  )
+  count = len(_kinds_of('compositions' in unseen_of(split)))
+  number, place = divmod(index, count)
   return f'{FAMILY}/{split}/{seed}/{index}', _round(split, seed, number)[place]
 
 

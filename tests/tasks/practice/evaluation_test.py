@@ -115,7 +115,6 @@ def test_a_flagged_episode_is_played_and_not_passed():
   ('changes', 'message'),
   [
     ({'policy': 'best'}, "policy must be one of .* got 'best'"),
-    ({'split': 'test'}, "split must be one of .* got 'test'"),
     ({'samples': 0}, 'samples must be .* got 0'),
     ({'policy': 'chat'}, "--url \\(''\\)"),
     ({'policy': 'tokens', 'url': 'http://x/v1'}, '--policy=tokens needs --tok'),
