@@ -20,6 +20,8 @@ import psutil
 from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
+from composer_jax.pipeline import stages
+from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export
 
@@ -158,8 +160,11 @@ BEFORE_RL = (
   'exports/sft',
   'demonstrations.json',
   'sft_transcripts.txt',
-  'evaluation_sft.json',
-  'evaluation_sft_episodes.jsonl',
+  *(
+    f'evaluation_{stages.evaluation_name("sft", axis, tuple(family.AXES))}{end}'
+    for axis in family.AXES
+    for end in ('.json', '_episodes.jsonl')
+  ),
 )
 
 

@@ -252,7 +252,7 @@ def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
     _definition(function, argument, words(composition, argument), stub)
   ]
   # Neighbours that must stay as they are, and show the module's loop variable.
-  for _ in range(draw.choice((1, 1, 2))):
+  for _ in range(draw.choice((1, 1, 1, 2))):
     other, neighbour = name('argument'), draw_composition(draw)
     body = neighbour.body(other, variable)
     described = words(neighbour, other)

@@ -69,7 +69,7 @@ def _stem(draw: random.Random, kind: str) -> str:
     (
       draw.choice(WORDS),
       _syllables(draw, draw.choice((2, 2, 3))),
-      _letters(draw, draw.choice((2, 3, 4))),
+      _letters(draw, draw.choice((2, 3))),
     )
   )
 
@@ -85,7 +85,7 @@ def draw_name(
     taken: names of the same task, which must differ.
   """
   while True:
-    num_stems = draw.choice((1, 2)) if kind == 'function' else 1
+    num_stems = draw.choice((1, 1, 2)) if kind == 'function' else 1
     stems = [_stem(draw, kind) for _ in range(num_stems)]
     name = '_'.join(stems)
     if any(s in RESERVED or is_unseen(s) != unseen for s in stems):
