@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -218,41 +218,30 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
   return engines.Engine(spec.model, values, version, spec.engine_options())
 
 
-def evaluate(job: jobs.Job, stage: str) -> dict[str, behaviour.PassRate]:
-  """Measures the pass rates of a finished stage on each axis, once."""
-  axes = job.systems.family.axes
-  names = {axis: evaluation_name(stage, axis, axes) for axis in axes}
-  paths = {a: job.workdir / f'evaluation_{names[a]}.json' for a in axes}
-  missing = [axis for axis in axes if not paths[axis].exists()]
-  if missing:
-    with job.times.stage(f'eval_{stage}'), job.runner() as runner:
-      variables = load_variables(job, stage, job.single)
-      params = jax.jit(train_state.policy_values)(variables['params'])
-      engine = make_engine(job.spec, {**variables, 'params': params}, 0)
-      for axis in missing:
-        _evaluate(job, stage, axis, engine, runner)
-  return {
-    axis: behaviour.PassRate(**files.read_json(path))
-    for axis, path in paths.items()
-  }
+def evaluate(job: jobs.Job, stage: str) -> None:
+  """Plays a finished stage's policy on each axis of held-out tasks, once.
 
-
-def evaluation_name(stage: str, axis: str, axes: Sequence[str]) -> str:
-  """Names an evaluation: 'sft' on the first axis, 'sft_AXIS' on another."""
-  return stage if axis == axes[0] else f'{stage}_{axis}'
+  The evaluation on the first axis has the stage's name, others 'STAGE_AXIS'.
+  """
+  first, *others = job.systems.family.axes
+  names = {stage: first} | {f'{stage}_{axis}': axis for axis in others}
+  done = {path.name for path in job.workdir.glob('evaluation_*.json')}
+  missing = [n for n in names if f'evaluation_{n}.json' not in done]
+  if not missing:
+    return
+  with job.times.stage(f'eval_{stage}'), job.runner() as runner:
+    variables = load_variables(job, stage, job.single)
+    params = jax.jit(train_state.policy_values)(variables['params'])
+    engine = make_engine(job.spec, {**variables, 'params': params}, 0)
+    for name in missing:
+      _evaluate(job, stage, name, names[name], engine, runner)
 
 
 def _evaluate(
-  job: jobs.Job,
-  stage: str,
-  axis: str,
-  engine: engines.Engine,
-  runner: seams.Runner,
+  job: jobs.Job, stage: str, name: str, axis: str, engine: Any, runner: Any
 ) -> None:
-  """Plays the held-out episodes of an axis and writes what they show."""
-  say = progress.teller('eval')
-  episodes, family = job.spec.evaluation.episodes, job.systems.family
-  name = evaluation_name(stage, axis, family.axes)
+  say, family = progress.teller('eval'), job.systems.family
+  episodes = job.spec.evaluation.episodes
   say(f'playing {episodes} episodes of {stage} on {axis}')
   with progress.Progress('eval', episodes) as bar:
     groups = collect.groups(
@@ -263,16 +252,16 @@ def _evaluate(
     )
   rollouts = [r for g in groups for r in g.rollouts]
 
-  def is_right_first(rollout: records.Rollout) -> bool | None:
-    # Without an edit, an empty call: as wrong as any other.
-    first = [*edits_of(job, rollout), ''][0]
-    return family.is_right_edit(rollout.task_id, first)
-
-  result = behaviour.pass_rate(rollouts, is_right_first)
+  # Without an edit, an empty call: as wrong as any other.
+  firsts = [
+    family.is_right_edit(r.task_id, [*edits_of(job, r), ''][0])
+    for r in rollouts
+  ]
+  result = behaviour.pass_rate(rollouts, firsts)
   fields = dataclasses.asdict(result)
   # At least 1: the point of RL must not hide that of SFT, even with no steps.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
-  # Removes the line of an evaluation that was killed before it wrote `path`,
+  # Removes the line of an evaluation that was killed before its last file,
   # but not the line of the other stage, which is not written again.
   job.writer.truncate('eval', step - 1, name=name)
   job.writer.write(
@@ -284,11 +273,7 @@ def _evaluate(
     pass_low=result.low,
     pass_high=result.high,
     temperature=job.spec.episode.temperature,
-    **{
-      k: v
-      for k, v in fields.items()
-      if k not in ('low', 'high') and v is not None
-    },
+    **{k: v for k, v in fields.items() if k not in ('low', 'high')},
   )
   job.log_episodes(f'eval_{name}', 0, rollouts[:6])
   files.write_atomic(
@@ -297,13 +282,11 @@ def _evaluate(
   )
   # Last: its existence says that the evaluation is done.
   files.write_json(job.workdir / f'evaluation_{name}.json', fields)
-  first = result.first_edit_rate
   say(
     f'{stage} on {axis}: {result.passed} of {result.episodes} passed = '
     f'{result.rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f});'
-    f' {result.invalid_rate:.3f} of calls invalid,'
-    f' {result.unfinished_rate:.3f} of episodes unfinished'
-    + ('' if first is None else f', {first:.3f} of first edits right')
+    f' first edits right {result.first_edit_rate}, calls invalid '
+    f'{result.invalid_rate:.3f}, unfinished {result.unfinished_rate:.3f}'
   )
 
 

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,7 @@ class PassRate:
     unfinished_rate: share of episodes that never called finish.
     valid_episodes: episodes that finished without any invalid call.
     passed_valid: passed episodes among `valid_episodes`.
-    first_edit_rate: share of episodes whose first edit was right; None where
-      the task family cannot tell.
+    first_edit_rate: share of all whose first edit was right; None if unknown.
   """
 
   passed: int
@@ -51,10 +50,9 @@ def passed(rollout: records.Rollout) -> bool:
 
 
 def pass_rate(
-  rollouts: list[records.Rollout],
-  is_right_first: Callable[[records.Rollout], bool | None] = lambda r: None,
+  rollouts: list[records.Rollout], firsts: Sequence[bool | None] = ()
 ) -> PassRate:
-  """Counts what rollouts did; `is_right_first` judges their first edits."""
+  """Counts what rollouts did; `firsts` says whose first edit was right."""
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
   num_passed = sum(passed(r) for r in judged)
   low, high = intervals.wilson(num_passed, len(judged))
@@ -65,8 +63,7 @@ def pass_rate(
     for r in judged
     if r.num_invalid == 0 and r.verdict.status == records.GRADED
   ]
-  firsts = [is_right_first(r) for r in judged]
-  is_known = firsts and None not in firsts
+  known = [first for first in firsts if first is not None]
   return PassRate(
     passed=num_passed,
     episodes=len(judged),
@@ -77,7 +74,7 @@ def pass_rate(
     unfinished_rate=unfinished / max(len(judged), 1),
     valid_episodes=len(valid),
     passed_valid=sum(passed(r) for r in valid),
-    first_edit_rate=sum(map(bool, firsts)) / len(firsts) if is_known else None,
+    first_edit_rate=sum(known) / len(known) if known else None,
   )
 
 

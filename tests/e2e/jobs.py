@@ -20,7 +20,6 @@ import psutil
 from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export
@@ -161,8 +160,8 @@ BEFORE_RL = (
   'demonstrations.json',
   'sft_transcripts.txt',
   *(
-    f'evaluation_{stages.evaluation_name("sft", axis, tuple(family.AXES))}{end}'
-    for axis in family.AXES
+    f'evaluation_sft{axis}{end}'
+    for axis in ('', *(f'_{axis}' for axis in list(family.AXES)[1:]))
     for end in ('.json', '_episodes.jsonl')
   ),
 )

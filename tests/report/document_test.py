@@ -240,7 +240,7 @@ def test_each_axis_is_a_line_and_the_first_alone_a_card(tmp_path):
       more = {'axis': axis, 'first_edit_rate': 0.125}
       write_evaluation(out, 0, name, passed, 200, **more)
   page = document.write_report(tmp_path).read_text()
-  lines = rows_of(page, 'what of the tasks training never saw')
+  lines = rows_of(page, 'By what of the tasks training never saw')
   assert [line[:3] + line[5:] for line in lines] == [
     ['sft', 'unseen_compositions', '50.0', '12.5', '5.0'],
     ['sft', 'unseen_names', '18.5', '12.5', '5.0'],

@@ -114,9 +114,10 @@ def test_every_figure_of_ten_episodes():
     'passed_valid': 3,
     'first_edit_rate': None,
   }
-  # Of the 8 judged episodes, the one of 10 turns and the one of 6.
-  found = behaviour.pass_rate(episodes, lambda r: r.num_turns in (6, 10, 100))
+  firsts = [True, False, True, *[False] * 5]
+  found = behaviour.pass_rate(episodes[:8], firsts)
   assert found.first_edit_rate == 2 / 8
+  assert behaviour.pass_rate(episodes, [None] * 10).first_edit_rate is None
 
 
 def test_no_judged_episode_is_no_division_by_zero():
