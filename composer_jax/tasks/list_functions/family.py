@@ -185,20 +185,19 @@ def draw_composition(
   if like is None:
     return _with_constants(draw.choice(kinds), draw)
   near = [k for k in kinds if sum(map(operator.ne, k, like.kinds)) == 1]
-  return _with_constants(draw.choice(near), draw, like)
+  constants = like.map_constant, like.filter_constant
+  return _with_constants(draw.choice(near), draw, constants)
 
 
 def _with_constants(
   kinds: tuple[str, str, str],
   draw: random.Random,
-  like: compositions.Composition | None = None,
+  preferred: tuple[int | None, int | None] = (None, None),
 ) -> compositions.Composition:
   return compositions.Composition(
     *kinds,
-    _constant(compositions.MAPS[kinds[1]], like and like.map_constant, draw),
-    _constant(
-      compositions.FILTERS[kinds[2]], like and like.filter_constant, draw
-    ),
+    _constant(compositions.MAPS[kinds[1]], preferred[0], draw),
+    _constant(compositions.FILTERS[kinds[2]], preferred[1], draw),
   )
 
 

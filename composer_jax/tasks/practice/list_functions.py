@@ -28,7 +28,7 @@ _PROTOCOL_SEED = 7_000_003
 class ListFunctions:
   """An `agent.environment.TaskFamily` of endless tasks."""
 
-  axes = tuple(family.AXES)
+  axes: tuple[str, ...] = tuple(family.AXES)
   needs_execution = False
 
   def __init__(self, spec: specs.Spec):

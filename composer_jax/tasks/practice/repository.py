@@ -24,7 +24,7 @@ from composer_jax.telemetry import progress
 class RepositoryTasks:
   """An `agent.environment.TaskFamily` of a folder's tasks."""
 
-  axes = ('held_out',)
+  axes: tuple[str, ...] = ('held_out',)
   needs_execution = True
 
   def __init__(self, spec: specs.Spec):

