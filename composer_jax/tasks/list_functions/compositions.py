@@ -101,22 +101,22 @@ MAPS = {
   'double': Component(
     '2 * {v}', lambda v, k: v + v,
     ('the doubles of {f}', 'twice {f}', '{f}, each doubled',
-     'the double of each of {f}'),
+     'the double of {f}'),
     ('double each', 'take twice each', 'double them all', 'double these')),
   'square': Component(
     '{v} * {v}', lambda v, k: v**2,
     ('the squares of {f}', '{f} squared', '{f}, each squared',
-     'the square of each of {f}'),
+     'the square of {f}'),
     ('square each', 'take their squares', 'square them all', 'square these')),
   'cube': Component(
     '{v} ** 3', lambda v, k: v * v * v,
     ('the cubes of {f}', '{f} cubed', '{f}, each cubed',
-     'the cube of each of {f}'),
+     'the cube of {f}'),
     ('cube each', 'take their cubes', 'cube them all', 'cube these')),
   'negate': Component(
     '-{v}', lambda v, k: 0 - v,
     ('the negations of {f}', '{f} negated', '{f}, each negated',
-     'the negation of each of {f}'),
+     'the negation of {f}'),
     ('negate each', 'take their negations', 'negate them all',
      'negate these')),
   'plus': Component(
@@ -133,33 +133,33 @@ FILTERS = {
   'even': Component(
     '{v} % 2 == 0', lambda v, k: v in range(-98, 99, 2),
     ('the even {a}', 'the {a} that are even', 'even numbers of {a}',
-     'those of {a} which are even')),
+     'only even {a}')),
   'odd': Component(
     '{v} % 2 == 1', lambda v, k: v in range(-99, 99, 2),
     ('the odd {a}', 'the {a} that are odd', 'odd numbers of {a}',
-     'those of {a} which are odd')),
+     'only odd {a}')),
   'positive': Component(
     '{v} > 0', lambda v, k: v >= 1,
     ('the positive {a}', 'the {a} that are positive', 'positive ones of {a}',
-     'those of {a} which are positive')),
+     'only positive {a}')),
   'negative': Component(
     '{v} < 0', lambda v, k: v <= -1,
     ('the negative {a}', 'the {a} that are negative', 'negative ones of {a}',
-     'those of {a} which are negative')),
+     'only negative {a}')),
   'above': Component(
     '{v} > {k}', lambda v, k: k < v,
     ('the {a} above {k}', 'the {a} that exceed {k}', '{a} greater than {k}',
-     'those of {a} which are above {k}')),
+     '{a} that are above {k}')),
   'below': Component(
     '{v} < {k}', lambda v, k: k > v,
     ('the {a} below {k}', 'the {a} that are under {k}', '{a} less than {k}',
-     'those of {a} which are below {k}')),
+     '{a} that are below {k}')),
 }  # fmt: skip
 
 # Sentences, the last of each held out. `{s}` stands for an aggregate of nouns;
 # `{f}`, `{m}` and `{s}` for a filter and two orders.
 NOUN_SENTENCES = (
-  'Return {s}.', 'Compute {s}.', 'Find {s}.', 'What comes back is {s}.',
+  'Return {s}.', 'Compute {s}.', 'Find {s}.', 'Give {s}.',
 )  # fmt: skip
 ORDER_SENTENCES = (
   'Take {f}, {m}, {s}.', 'From {f}: {m}, {s}.', 'Of {f}, {m}, then {s}.',

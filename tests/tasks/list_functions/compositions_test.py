@@ -24,10 +24,8 @@ def test_one_composition_literally():
   assert 'Take the items above 2, add 3 to each, return the largest.' in words
   words = descriptions(composition, unseen=True)
   assert words == {
-    'What comes back is the largest one of those of items which are above 2 '
-    'raised by 3 each.',
-    'Given those of items which are above 2, raise these by 3 and keep only '
-    'the maximum.',
+    'Give the largest one of items that are above 2 raised by 3 each.',
+    'Given items that are above 2, raise these by 3 and keep only the maximum.',
   }
   assert composition.evaluate([1, 2, 3, 7, 5]) == 10
   assert composition.evaluate([1, 2]) == 0
