@@ -36,9 +36,9 @@ SPLITS = ('train', *AXES)
 # Prompts; the last is an unseen wording.
 PROMPTS = (
   'Restore `{function}` in `{path}`.',
-  'Write the body of `{function}` in `{path}`.',
   'In `{path}` the body of `{function}` is missing.',
   '`{path}` lacks the body of `{function}`.',
+  'Write the body of `{function}` in `{path}`.',
 )
 
 # Names under which the corpus is searched for held-out bodies.
