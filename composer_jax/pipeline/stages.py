@@ -282,11 +282,13 @@ def _evaluate(
   )
   # Last: its existence says that the evaluation is done.
   files.write_json(job.workdir / f'evaluation_{name}.json', fields)
+  first = result.first_edit_rate
   say(
     f'{stage} on {axis}: {result.passed} of {result.episodes} passed = '
     f'{result.rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f});'
-    f' first edits right {result.first_edit_rate}, calls invalid '
-    f'{result.invalid_rate:.3f}, unfinished {result.unfinished_rate:.3f}'
+    f' first edits right {"?" if first is None else f"{first:.3f}"},'
+    f' calls invalid {result.invalid_rate:.3f},'
+    f' unfinished {result.unfinished_rate:.3f}'
   )
 
 
