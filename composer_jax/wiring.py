@@ -151,14 +151,14 @@ def corpus_of(
 ) -> of_run.RunCorpus:
   """The corpus of a run, built in its workdir if it is not there yet."""
   # Generated tasks are held out of every corpus, so that runs compare.
-  packages, functions, bodies = generated.holdout()
-  packages += family.held_out_packages()
   data = spec.systems['data']
   return of_run.RunCorpus(
     built=of_run.build_corpus(
       data,
       workdir,
-      build.HoldOut(packages=packages, functions=functions, bodies=bodies),
+      build.HoldOut(
+        packages=family.held_out_packages(), bodies=generated.holdout()
+      ),
       seed=spec.seed,
       report=report,
     ),

@@ -31,7 +31,9 @@ _POLICY = flags.DEFINE_string(
   'gold: restores what was deleted, through the tools. null: calls finish at '
   "once. chat: an OpenAI-compatible endpoint. tokens: this project's server.",
 )
-_SPLIT = flags.DEFINE_string('split', 'held_out', 'Tasks: train or held_out.')
+_SPLIT = flags.DEFINE_string(
+  'split', '', "train, or an axis of the task family; '' for its first."
+)
 _TASKS = flags.DEFINE_integer('tasks', 0, 'Number of tasks; 0 takes all.')
 _SAMPLES = flags.DEFINE_integer('samples', 1, 'Episodes of each task.')
 _THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')

@@ -142,14 +142,16 @@ class TaskFamily(Protocol):
   """Tasks of one kind, and all that a run needs to practise them.
 
   Laws: a task is a function of its id alone; the tasks that a run draws are a
-  function of its config and seed; 'train' and 'held_out' share no task; RL does
+  function of its config and seed; 'train' and the axes share no task; RL does
   not train on a task whose solution SFT has shown.
 
   Attributes:
+    axes: names of the held-out splits; the first gives a run's main figure.
     needs_execution: true if these tasks can only be judged by running code.
     finish_call: text of the tool call that ends an episode.
   """
 
+  axes: tuple[str, ...]
   needs_execution: bool
   finish_call: str
 
@@ -182,6 +184,9 @@ class TaskFamily(Protocol):
 
   def tasks(self, tokenizer: Any, *, split: str, seed: int) -> TaskSource:
     """Returns the tasks of a split; a ValueError if the run needs more."""
+
+  def is_right_edit(self, task_id: str, call: str) -> bool | None:
+    """True if a call's edit solves the task; None where only tests can say."""
 
   def environment(self, task: Any, runner: seams.Runner) -> Environment:
     """Returns a new environment for one episode of a task."""

@@ -163,7 +163,8 @@ class EvaluationSection:
   """The evaluations before and after RL.
 
   Attributes:
-    episodes: held-out episodes of each evaluation; no task of a folder twice.
+    episodes: held-out episodes of each evaluation, on each axis; no task of a
+      folder twice.
   """
 
   episodes: int = 200

@@ -150,7 +150,7 @@ def collector_of(
   """Makes a collector: groups on training tasks, or single held-out episodes.
 
   Args:
-    split: 'train' or 'held_out'.
+    split: 'train' or one of the family's axes.
     workdir: folder of a run whose rewards and curriculum may change while it
       trains; None for the rewards of the config and tasks in their order.
   """
@@ -196,64 +196,78 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
   return engines.Engine(spec.model, values, version, spec.engine_options())
 
 
-def evaluate(job: jobs.Job, stage: str) -> behaviour.PassRate:
-  """Measures the pass rate of a finished stage on held-out tasks, once."""
-  path = job.workdir / f'evaluation_{stage}.json'
-  if path.exists():
-    return behaviour.PassRate(**files.read_json(path))
-  with job.times.stage(f'eval_{stage}'):
-    return _evaluate(job, stage, path)
+def evaluate(job: jobs.Job, stage: str) -> None:
+  """Plays a finished stage's policy on each axis of held-out tasks, once.
+
+  The evaluation on the first axis has the stage's name, others 'STAGE_AXIS'.
+  """
+  first, *others = job.systems.family.axes
+  names = {stage: first} | {f'{stage}_{axis}': axis for axis in others}
+  done = {path.name for path in job.workdir.glob('evaluation_*.json')}
+  missing = [n for n in names if f'evaluation_{n}.json' not in done]
+  if not missing:
+    return
+  with job.times.stage(f'eval_{stage}'), job.runner() as runner:
+    variables = load_variables(job, stage, job.single)
+    params = jax.jit(train_state.policy_values)(variables['params'])
+    engine = make_engine(job.spec, {**variables, 'params': params}, 0)
+    for name in missing:
+      _evaluate(job, stage, name, names[name], engine, runner)
 
 
 def _evaluate(
-  job: jobs.Job, stage: str, path: pathlib.Path
-) -> behaviour.PassRate:
-  say = progress.teller('eval')
+  job: jobs.Job, stage: str, name: str, axis: str, engine: Any, runner: Any
+) -> None:
+  say, family = progress.teller('eval'), job.systems.family
   episodes = job.spec.evaluation.episodes
-  say(f'playing {episodes} held-out episodes of {stage}')
-  variables = load_variables(job, stage, job.single)
-  params = jax.jit(train_state.policy_values)(variables['params'])
-  values = {**variables, 'params': params}
-  with job.runner() as runner, progress.Progress('eval', episodes) as bar:
+  say(f'playing {episodes} episodes of {stage} on {axis}')
+  with progress.Progress('eval', episodes) as bar:
     groups = collect.groups(
-      collector_of(
-        job.spec, job.systems, job.tokenizer, runner, split='held_out'
-      ),
-      make_engine(job.spec, values, 0),
+      collector_of(job.spec, job.systems, job.tokenizer, runner, split=axis),
+      engine,
       range(episodes),
       on_progress=bar.update,
     )
   rollouts = [r for g in groups for r in g.rollouts]
-  result = behaviour.pass_rate(rollouts)
+
+  # Without an edit, an empty call: as wrong as any other.
+  firsts = [
+    family.is_right_edit(r.task_id, [*edits_of(job, r), ''][0])
+    for r in rollouts
+  ]
+  result = behaviour.pass_rate(rollouts, firsts)
   fields = dataclasses.asdict(result)
   # At least 1: the point of RL must not hide that of SFT, even with no steps.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
-  # Removes the line of an evaluation that was killed before it wrote `path`,
+  # Removes the line of an evaluation that was killed before its last file,
   # but not the line of the other stage, which is not written again.
-  job.writer.truncate('eval', step - 1, name=stage)
+  job.writer.truncate('eval', step - 1, name=name)
   job.writer.write(
     'eval',
     step,
-    name=stage,
+    name=name,
+    axis=axis,
     pass_rate=result.rate,
     pass_low=result.low,
     pass_high=result.high,
     temperature=job.spec.episode.temperature,
     **{k: v for k, v in fields.items() if k not in ('low', 'high')},
   )
-  job.log_episodes(f'eval_{stage}', 0, rollouts[:6])
+  job.log_episodes(f'eval_{name}', 0, rollouts[:6])
   files.write_atomic(
-    job.workdir / f'evaluation_{stage}_episodes.jsonl',
+    job.workdir / f'evaluation_{name}_episodes.jsonl',
     ''.join(_episode_line(job, r) for r in rollouts).encode(),
   )
   # Last: its existence says that the evaluation is done.
-  files.write_json(path, fields)
+  files.write_json(job.workdir / f'evaluation_{name}.json', fields)
+  first = result.first_edit_rate
   say(
-    f'{stage}: {result.passed} of {result.episodes} passed = '
+    f'{stage} on {axis}: {result.passed} of {result.episodes} passed = '
     f'{result.rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f});'
-    f' {result.invalid_rate:.3f} of calls invalid'
+    f' first edits right {"?" if first is None else f"{first:.3f}"},'
+    f' calls invalid {result.invalid_rate:.3f},'
+    f' unfinished {result.unfinished_rate:.3f}'
   )
-  return result
 
 
 def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:

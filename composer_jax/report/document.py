@@ -88,7 +88,12 @@ def build(run: run_data.RunData) -> str:
       _result(title, evaluations.pop(name, {}))
       for name, title in _EVALUATIONS.items()
     ]
-    + [_result(name, row) for name, row in evaluations.items()],
+    + [
+      _result(name, row)
+      for name, row in evaluations.items()
+      if 'axis' not in row
+    ],
+    axes=_axes(run),
     change=_change(run),
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
@@ -148,6 +153,19 @@ def _result(title: str, row: dict[str, Any]) -> dict[str, Any]:
     'interval': None if low is None or high is None else (low, high),
     'unfinished': _share(row, 'unfinished_rate'),
   }
+
+
+def _axes(run: run_data.RunData) -> list[list[Any]]:
+  """Returns rates in percent of every evaluation that names its axis."""
+  names = ('pass_rate', 'pass_low', 'pass_high')
+  names += ('first_edit_rate', 'unfinished_rate')
+  rows = []
+  for name, row in run.evaluations().items():
+    if 'axis' in row:
+      shares = [_share(row, metric) for metric in names]
+      texts = ['' if s is None else f'{100 * s:.1f}' for s in shares]
+      rows.append([name.split('_')[0], str(row['axis']), *texts])
+  return rows
 
 
 def _change(run: run_data.RunData) -> tuple[float, float, float] | None:

@@ -154,7 +154,9 @@ delta
   upload_s: background seconds of writing to the store
 
 eval
-  name: text: evaluated policy, 'sft' or 'rl'
+  name: text: evaluated policy, 'sft' or 'rl', and the axis unless it is the
+      first
+  axis: text: held-out split: what of its tasks training never saw
   episodes: number of held-out episodes that were judged
   passed: number of these that passed
   pass_rate: share of these that passed
@@ -162,6 +164,8 @@ eval
   pass_high: upper end of the interval
   infrastructure: number of episodes not judged because the sandbox failed
   unfinished_rate: share of episodes that never called finish
+  first_edit_rate: share of episodes whose first edit was right; a right body of
+      another form than the reference counts as wrong
   invalid_rate: invalid tool calls over all calls
   valid_episodes: number of finished episodes without an invalid call
   passed_valid: number of these that passed

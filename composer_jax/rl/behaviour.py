@@ -25,6 +25,7 @@ class PassRate:
     unfinished_rate: share of episodes that never called finish.
     valid_episodes: episodes that finished without any invalid call.
     passed_valid: passed episodes among `valid_episodes`.
+    first_edit_rate: share of all whose first edit was right; None if unknown.
   """
 
   passed: int
@@ -36,6 +37,7 @@ class PassRate:
   unfinished_rate: float
   valid_episodes: int
   passed_valid: int
+  first_edit_rate: float | None = None
 
   @property
   def rate(self) -> float:
@@ -47,7 +49,10 @@ def passed(rollout: records.Rollout) -> bool:
   return rollout.verdict.passed and not rollout.flags
 
 
-def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
+def pass_rate(
+  rollouts: list[records.Rollout], firsts: Sequence[bool | None] = ()
+) -> PassRate:
+  """Counts what rollouts did; `firsts` says whose first edit was right."""
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
   counts = verdict_counts(judged)
   low, high = intervals.wilson(counts['passed'], len(judged))
@@ -57,6 +62,7 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     for r in judged
     if r.num_invalid == 0 and r.verdict.status == records.GRADED
   ]
+  known = [first for first in firsts if first is not None]
   return PassRate(
     passed=counts['passed'],
     episodes=len(judged),
@@ -67,6 +73,7 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     unfinished_rate=counts[records.UNFINISHED] / max(len(judged), 1),
     valid_episodes=len(valid),
     passed_valid=sum(passed(r) for r in valid),
+    first_edit_rate=sum(known) / len(known) if known else None,
   )
 
 

@@ -16,7 +16,7 @@ OPTIONS = episode.EpisodeOptions(
   max_tokens=2000, max_turns=9, max_call_tokens=200
 )
 PRICES = dataclasses.replace(rewards.UNPRICED, invalid_penalty=0.25)
-TASK = family.generate(3, 'held_out')
+TASK = family.generate(3, 'unseen_all')
 EDIT = f'edit {TASK.path} {TASK.function}\n{TASK.reference}'
 HONEST = [f'read {TASK.path}', EDIT, 'test', 'finish']
 

@@ -20,6 +20,7 @@ import psutil
 from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
+from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export
 
@@ -158,8 +159,11 @@ BEFORE_RL = (
   'exports/sft',
   'demonstrations.json',
   'sft_transcripts.txt',
-  'evaluation_sft.json',
-  'evaluation_sft_episodes.jsonl',
+  *(
+    f'evaluation_sft{axis}{end}'
+    for axis in ('', *(f'_{axis}' for axis in list(family.AXES)[1:]))
+    for end in ('.json', '_episodes.jsonl')
+  ),
 )
 
 

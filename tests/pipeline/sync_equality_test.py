@@ -200,8 +200,16 @@ def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
     (workdir / 'evaluation_sft.json').unlink()
     stages.evaluate(job, 'sft')
     evaluated = [r for r in writers.read(workdir) if r['stage'] == 'eval']
-  lines = [(r['name'], r['step']) for r in evaluated]
-  assert lines == [('rl', spec.rl.steps), ('sft', 0)]
+  lines = [(r['name'], r['step'], r['axis']) for r in evaluated]
+  axes = job.systems.family.axes
+  others = [
+    (f'{stage}_{axis}', step, axis)
+    for stage, step in (('rl', spec.rl.steps), ('sft', 0))
+    for axis in axes[1:]
+  ]
+  first = [('rl', spec.rl.steps, axes[0]), ('sft', 0, axes[0])]
+  assert [row for row in lines if row[-1] == axes[0]] == first
+  assert [row for row in lines if row[-1] != axes[0]] == others
 
 
 def test_a_damaged_policy_ends_a_colocated_run_by_name(

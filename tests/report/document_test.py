@@ -47,7 +47,7 @@ class Tags(html.parser.HTMLParser):
     return ' '.join(' '.join(self.words).split())
 
 
-def write_evaluation(out, step, name, passed, episodes):
+def write_evaluation(out, step, name, passed, episodes, **more):
   low, high = intervals.wilson(passed, episodes)
   out.write(
     'eval',
@@ -60,6 +60,7 @@ def write_evaluation(out, step, name, passed, episodes):
     passed=passed,
     unfinished_rate=0.05,
     infrastructure=2,
+    **more,
   )
 
 
@@ -225,6 +226,23 @@ def test_an_empty_workdir_has_a_report(tmp_path):
   text = Tags(document.write_report(tmp_path).read_text()).text
   for part in ('Reward', 'Episodes', 'Manifest', 'Wall time', 'Configuration'):
     assert f'{part}: not yet.' in text
+
+
+def test_each_axis_is_a_line_and_the_first_alone_a_card(tmp_path):
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    for name, axis, passed in (
+      ('sft', 'unseen_compositions', 100),
+      ('sft_unseen_names', 'unseen_names', 37),
+    ):
+      more = {'axis': axis, 'first_edit_rate': 0.125}
+      write_evaluation(out, 0, name, passed, 200, **more)
+  page = document.write_report(tmp_path).read_text()
+  lines = rows_of(page, 'By what of the tasks training never saw')
+  assert [line[:3] + line[5:] for line in lines] == [
+    ['sft', 'unseen_compositions', '50.0', '12.5', '5.0'],
+    ['sft', 'unseen_names', '18.5', '12.5', '5.0'],
+  ]
+  assert page.count('class="card"') == 2  # Before and after.
 
 
 def test_an_episode_that_a_monitor_flagged_did_not_pass(tmp_path):

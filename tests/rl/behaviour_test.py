@@ -116,7 +116,12 @@ def test_every_figure_of_ten_episodes():
     'unfinished_rate': 1 / 8,
     'valid_episodes': 5,
     'passed_valid': 3,
+    'first_edit_rate': None,
   }
+  firsts = [True, False, True, *[False] * 5]
+  found = behaviour.pass_rate(episodes[:8], firsts)
+  assert found.first_edit_rate == 2 / 8
+  assert behaviour.pass_rate(episodes, [None] * 10).first_edit_rate is None
 
 
 def test_no_judged_episode_is_no_division_by_zero():

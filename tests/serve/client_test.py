@@ -19,7 +19,7 @@ from composer_jax.text import chat, tool_calls
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.serve import scripted as serving
 
-TASK = family.generate(3, 'held_out')
+TASK = family.generate(3, 'unseen_all')
 EDIT = f'edit {TASK.path} {TASK.function}\n{TASK.reference}'
 HONEST = ['list', f'read {TASK.path}', EDIT, 'test', 'finish']
 OPTIONS = episode.EpisodeOptions(

@@ -7,6 +7,7 @@ which the code is tested. No two compositions compute the same function.
 import dataclasses
 import functools
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +21,22 @@ class Component:
   """An aggregate, a map or a filter.
 
   In the texts `{v}` stands for the loop variable, `{a}` for the argument, `{k}`
-  for the constant, `{f}` for the filter's words and `{g}` for the generator of
-  mapped values.
+  for the constant, `{f}` for the filter's words, `{m}` for the map's and `{g}`
+  for the generator of mapped values. Of each kind of words the last wording is
+  held out: it describes tasks of unseen wordings and no other.
 
   Attributes:
     code: Python expression.
-    words: part of "Return <aggregate> <map> <filter>."
-    order: part of "Take <filter>, <map>, <aggregate>."
     meaning: function of the mapped values, or of a value and the constant.
+    nouns: wordings as part of "Return <aggregate of map of filter>."
+    orders: wordings as part of "Take <filter>, <map>, <aggregate>."; ('',) for
+      a map that such a description leaves out.
   """
 
   code: str
-  words: str
-  order: str
   meaning: Callable[..., Any]
+  nouns: tuple[str, ...]
+  orders: tuple[str, ...] = ()
 
   @property
   def has_constant(self) -> bool:
@@ -41,47 +44,127 @@ class Component:
 
 
 AGGREGATES = {
-  'sum': Component('sum({g})', 'the sum of', 'return their sum', sum),
-  'largest': Component('max(({g}), default=0)', 'the largest of',
-                       'return the largest', lambda m: max(m, default=0)),
-  'smallest': Component('min(({g}), default=0)', 'the smallest of',
-                        'return the smallest', lambda m: min(m, default=0)),
-  'first': Component('next(({g}), 0)', 'the first of',
-                     'return the first', lambda m: m[0] if m else 0),
-  'list': Component('[{g}]', 'a list of', 'return a list', list),
-  'sorted': Component('sorted({g})', 'a sorted list of',
-                      'return them sorted', sorted),
-  'descending': Component('sorted(({g}), reverse=True)', 'a descending list of',
-                          'return them descending', lambda m: sorted(m)[::-1]),
-  'reversed': Component('[{g}][::-1]', 'a reversed list of',
-                        'return them reversed', lambda m: m[::-1]),
+  'sum': Component(
+    'sum({g})', sum,
+    ('the sum of {m}', 'the total of {m}', 'the sum over {m}',
+     'the sum total of {m}'),
+    ('return their sum', 'add them up', 'give the total of these',
+     'give the sum of these')),
+  'largest': Component(
+    'max(({g}), default=0)', lambda m: max(m, default=0),
+    ('the largest of {m}', 'the maximum of {m}', 'the maximum over {m}',
+     'the largest one of {m}'),
+    ('return the largest', 'give the maximum', 'keep only the largest',
+     'keep only the maximum')),
+  'smallest': Component(
+    'min(({g}), default=0)', lambda m: min(m, default=0),
+    ('the smallest of {m}', 'the minimum of {m}', 'the minimum over {m}',
+     'the smallest one of {m}'),
+    ('return the smallest', 'give the minimum', 'keep only the smallest',
+     'keep only the minimum')),
+  'first': Component(
+    'next(({g}), 0)', lambda m: m[0] if m else 0,
+    ('the first of {m}', 'the very first of {m}', 'the first in {m}',
+     'the first one of {m}'),
+    ('return the first', 'give the first one', 'keep the very first',
+     'keep only the first')),
+  'list': Component(
+    '[{g}]', list,
+    ('a list of {m}', 'the list of {m}', 'a plain list of {m}',
+     'just a list of {m}'),
+    ('return a list', 'give a plain list', 'list them', 'just list these')),
+  'sorted': Component(
+    'sorted({g})', sorted,
+    ('a sorted list of {m}', 'an ascending list of {m}',
+     'the sorted list of {m}', 'a list in ascending order of {m}'),
+    ('return them sorted', 'sort them', 'list them ascending',
+     'list these sorted')),
+  'descending': Component(
+    'sorted(({g}), reverse=True)', lambda m: sorted(m)[::-1],
+    ('a descending list of {m}', 'a falling list of {m}',
+     'the descending list of {m}', 'a list in descending order of {m}'),
+    ('return them descending', 'sort them falling', 'list them descending',
+     'list these falling')),
+  'reversed': Component(
+    '[{g}][::-1]', lambda m: m[::-1],
+    ('a reversed list of {m}', 'a backward list of {m}',
+     'the reversed list of {m}', 'a list in reversed order of {m}'),
+    ('return them reversed', 'reverse them', 'list them backward',
+     'list these reversed')),
 }  # fmt: skip
 MAPS = {
-  'itself': Component('{v}', '{f}', '', lambda v, k: v),
-  'double': Component('2 * {v}', 'the doubles of {f}',
-                      'double each', lambda v, k: v + v),
-  'square': Component('{v} * {v}', 'the squares of {f}',
-                      'square each', lambda v, k: v**2),
-  'cube': Component('{v} ** 3', 'the cubes of {f}',
-                    'cube each', lambda v, k: v * v * v),
-  'negate': Component('-{v}', 'the negations of {f}',
-                      'negate each', lambda v, k: 0 - v),
-  'plus': Component('{v} + {k}', '{f}, each plus {k}',
-                    'add {k} to each', lambda v, k: k + v),
+  'itself': Component(
+    '{v}', lambda v, k: v,
+    ('{f}', '{f} as they are', '{f} unchanged', '{f} left as they are'),
+    ('', 'keep them as they are', 'leave them unchanged',
+     'leave these as they are')),
+  'double': Component(
+    '2 * {v}', lambda v, k: v + v,
+    ('the doubles of {f}', 'twice {f}', '{f}, each doubled',
+     'the double of {f}'),
+    ('double each', 'take twice each', 'double them all', 'double these')),
+  'square': Component(
+    '{v} * {v}', lambda v, k: v**2,
+    ('the squares of {f}', '{f} squared', '{f}, each squared',
+     'the square of {f}'),
+    ('square each', 'take their squares', 'square them all', 'square these')),
+  'cube': Component(
+    '{v} ** 3', lambda v, k: v * v * v,
+    ('the cubes of {f}', '{f} cubed', '{f}, each cubed',
+     'the cube of {f}'),
+    ('cube each', 'take their cubes', 'cube them all', 'cube these')),
+  'negate': Component(
+    '-{v}', lambda v, k: 0 - v,
+    ('the negations of {f}', '{f} negated', '{f}, each negated',
+     'the negation of {f}'),
+    ('negate each', 'take their negations', 'negate them all',
+     'negate these')),
+  'plus': Component(
+    '{v} + {k}', lambda v, k: k + v,
+    ('{f}, each plus {k}', '{f} plus {k}', '{f}, each raised by {k}',
+     '{f} raised by {k} each'),
+    ('add {k} to each', 'raise each by {k}', 'add {k} to them all',
+     'raise these by {k}')),
 }  # fmt: skip
 FILTERS = {
-  'all': Component('', 'the {a}', '', lambda v, k: True),
-  'even': Component('{v} % 2 == 0', 'the even {a}', '',
-                    lambda v, k: v in range(-98, 99, 2)),
-  'odd': Component('{v} % 2 == 1', 'the odd {a}', '',
-                   lambda v, k: v in range(-99, 99, 2)),
-  'positive': Component('{v} > 0', 'the positive {a}', '', lambda v, k: v >= 1),
+  'all': Component(
+    '', lambda v, k: True,
+    ('the {a}', 'all {a}', 'every one of {a}', 'all of {a}')),
+  'even': Component(
+    '{v} % 2 == 0', lambda v, k: v in range(-98, 99, 2),
+    ('the even {a}', 'the {a} that are even', 'even numbers of {a}',
+     'only even {a}')),
+  'odd': Component(
+    '{v} % 2 == 1', lambda v, k: v in range(-99, 99, 2),
+    ('the odd {a}', 'the {a} that are odd', 'odd numbers of {a}',
+     'only odd {a}')),
+  'positive': Component(
+    '{v} > 0', lambda v, k: v >= 1,
+    ('the positive {a}', 'the {a} that are positive', 'positive ones of {a}',
+     'only positive {a}')),
   'negative': Component(
-    '{v} < 0', 'the negative {a}', '', lambda v, k: v <= -1
-  ),
-  'above': Component('{v} > {k}', 'the {a} above {k}', '', lambda v, k: k < v),
-  'below': Component('{v} < {k}', 'the {a} below {k}', '', lambda v, k: k > v),
+    '{v} < 0', lambda v, k: v <= -1,
+    ('the negative {a}', 'the {a} that are negative', 'negative ones of {a}',
+     'only negative {a}')),
+  'above': Component(
+    '{v} > {k}', lambda v, k: k < v,
+    ('the {a} above {k}', 'the {a} that exceed {k}', '{a} greater than {k}',
+     '{a} that are above {k}')),
+  'below': Component(
+    '{v} < {k}', lambda v, k: k > v,
+    ('the {a} below {k}', 'the {a} that are under {k}', '{a} less than {k}',
+     '{a} that are below {k}')),
 }  # fmt: skip
+
+# Sentences, the last of each held out. `{s}` stands for an aggregate of nouns;
+# `{f}`, `{m}` and `{s}` for a filter and two orders.
+NOUN_SENTENCES = (
+  'Return {s}.', 'Compute {s}.', 'Find {s}.', 'Give {s}.',
+)  # fmt: skip
+ORDER_SENTENCES = (
+  'Take {f}, {m}, {s}.', 'From {f}: {m}, {s}.', 'Of {f}, {m}, then {s}.',
+  'Given {f}, {m} and {s}.',
+)  # fmt: skip
 
 KINDS = tuple(itertools.product(AGGREGATES, MAPS, FILTERS))
 
@@ -131,21 +214,32 @@ class Composition:
       generator += ' if ' + condition.format(k=self.filter_constant, **names)
     return 'return ' + AGGREGATES[self.aggregate].code.format(g=generator)
 
-  def docstring(self, argument: str, phrasing: int) -> str:
-    """Returns an English description; `phrasing` in range(NUM_PHRASINGS)."""
-    words = FILTERS[self.filter].words
-    chosen = words.format(a=argument, k=self.filter_constant)
-    if phrasing == len(_OPENINGS):
-      change = MAPS[self.map].order.format(k=self.map_constant)
-      steps = [f'Take {chosen}', change, AGGREGATES[self.aggregate].order]
-      return ', '.join(step for step in steps if step) + '.'
-    mapped = MAPS[self.map].words.format(f=chosen, k=self.map_constant)
-    aggregate = AGGREGATES[self.aggregate].words
-    return f'{_OPENINGS[phrasing]} {aggregate} {mapped}.'
+  def docstring(
+    self, argument: str, draw: random.Random, *, unseen: bool = False
+  ) -> str:
+    """Returns an English description in wordings drawn from the templates.
+
+    Args:
+      unseen: true for held-out wordings of every part, false for the others.
+    """
+    kept = slice(-1, None) if unseen else slice(-1)
+    aggregate, change = AGGREGATES[self.aggregate], MAPS[self.map]
+    chosen = draw.choice(FILTERS[self.filter].nouns[kept])
+    chosen = chosen.format(a=argument, k=self.filter_constant)
+    if draw.random() < _ORDER_SHARE:
+      sentence = draw.choice(ORDER_SENTENCES[kept])
+      mapped = draw.choice(change.orders[kept]).format(k=self.map_constant)
+      text = sentence.format(
+        f=chosen, m=mapped, s=draw.choice(aggregate.orders[kept])
+      )
+      return text if mapped else text.replace(', ,', ',').replace(': ,', ':')
+    mapped = draw.choice(change.nouns[kept])
+    mapped = mapped.format(f=chosen, k=self.map_constant)
+    whole = draw.choice(aggregate.nouns[kept]).format(m=mapped)
+    return draw.choice(NOUN_SENTENCES[kept]).format(s=whole)
 
 
-_OPENINGS = ('Return', 'Compute', 'Find')
-NUM_PHRASINGS = len(_OPENINGS) + 1
+_ORDER_SHARE = 1 / 3  # of descriptions, in the form of orders
 
 
 @functools.cache

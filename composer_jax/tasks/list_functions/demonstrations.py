@@ -21,6 +21,7 @@ from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import (
   environment,
   family,
+  names,
   runners,
 )
 from composer_jax.tasks.repository import scripts
@@ -80,11 +81,6 @@ class ScriptedPolicy:
     noise: Noise,
     draw: random.Random,
   ):
-    if task.held_out:
-      raise ValueError(
-        f'Task {task.task_id!r} is held out; demonstrations show train tasks '
-        'only.'
-      )
     self._task, self._tokenizer = task, tokenizer
     self._noise, self._draw = noise, draw
     self._step = self._resume = 'read'
@@ -168,17 +164,18 @@ class ScriptedPolicy:
     elif flaw == 1 or len(arguments) == 1:
       arguments[0] = self._draw.choice(_MISSING_FILES)
     else:
-      names = set(family.FUNCTIONS) - {self._task.function}
-      arguments[1] = self._draw.choice(sorted(names))
+      arguments[1] = names.draw_name(
+        'function', self._draw, unseen=False, taken={self._task.function}
+      )
     return dataclasses.replace(call, arguments=tuple(arguments))
 
   def _body(self) -> str:
-    body, like, names = self._task.reference, None, family.names_of(self._task)
+    body, like = self._task.reference, None
     if self._has_read and self._happens(self._noise.wrong_edit):
       like = family.composition_of(self._task)
     if like or not self._has_read:
-      wrong = family.draw_composition('train', self._draw, like=like)
-      body = wrong.body(*names)
+      wrong = family.draw_composition(self._draw, like=like)
+      body = wrong.body(*family.names_of(self._task))
     if self._happens(self._noise.broken_edit):
       broken = body.rstrip(')]')
       body = broken if broken != body else body.rsplit(' ', 1)[0] + ' ('
@@ -246,6 +243,24 @@ def hindsight(
       np.concatenate([context_T, call_T]),
       np.arange(len(context_T) + len(call_T)) >= len(context_T),
     )
+
+
+def is_right_edit(task: family.FunctionTask, text: str) -> bool:
+  """True for an edit of the task's function to its reference.
+
+  Bound names may differ. A right body of another form counts as wrong.
+  """
+  try:
+    call = tool_calls.parse(text)
+    argument = family.names_of(task)[0]
+    form = source.normal_body(call.payload, argument)
+  except ValueError:
+    return False
+  return (call.name, *call.arguments) == (
+    'edit',
+    task.path,
+    task.function,
+  ) and (form == source.normal_body(task.reference, argument))
 
 
 def _edits(rollout: records.Rollout, tokenizer: Any) -> Iterator[str]:

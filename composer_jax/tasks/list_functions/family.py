@@ -1,10 +1,13 @@
 """Tasks whose missing body is an aggregate of a map of a filter of a list.
 
 The docstring of the function describes it in English; the body is one line of
-Python. A fifth of the (aggregate, map, filter) kinds is held out such that
-every pair of components still occurs in training: held-out tasks test new
-combinations of known components. No two compositions compute the same function,
-and the hidden inputs tell the right one from every other.
+Python. Names come from an open set (`names`), so that they must be copied from
+the prompt and the file, in which finished functions stand beside the missing
+one. Three things are held out, each in a split of its own, and all in a fourth:
+a fifth of the (aggregate, map, filter) kinds, such that every pair of
+components stays in training; a fifth of the stems of names; and a wording of
+every part. No two compositions compute the same function, and the hidden inputs
+tell the right one from every other.
 """
 
 import dataclasses
@@ -17,16 +20,30 @@ from typing import Any
 import numpy as np
 
 from composer_jax.tasks import source
-from composer_jax.tasks.list_functions import compositions
+from composer_jax.tasks.list_functions import compositions, names
 
 FAMILY = 'list_functions'
-SPLITS = ('train', 'held_out')
+# Held-out splits: what each has that training never sees. The rest is as in
+# training.
+AXES = {
+  'unseen_compositions': frozenset({'compositions'}),
+  'unseen_names': frozenset({'names'}),
+  'unseen_wordings': frozenset({'wordings'}),
+  'unseen_all': frozenset({'compositions', 'names', 'wordings'}),
+}
+SPLITS = ('train', *AXES)
 
-PACKAGES = ('shop', 'farm', 'bank', 'park', 'mill', 'port', 'club', 'hall')
-MODULES = ('stats', 'tools', 'lists', 'work', 'data', 'rows', 'base', 'main')
-FUNCTIONS = ('total', 'pick', 'combine', 'outcome', 'gather', 'answer', 'tally')
-ARGUMENTS = ('values', 'numbers', 'items', 'counts')
-VARIABLES = ('v', 'x', 'n', 'i')
+# Prompts; the last is an unseen wording.
+PROMPTS = (
+  'Restore `{function}` in `{path}`.',
+  'In `{path}` the body of `{function}` is missing.',
+  '`{path}` lacks the body of `{function}`.',
+  'Write the body of `{function}` in `{path}`.',
+)
+
+# Names under which the corpus is searched for held-out bodies.
+_COMMON_ARGUMENTS = ('values', 'numbers', 'items', 'counts')
+_COMMON_VARIABLES = ('v', 'x', 'n', 'i')
 
 _NUM_HIDDEN = 8
 _NUM_VISIBLE = 2
@@ -53,7 +70,7 @@ class FunctionTask:
     visible: examples that the `test` tool runs.
     hidden: examples that decide the verdict, on inputs that are not visible.
     reference: a right body, unindented.
-    held_out: true if training must never see the reference.
+    held_out: true if training must never see the task.
   """
 
   task_id: str
@@ -72,16 +89,21 @@ class FunctionTask:
     return self.module.split('.')[0]
 
 
-@functools.cache
-def _kinds_of(split: str) -> tuple[tuple[str, str, str], ...]:
-  """Returns the kinds of the split's tasks.
-
-  A held-out kind whose body is part of a train body, such as a list that train
-  tasks reverse, is in neither split.
-  """
+def unseen_of(split: str) -> frozenset[str]:
+  """Returns what of a split's tasks training never sees."""
   if split not in SPLITS:
     raise ValueError(f'split must be one of {SPLITS}; got {split!r}.')
-  if split == 'train':
+  return AXES.get(split, frozenset())
+
+
+@functools.cache
+def _kinds_of(held_out: bool) -> tuple[tuple[str, str, str], ...]:
+  """Returns the kinds of train tasks, or of unseen compositions.
+
+  A held-out kind whose body is part of a train body, such as a list that train
+  tasks reverse, is in neither.
+  """
+  if not held_out:
     return tuple(
       k for k in compositions.KINDS if not compositions.is_held_out(k)
     )
@@ -143,25 +165,39 @@ def _choose_hidden(
   return [allowed[i] for i in chosen]
 
 
+@functools.lru_cache(maxsize=64)
+def _round(split: str, seed: int, number: int) -> tuple[tuple, ...]:
+  """Returns the kinds of a split's tasks of one round, in random order."""
+  kinds = _kinds_of('compositions' in unseen_of(split))
+  draw = random.Random(f'{FAMILY}/{split}/{seed}/round {number}')
+  return tuple(draw.sample(kinds, len(kinds)))
+
+
 def draw_composition(
-  split: str, draw: random.Random, like: compositions.Composition | None = None
+  draw: random.Random, like: compositions.Composition | None = None
 ) -> compositions.Composition:
-  """Returns a random composition of the split.
+  """Returns a random train composition.
 
   Args:
     like: composition to differ from in exactly one kind; None for any.
   """
+  kinds = _kinds_of(False)
   if like is None:
-    kinds = draw.choice(_kinds_of(split))
-    like = compositions.Composition(*kinds)
-  else:
-    same = like.kinds
-    near = [k for k in _kinds_of(split) if sum(map(operator.ne, k, same)) == 1]
-    kinds = draw.choice(near)
+    return _with_constants(draw.choice(kinds), draw)
+  near = [k for k in kinds if sum(map(operator.ne, k, like.kinds)) == 1]
+  constants = like.map_constant, like.filter_constant
+  return _with_constants(draw.choice(near), draw, constants)
+
+
+def _with_constants(
+  kinds: tuple[str, str, str],
+  draw: random.Random,
+  preferred: tuple[int | None, int | None] = (None, None),
+) -> compositions.Composition:
   return compositions.Composition(
     *kinds,
-    _constant(compositions.MAPS[kinds[1]], like.map_constant, draw),
-    _constant(compositions.FILTERS[kinds[2]], like.filter_constant, draw),
+    _constant(compositions.MAPS[kinds[1]], preferred[0], draw),
+    _constant(compositions.FILTERS[kinds[2]], preferred[1], draw),
   )
 
 
@@ -183,54 +219,61 @@ def _definition(function: str, argument: str, docstring: str, body: str) -> str:
   )
 
 
-def _begin(
-  index: int, split: str, seed: int
-) -> tuple[str, random.Random, compositions.Composition]:
-  """Returns a task's id, its random source and its composition."""
-  task_id = f'{FAMILY}/{split}/{seed}/{index}'
-  draw = random.Random(task_id)
-  return task_id, draw, draw_composition(split, draw)
-
-
 def kinds_of(
   index: int, split: str, seed: int
 ) -> tuple[str, tuple[str, str, str]]:
-  """Returns the id and kinds of a task without making it."""
-  task_id, _, composition = _begin(index, split, seed)
-  return task_id, composition.kinds
+  """Returns the id and kinds of a task without making it.
+
+  Tasks take turns through all kinds of the split, so that no answer is right
+  more often than others.
+  """
+  count = len(_kinds_of('compositions' in unseen_of(split)))
+  number, place = divmod(index, count)
+  return f'{FAMILY}/{split}/{seed}/{index}', _round(split, seed, number)[place]
 
 
 def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
   """Makes a task, alike for the same arguments on every machine."""
-  task_id, draw, composition = _begin(index, split, seed)
-  package, module = draw.choice(PACKAGES), draw.choice(MODULES)
-  function, other = draw.sample(FUNCTIONS, 2)
-  argument, variable = draw.choice(ARGUMENTS), draw.choice(VARIABLES)
-  num_phrasings = compositions.NUM_PHRASINGS
-  words = composition.docstring(argument, draw.randrange(num_phrasings))
+  task_id, kinds = kinds_of(index, split, seed)
+  unseen, draw = unseen_of(split), random.Random(task_id)
+  composition = _with_constants(kinds, draw)
+  taken: set[str] = set()
+  name = functools.partial(
+    names.draw_name, draw=draw, unseen='names' in unseen, taken=taken
+  )
+  words = functools.partial(
+    compositions.Composition.docstring, draw=draw, unseen='wordings' in unseen
+  )
+  package, module, variable = map(name, ('package', 'module', 'variable'))
+  function, argument = name('function'), name('argument')
   stub = 'raise NotImplementedError'
-  definitions = [_definition(function, argument, words, stub)]
-  if draw.random() < 0.25:  # A neighbour that must stay as it is.
-    neighbour = draw_composition('train', draw)
-    words = neighbour.docstring(argument, draw.randrange(num_phrasings))
-    body = neighbour.body(argument, variable)
-    definitions.append(_definition(other, argument, words, body))
-    draw.shuffle(definitions)
+  definitions = [
+    _definition(function, argument, words(composition, argument), stub)
+  ]
+  # Neighbours that must stay as they are, and show the module's loop variable.
+  for _ in range(draw.choice((1, 1, 1, 2))):
+    other, neighbour = name('argument'), draw_composition(draw)
+    body = neighbour.body(other, variable)
+    described = words(neighbour, other)
+    definitions.append(_definition(name('function'), other, described, body))
+  draw.shuffle(definitions)
   visible, hidden = _examples(composition, draw)
+  path = f'{module}.py'
+  prompts = PROMPTS[-1:] if 'wordings' in unseen else PROMPTS[:-1]
   return FunctionTask(
     task_id=task_id,
-    prompt=f'Restore `{function}` in `{module}.py`.',
+    prompt=draw.choice(prompts).format(function=function, path=path),
     files={
       f'{package}/__init__.py': '',
-      f'{package}/{module}.py': '\n\n'.join(definitions),
+      f'{package}/{path}': '\n\n'.join(definitions),
     },
-    path=f'{module}.py',
+    path=path,
     module=f'{package}.{module}',
     function=function,
     visible=visible,
     hidden=hidden,
     reference=composition.body(argument, variable),
-    held_out=composition.held_out,
+    held_out=bool(unseen),
   )
 
 
@@ -270,18 +313,6 @@ def from_id(task_id: str) -> FunctionTask:
   return generate(int(parts[3]), parts[1], int(parts[2]))
 
 
-def bodies(split: str) -> tuple[str, ...]:
-  """Returns all bodies of the split's kinds, under every choice of names."""
-  held_out = split == 'held_out'
-  return tuple(
-    c.body(argument, variable)
-    for c in compositions.everything()
-    if c.held_out == held_out
-    for argument in ARGUMENTS
-    for variable in VARIABLES
-  )
-
-
 def names_of(task: FunctionTask) -> tuple[str, str]:
   """Returns the argument and loop variable of a task of this family."""
   text = task.files[f'{task.package}/{task.path}']
@@ -299,6 +330,16 @@ def composition_of(task: FunctionTask) -> compositions.Composition:
   return composition
 
 
-def holdout() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-  """Returns packages, functions and bodies that no corpus may contain."""
-  return PACKAGES, FUNCTIONS, bodies('held_out')
+def holdout() -> tuple[str, ...]:
+  """Returns bodies that no corpus may contain.
+
+  Names are open, so these are the held-out bodies under common names; the
+  corpus also refuses code that shares half of its 5-grams with one.
+  """
+  return tuple(
+    c.body(argument, variable)
+    for c in compositions.everything()
+    if c.held_out
+    for argument in _COMMON_ARGUMENTS
+    for variable in _COMMON_VARIABLES
+  )

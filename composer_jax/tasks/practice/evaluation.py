@@ -23,7 +23,6 @@ from composer_jax.agent import episode, summarize
 from composer_jax.core import checks, files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
-from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress
 from composer_jax.text import tokenizer as tokenizers
@@ -46,7 +45,7 @@ class EvaluationOptions:
     policy: 'gold' restores what was deleted, through the tools; 'null' calls
       finish at once; 'chat' and 'tokens' ask an endpoint, for text or for
       tokens (`serve.client`).
-    split: 'train' or 'held_out'.
+    split: 'train' or one of the family's axes; '' for the first axis.
     tasks: number of tasks, the first ones in the order of the seed; 0 for all
       of a folder.
     samples: episodes per task.
@@ -72,7 +71,6 @@ class EvaluationOptions:
 
   def __post_init__(self):
     checks.one_of(self, 'policy', POLICIES)
-    checks.one_of(self, 'split', generated.SPLITS)
     checks.at_least(self, 0, 'tasks')
     checks.at_least(self, 1, 'samples', 'threads')
     if (self.policy in ('chat', 'tokens')) != bool(self.url):
@@ -155,6 +153,12 @@ def evaluate(
     http_policy.EndpointError: the endpoint failed; finished episodes are kept.
   """
   family = systems.family
+  options = dataclasses.replace(options, split=options.split or family.axes[0])
+  if options.split not in ('train', *family.axes):
+    raise ValueError(
+      f'--split must be one of {("train", *family.axes)} for this task family; '
+      f'got {options.split!r}.'
+    )
   tasks = family.listed(options.split, options.tasks)
   limits, summary_options = limits_of(spec, options)
   fields: dict[str, Any] = dataclasses.asdict(options)

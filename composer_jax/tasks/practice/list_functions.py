@@ -28,6 +28,7 @@ _PROTOCOL_SEED = 7_000_003
 class ListFunctions:
   """An `agent.environment.TaskFamily` of endless tasks."""
 
+  axes: tuple[str, ...] = tuple(family.AXES)
   needs_execution = False
 
   def __init__(self, spec: specs.Spec):
@@ -89,6 +90,9 @@ class ListFunctions:
     return [family.generate(i, split, seed) for i in range(count)]
 
   finish_call = 'finish'
+
+  def is_right_edit(self, task_id: str, call: str) -> bool | None:
+    return demonstrations.is_right_edit(family.from_id(task_id), call)
 
   def gold(self, task: Any, tokenizer: Any) -> environments.Policy:
     """Returns a policy that solves the task without a mistake."""

@@ -47,8 +47,7 @@ _REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 _CODE = ('composer_jax', 'configs', 'experiments/*.py', 'constraints.txt')
 
 _SHARED = ('corpus', 'tokenizer.json', 'sandbox.json', 'exports/cpt')
-_SFT = ('exports/sft', 'evaluation_sft.json', 'evaluation_sft_episodes.jsonl')
-_SFT += ('demonstrations.json', 'sft_transcripts.txt')
+_SFT = ('exports/sft', 'demonstrations.json', 'sft_transcripts.txt')
 
 _NOISE = ('wrong_tool', 'wrong_arguments', 'detour', 'skip_read')
 _NOISE += ('wrong_edit', 'broken_edit', 'skip_test', 'give_up')
@@ -117,7 +116,8 @@ def _arm(seed: int, arm: str) -> None:
   if arm != 'main':
     _share(main, workdir, _SHARED)
   if arm == 'shuffled':
-    _share(main, workdir, _SFT)
+    evaluations = [path.name for path in main.glob('evaluation_sft*')]
+    _share(main, workdir, [*_SFT, *sorted(evaluations)])
     overrides.append('--config.rl.reward=shuffled')
   elif arm == 'flawless':
     program, final_stage = 'experiments.sft', 'sft'

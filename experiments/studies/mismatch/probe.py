@@ -145,7 +145,7 @@ def _sample(
 ) -> list[records.Trajectory]:
   seed = options.seed + _SEED
   collector = collect.Collector(
-    task_of_group=lambda g: family.generate(g, 'held_out', seed),
+    task_of_group=lambda g: family.generate(g, 'unseen_all', seed),
     play=collect.episode_player(
       policy.tokenizer,
       lambda task: environment.FunctionEnvironment(

@@ -19,12 +19,14 @@ def test_one_composition_literally():
   assert composition.body('items', 'x') == (
     'return max((x + 3 for x in items if x > 2), default=0)'
   )
-  assert composition.docstring('items', 0) == (
-    'Return the largest of the items above 2, each plus 3.'
-  )
-  assert composition.docstring('items', 3) == (
-    'Take the items above 2, add 3 to each, return the largest.'
-  )
+  words = descriptions(composition, unseen=False)
+  assert 'Return the largest of the items above 2, each plus 3.' in words
+  assert 'Take the items above 2, add 3 to each, return the largest.' in words
+  words = descriptions(composition, unseen=True)
+  assert words == {
+    'Give the largest one of items that are above 2 raised by 3 each.',
+    'Given items that are above 2, raise these by 3 and keep only the maximum.',
+  }
   assert composition.evaluate([1, 2, 3, 7, 5]) == 10
   assert composition.evaluate([1, 2]) == 0
 
@@ -41,11 +43,34 @@ def test_code_computes_the_meaning():
       assert scope['f'](list(values)) == composition.evaluate(values), body
 
 
-def test_words_determine_the_function():
-  everything = compositions.everything()
-  for phrasing in range(compositions.NUM_PHRASINGS):
-    words = {c.docstring('values', phrasing) for c in everything}
-    assert len(words) == COUNT
+def descriptions(composition, unseen, count=400):
+  draw = random.Random(0)
+  return {
+    composition.docstring('items', draw, unseen=unseen) for _ in range(count)
+  }
+
+
+def test_a_description_fits_one_function_only():
+  meant = {}
+  for composition in compositions.everything():
+    for unseen in (False, True):
+      for words in descriptions(composition, unseen, count=40):
+        assert meant.setdefault(words, composition) == composition, words
+  assert len(meant) > 20 * COUNT
+
+
+def test_every_kind_of_words_has_a_wording_that_training_lacks():
+  parts = [
+    part
+    for table in (compositions.AGGREGATES, compositions.MAPS)
+    for component in table.values()
+    for part in (component.nouns, component.orders)
+  ]
+  parts += [component.nouns for component in compositions.FILTERS.values()]
+  parts += [compositions.NOUN_SENTENCES, compositions.ORDER_SENTENCES]
+  for wordings in parts:
+    assert len(wordings) >= 4 and wordings[-1] not in wordings[:-1]
+    assert wordings[-1], 'nothing is no unseen wording'
 
 
 def test_a_body_is_recognised_under_any_names_and_no_other_body_is():

@@ -1,6 +1,13 @@
-"""Laws of the list_functions family: the split, the examples, the ids."""
+"""Laws of the list_functions family: the splits, the examples, the ids."""
 
+import ast
+import collections
+import hashlib
+import os
 import random
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -9,6 +16,7 @@ from composer_jax.tasks.list_functions import (
   compositions,
   environment,
   family,
+  names,
   runners,
 )
 
@@ -42,26 +50,152 @@ def test_a_task_is_the_same_for_the_same_arguments(tasks):
   assert family.generate(0, 'train', 1) != tasks['train'][0]
 
 
+_DIGEST = """
+import hashlib
+from composer_jax.tasks.list_functions import family
+tasks = [family.generate(i, s) for s in family.SPLITS for i in range(12)]
+print(hashlib.sha256(repr(tasks).encode()).hexdigest())
+"""
+
+
+def test_splits_are_the_same_in_every_process_and_on_every_machine(tasks):
+  chosen = [t for s in family.SPLITS for t in tasks[s][:12]]
+  here = hashlib.sha256(repr(chosen).encode()).hexdigest()
+  for seed in ('1', '2'):
+    printed = subprocess.run(
+      [sys.executable, '-c', _DIGEST],
+      env={**os.environ, 'PYTHONHASHSEED': seed},
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    assert printed.stdout.strip() == here
+  # What every machine has; it changes with the tasks.
+  assert here[:16] == '2e52eba6ba217e41'
+
+
+def _docstrings(task):
+  return [node.body[0].value.value for node in source.parse(_text(task)).body]
+
+
 def test_the_prompt_and_the_docstring_say_what_to_do(tasks):
-  for task in tasks['train'] + tasks['held_out']:
-    assert task.prompt == f'Restore `{task.function}` in `{task.path}`.'
+  for task in sum(tasks.values(), []):
+    assert (
+      f'`{task.function}`' in task.prompt and f'`{task.path}`' in task.prompt
+    )
     composition = family.composition_of(task)
     argument, variable = family.names_of(task)
     assert task.reference == composition.body(argument, variable)
-    phrasings = range(compositions.NUM_PHRASINGS)
-    words = [composition.docstring(argument, p) for p in phrasings]
     function = source.find(source.parse(_text(task)), task.function)
     assert function is not None
-    docstring = function.body[0].value.value
-    assert docstring in words
+    # That a description fits no other function is a law of compositions.
+    constants = {composition.map_constant, composition.filter_constant}
+    words = function.body[0].value.value
+    assert set(map(int, re.findall(r'\b\d\b', words))) == constants - {None}
+    assert re.search(rf'\b{argument}\b', words)
 
 
-def test_the_split_is_by_kinds(tasks):
+def _names(task):
+  """Returns every name of a task."""
+  found = set(task.module.split('.'))
+  for node in ast.walk(source.parse(_text(task))):
+    if isinstance(node, ast.FunctionDef):
+      found |= {node.name, *(a.arg for a in node.args.args)}
+    elif isinstance(node, ast.comprehension):
+      found.add(node.target.id)
+  return found | {family.names_of(task)[1]}
+
+
+def _stems(task):
+  return {stem for name in _names(task) for stem in name.split('_')}
+
+
+def _unseen_wordings(task):
+  """Returns the held-out wordings in a task's prompt and docstrings."""
+  last = [family.PROMPTS[-1].format(function='F', path='P')]
+  last += [compositions.NOUN_SENTENCES[-1], compositions.ORDER_SENTENCES[-1]]
+  for table in (
+    compositions.AGGREGATES, compositions.MAPS, compositions.FILTERS
+  ):  # fmt: skip
+    for component in table.values():
+      last += [component.nouns[-1], *component.orders[-1:]]
+  texts = [*_docstrings(task), re.sub('`.*?`', '`F`', task.prompt)]
+  return {
+    wording
+    for wording in last
+    for text in texts
+    if re.search(
+      r'\b.+'.join(
+        re.escape(piece.strip())
+        for piece in re.split(r'\{\w\}|`[FP]`', wording)
+        if piece.strip(' .')
+      )
+      + r'(?=\W|$)',
+      text,
+    )
+  }
+
+
+def test_each_axis_has_what_training_lacks_and_nothing_else(tasks):
+  seen = set().union(*map(_stems, tasks['train']))
+  assert len(seen) > 900
   for split, generated in tasks.items():
+    unseen = family.unseen_of(split)
     for task in generated:
-      held_out = family.composition_of(task).held_out
-      assert task.held_out == held_out == (split == 'held_out')
-      assert f'/{split}/' in task.task_id
+      composition = family.composition_of(task)
+      assert composition.held_out == ('compositions' in unseen)
+      stems = _stems(task)
+      if 'names' in unseen:
+        assert all(map(names.is_unseen, stems)) and not stems & seen
+      else:
+        assert not any(map(names.is_unseen, stems))
+      assert bool(_unseen_wordings(task)) == ('wordings' in unseen), task
+      assert task.held_out == bool(unseen) == (split != 'train')
+      assert task.task_id.startswith(f'list_functions/{split}/')
+
+
+def test_names_come_from_large_sets_and_differ_within_a_task(tasks):
+  for kind in ('package', 'module', 'function', 'argument', 'variable'):
+    draw = random.Random(0)
+    drawn = [
+      names.draw_name(kind, draw, unseen=unseen, taken=set())
+      for unseen in (False, True)
+      for _ in range(2000)
+    ]
+    # Of variables, half have a single letter.
+    assert len(set(drawn)) > (1200 if kind == 'variable' else 2000), kind
+    assert all(name.isidentifier() for name in drawn)
+    assert not names.RESERVED & {s for n in drawn for s in n.split('_')}
+  for task in tasks['train']:
+    functions = source.parse(_text(task)).body
+    assert 2 <= len(functions) <= 3
+    assert len(_names(task)) == 3 + 2 * len(functions)
+
+
+def test_no_word_of_a_description_can_be_a_name():
+  words = set()
+  for table in (
+    compositions.AGGREGATES, compositions.MAPS, compositions.FILTERS
+  ):  # fmt: skip
+    for component in table.values():
+      words.update(*(w.split() for w in component.nouns + component.orders))
+  for text in compositions.NOUN_SENTENCES + compositions.ORDER_SENTENCES:
+    words |= set(text.lower().split())
+  words = {w for w in words if re.fullmatch('[a-z]{2,}', w)}
+  drawable = re.compile('[a-z]{2,4}|([bdfgklmnprstvz][aeiou]){2,4}')
+  assert not words & set(names.WORDS)
+  assert {w for w in words if drawable.fullmatch(w)} <= names.RESERVED
+
+
+@pytest.mark.parametrize('split', family.SPLITS)
+def test_the_best_answer_to_an_unseen_prompt_passes_one_in_twenty(split):
+  """One body for all tasks, even if it had the right names."""
+  for seed in (0, 3_000_017):
+    answers = collections.Counter(
+      family.composition_of(family.generate(i, split, seed)) for i in range(200)
+    )
+    # No composition passes the hidden examples of another.
+    assert max(answers.values()) / 200 <= 0.05
 
 
 def test_no_held_out_body_is_in_any_train_task_or_wrong_edit(tasks):
@@ -71,21 +205,21 @@ def test_no_held_out_body_is_in_any_train_task_or_wrong_edit(tasks):
     if c.held_out
   }
   draw = random.Random(0)
-  for task in tasks['train'] + tasks['held_out']:
+  for task in tasks['train'] + tasks['unseen_all']:
     # Neighbours, in held-out tasks too, are train compositions.
     assert not held_out & _bodies_in(task)
   for task in tasks['train']:
     form = source.normal_body(task.reference, family.names_of(task)[0])
     assert form not in held_out
     right = family.composition_of(task)
-    near = family.draw_composition('train', draw, like=right)
+    near = family.draw_composition(draw, like=right)
     assert not near.held_out
     differing = [a != b for a, b in zip(near.kinds, right.kinds, strict=True)]
     assert sum(differing) == 1
 
 
 def test_no_other_composition_passes_the_hidden_examples(tasks):
-  for task in tasks['train'][:60] + tasks['held_out'][:60]:
+  for task in tasks['train'][:60] + tasks['unseen_all'][:60]:
     passing = [
       c
       for c in compositions.everything()
@@ -96,7 +230,7 @@ def test_no_other_composition_passes_the_hidden_examples(tasks):
 
 
 def test_hidden_and_visible_examples_share_no_input(tasks):
-  for task in tasks['train'] + tasks['held_out']:
+  for task in tasks['train'] + tasks['unseen_all']:
     inputs = [repr(args) for args, _ in task.visible + task.hidden]
     assert len(task.visible) == 2
     assert len(inputs) == len(set(inputs)) >= 10
@@ -104,7 +238,7 @@ def test_hidden_and_visible_examples_share_no_input(tasks):
 
 def test_a_table_of_the_visible_examples_fails_the_hidden_ones(tasks):
   runner = runners.TrustedRunner()
-  for task in tasks['held_out'][:40]:
+  for task in tasks['unseen_all'][:40]:
     argument, _ = family.names_of(task)
     lines = [
       f'if {argument} == {args[0]!r}: return {expected!r}'
@@ -124,13 +258,14 @@ def test_a_table_of_the_visible_examples_fails_the_hidden_ones(tasks):
     assert not environment.verify(task, files, runner, True).passed
 
 
-def test_holdout_lists_every_held_out_body_that_a_task_can_have(tasks):
-  packages, functions, bodies = family.holdout()
-  assert {t.reference for t in tasks['held_out']} <= set(bodies)
-  assert not {t.reference for t in tasks['train']} & set(bodies)
-  for task in tasks['held_out']:
-    assert task.package in packages
-    assert task.function in functions
+def test_holdout_lists_every_held_out_composition_and_no_other():
+  forms = {
+    source.normal_body(body, re.search(r' in (\w+)', body)[1])
+    for body in family.holdout()
+  }
+  assert {compositions.recognise(form) for form in forms} == {
+    c for c in compositions.everything() if c.held_out
+  }
 
 
 @pytest.mark.parametrize(
@@ -147,5 +282,9 @@ def test_an_unknown_split_is_refused():
 
 
 def test_no_held_out_body_stands_inside_a_training_body(tasks):
-  shown = '\n'.join(family.bodies('train'))
-  assert not [t.task_id for t in tasks['held_out'] if t.reference in shown]
+  shown = [
+    c.body('a', 'v') for c in compositions.everything() if not c.held_out
+  ]
+  shown = '\n'.join(shown)
+  for task in tasks['unseen_compositions']:
+    assert family.composition_of(task).body('a', 'v') not in shown

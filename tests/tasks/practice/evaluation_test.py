@@ -115,7 +115,6 @@ def test_a_flagged_episode_is_played_and_not_passed():
   ('changes', 'message'),
   [
     ({'policy': 'best'}, "policy must be one of .* got 'best'"),
-    ({'split': 'test'}, "split must be one of .* got 'test'"),
     ({'samples': 0}, 'samples must be .* got 0'),
     ({'policy': 'chat'}, "--url \\(''\\)"),
     ({'policy': 'tokens', 'url': 'http://x/v1'}, '--policy=tokens needs --tok'),
@@ -124,6 +123,27 @@ def test_a_flagged_episode_is_played_and_not_passed():
 def test_what_cannot_be_is_named(changes, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(GOLD, **changes)
+
+
+@pytest.mark.parametrize('split', ['', 'train', 'unseen_all'])
+def test_the_solution_passes_generated_tasks_of_every_split(tmp_path, split):
+  config = tiny.get_config('smoke')
+  config.sandbox.level = 'static'
+  made = wiring.spec_of(config.to_dict())
+  options = dataclasses.replace(GOLD, split=split, tasks=3)
+  assert evaluate(made, options, tmp_path)['overall']['passed'] == 3
+  rows = evaluation.read(tmp_path)
+  assert {task_id.split('/')[1] for task_id, _ in rows} == {
+    split or 'unseen_compositions'
+  }
+
+
+def test_a_split_that_the_family_has_not_is_named(spec, tmp_path):
+  options = dataclasses.replace(GOLD, split='unseen_names')
+  with pytest.raises(
+    ValueError, match=r"'train', 'held_out'\) .*'unseen_names'"
+  ):
+    evaluate(spec, options, tmp_path)
 
 
 def test_lines_are_json(spec, tmp_path):

@@ -236,7 +236,7 @@ def test_hints_are_of_training_and_of_nothing_else(spec, tokenizer, tmp_path):
   hinted = play(collector(spec, tokenizer, tmp_path), tokenizer, 0)
   assert [h.kind for h in hinted.hints] == ['bad_arguments']
   evaluated = runs.collector(
-    spec, tokenizer, runners.StaticRunner(), split='held_out'
+    spec, tokenizer, runners.StaticRunner(), split='unseen_all'
   )
   assert not play(evaluated, tokenizer, 0).hints
 

@@ -1,0 +1,95 @@
+"""Names of packages, modules, functions, arguments and variables.
+
+A name is one stem or two, drawn from words, syllables and letters. A hash
+divides the stems in two: a name of a training task has no stem that a name of
+an unseen-names task can have, on any machine.
+"""
+
+import random
+import string
+import zlib
+
+_WORDS = """
+  acre amber anchor apple arrow atlas autumn badge barn basin beacon birch
+  bison blanket bottle bridge bronze bucket button cabin camera candle canyon
+  carbon castle cedar chalk cherry circus clover cobalt comet copper coral
+  cotton crater crown delta desert diamond dragon eagle echo ember engine
+  falcon farm feather fern forest fossil garden ginger glacier granite hammer
+  harbor hazel helmet honey island ivory jacket jungle kettle ladder lantern
+  lemon library lizard magnet maple marble market meadow mirror monkey needle
+  nickel ocean orbit orchard oyster paddle panda paper pebble pepper piano
+  pilot planet pocket quarry rabbit ribbon river rocket saddle salmon shadow
+  shelf signal silver socket spider spring statue studio summit sunset table
+  temple ticket timber tunnel turtle valley velvet violin walnut window winter
+  account agent answer block bonus branch budget cache cargo channel client
+  cost count course credit entry event figure grade group height hour invoice
+  item label length level limit line mark member model moment node number
+  outcome packet part path payment period piece player point price profile
+  queue rating reading record report result reward role route row sample score
+  season sensor shift size stage state step stock store stream tally target
+  task team term token tool track trip unit user value visit volume wage
+  weight width worker year zone
+"""
+WORDS = tuple(_WORDS.split())
+_CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
+
+# Words of Python and of the descriptions that are short enough to be drawn.
+_RESERVED = """
+  abs add all an and any are as back bin body bool by case chr cube def del
+  dict dir each elif else eval even exec exit find for from give hash help hex
+  id if in int is iter just keep left len less list map max min negate
+  negative next not oct odd of one ones only open or ord over pass plus
+  positive pow quit repr set sort str sum take than that the them then they to
+  try type up vars very what with zip
+"""
+RESERVED = frozenset(_RESERVED.split())
+
+
+def is_unseen(stem: str) -> bool:
+  """True for the fifth of all stems that no name of a training task has."""
+  return zlib.crc32(stem.encode()) % 5 == 0
+
+
+def _syllables(draw: random.Random, count: int) -> str:
+  return ''.join(
+    draw.choice(_CONSONANTS) + draw.choice(_VOWELS) for _ in range(count)
+  )
+
+
+def _letters(draw: random.Random, count: int) -> str:
+  return ''.join(draw.choice(string.ascii_lowercase) for _ in range(count))
+
+
+def _stem(draw: random.Random, kind: str) -> str:
+  if kind == 'package':  # Long enough to be no module of Python's own.
+    return _syllables(draw, 4)
+  if kind == 'variable':
+    return _letters(draw, draw.choice((1, 1, 2, 3)))
+  return draw.choice(
+    (
+      draw.choice(WORDS),
+      _syllables(draw, draw.choice((2, 2, 3))),
+      _letters(draw, draw.choice((2, 3))),
+    )
+  )
+
+
+def draw_name(
+  kind: str, draw: random.Random, *, unseen: bool, taken: set[str]
+) -> str:
+  """Returns a name and adds it to those taken.
+
+  Args:
+    kind: 'package', 'module', 'function', 'argument' or 'variable'.
+    unseen: true for stems that no training task has, false for the others.
+    taken: names of the same task, which must differ.
+  """
+  while True:
+    num_stems = draw.choice((1, 1, 2)) if kind == 'function' else 1
+    stems = [_stem(draw, kind) for _ in range(num_stems)]
+    name = '_'.join(stems)
+    if any(s in RESERVED or is_unseen(s) != unseen for s in stems):
+      continue
+    if name not in taken:
+      taken.add(name)
+      return name
