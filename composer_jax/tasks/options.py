@@ -43,10 +43,13 @@ class DemonstrationOptions(demonstrations.Noise):
       then no tasks of RL, which needs rl.steps x rl.prompts others.
     conversations: file of the user's own conversations to learn beside them,
       for an imported model; '' for none.
+    context_loss: share of transcripts of list functions with loss on prompt and
+      answers as well as on calls: their files repeat names and describe code.
   """
 
   count: int = 7000
   conversations: str = ''
+  context_loss: float = 0.0
   wrong_tool: float = 0.1
   wrong_arguments: float = 0.05
   detour: float = 0.03
@@ -58,4 +61,5 @@ class DemonstrationOptions(demonstrations.Noise):
 
   def __post_init__(self):
     checks.at_least(self, 1, 'count')
+    checks.number(self, 0, 'context_loss', highest=1)
     demonstrations.Noise.__post_init__(self)

@@ -33,12 +33,14 @@ AXES = {
 }
 SPLITS = ('train', *AXES)
 
-# Prompts; the last is an unseen wording.
+# Prompts; the last is an unseen wording. Names stand after a space, as in code
+# and in calls: there the tokenizer gives a name the same pieces, so that it can
+# be copied without knowing how its pieces are spelt.
 PROMPTS = (
-  'Restore `{function}` in `{path}`.',
-  'In `{path}` the body of `{function}` is missing.',
-  '`{path}` lacks the body of `{function}`.',
-  'Write the body of `{function}` in `{path}`.',
+  'Restore {function} in {path}.',
+  'In {path} the body of {function} is missing.',
+  'The file {path} lacks the body of {function}.',
+  'Write the body of {function} in {path}.',
 )
 
 # Names under which the corpus is searched for held-out bodies.
@@ -250,12 +252,11 @@ def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
   definitions = [
     _definition(function, argument, words(composition, argument), stub)
   ]
-  # Neighbours that must stay as they are, and show the module's loop variable.
-  for _ in range(draw.choice((1, 1, 1, 2))):
-    other, neighbour = name('argument'), draw_composition(draw)
-    body = neighbour.body(other, variable)
-    described = words(neighbour, other)
-    definitions.append(_definition(name('function'), other, described, body))
+  # A neighbour that must stay as it is, and shows the module's loop variable.
+  other, neighbour = name('argument'), draw_composition(draw)
+  body = neighbour.body(other, variable)
+  described = words(neighbour, other)
+  definitions.append(_definition(name('function'), other, described, body))
   draw.shuffle(definitions)
   visible, hidden = _examples(composition, draw)
   path = f'{module}.py'

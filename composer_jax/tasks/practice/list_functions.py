@@ -116,10 +116,15 @@ class ListFunctions:
     transcript, if RL gives hints: the model after SFT reads them as a teacher.
     Those that are longer than a row are left out and counted.
     """
-    count = job.spec.systems['demonstrations'].count
+    options = job.spec.systems['demonstrations']
+    count = options.count
     shown, advised = _play(job, count + max(32, count // 20))
-    learnt = [*shown[:count], *itertools.chain(*advised[:count])]
-    return learnt, shown[count:]
+    draw = random.Random(f'context_loss/{job.spec.seed}')
+    whole = [
+      (tokens_T, mask_T | (draw.random() < options.context_loss))
+      for tokens_T, mask_T in shown[:count]
+    ]
+    return [*whole, *itertools.chain(*advised[:count])], shown[count:]
 
 
 def protocol_texts() -> list[str]:

@@ -16,7 +16,7 @@ from composer_jax.tasks.list_functions import family, runners
 
 TASK = family.FunctionTask(
   task_id='hand/made',
-  prompt='Restore `total` in `stats.py`.',
+  prompt='Restore total in stats.py.',
   files={
     'shop/__init__.py': '',
     'shop/stats.py': (

@@ -10,6 +10,7 @@ from composer_jax import wiring
 from composer_jax.agent import rewards
 from composer_jax.core import records
 from composer_jax.pipeline import stages
+from composer_jax.rl.hints import distill
 from composer_jax.sandbox import base
 from composer_jax.tasks import curriculum, judging
 from composer_jax.tasks.list_functions import family, runners
@@ -210,7 +211,9 @@ def collector(spec, tokenizer, workdir):
 
 
 def play(player, tokenizer, group, member=0, calls=('read nothing', 'finish')):
-  return player.rollout(scripts.ScriptedCalls(tokenizer, calls), group, member)
+  task = player.task_of_group(group)
+  policy = scripts.ScriptedCalls(tokenizer, calls)
+  return player.play(task, policy, group=group, member=member, seed=player.seed)
 
 
 def test_prices_change_between_groups_and_every_sample_names_them(
@@ -239,6 +242,23 @@ def test_hints_are_of_training_and_of_nothing_else(spec, tokenizer, tmp_path):
     spec, tokenizer, runners.StaticRunner(), split='unseen_all'
   )
   assert not play(evaluated, tokenizer, 0).hints
+
+
+@pytest.mark.parametrize('share', [0.0, 0.5, 1.0])
+def test_a_share_of_transcripts_carries_loss_on_all_tokens(
+  spec, tokenizer, tmp_path, share
+):
+  chosen = runs.changed(spec, 'demonstrations', count=24, context_loss=share)
+  chosen = runs.changed(chosen, 'hints', loss=distill.OFF)
+  with writers.Writer(tmp_path, tensorboard=False) as writer:
+    opened = runs.job(chosen, tmp_path, writer)
+    vars(opened)['tokenizer'] = tokenizer
+    learnt, held_out = opened.systems.family.demonstrations(opened)
+  whole = sum(bool(mask_T.all()) for _, mask_T in learnt)
+  assert (whole > 0) == (share > 0) and (whole < len(learnt)) == (share < 1)
+  # The others, held-out ones among them, have it on calls, and thus on some.
+  calls = [m.any() and not m.all() for _, m in (*learnt, *held_out)]
+  assert sum(calls) == len(calls) - whole
 
 
 def test_advice_longer_than_a_row_is_left_out_and_counted(
