@@ -41,7 +41,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     c.rl.gate = tiny.get_config().rl.gate
     # Calls take more tokens in a vocabulary that was not trained on them.
     c.episode.max_call_tokens = 64
-  # tiny.py has 12 rows, which do not divide by the 8 devices of a node.
+  # Weights that know code and names need no more SFT than this.
+  if variant != 'smoke':
+    c.cpt.steps, c.sft.steps, c.sft.decay_steps = 300, 280, 100
   c.sft.batch_size = c.cpt.batch_size
   for stage in (c.cpt, c.sft):
     # Most published weights were trained with AdamW; those trained with Muon,
