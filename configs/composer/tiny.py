@@ -5,8 +5,9 @@
       --workdir=runs/tiny
 
 Names are open, so that SFT must teach copying before RL has anything to choose
-from. The lengths of the stages are set for twelve minutes on two quiet cores;
-neither the time nor the pass rates of this version are measured yet.
+from. The lengths of the stages are meant for twelve minutes on two quiet cores;
+the whole is not measured yet. SFT alone, from random weights, seed 7 and 64
+episodes an axis: unseen compositions 0.13, unseen names 0.05.
 
 The file shows the fields that one changes first. `./run.sh config` prints every
 field with its default and meaning; --config.SECTION.FIELD=VALUE sets any.
