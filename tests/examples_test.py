@@ -51,6 +51,7 @@ def rewards(text: str) -> list[float]:
   return [float(x) for x in re.findall(r'reward +(\S+)', text)]
 
 
+@pytest.mark.slow
 def test_own_environment_learns_from_its_reward():
   text = run('own_environment', '--steps=11')
   first, last = rewards(text)

@@ -210,7 +210,13 @@ def collector(spec, tokenizer, workdir):
 
 
 def play(player, tokenizer, group, member=0, calls=('read nothing', 'finish')):
-  return player.rollout(scripts.ScriptedCalls(tokenizer, calls), group, member)
+  return player.play(
+    player.task_of_group(group),
+    scripts.ScriptedCalls(tokenizer, calls),
+    group=group,
+    member=member,
+    seed=player.seed,
+  )
 
 
 def test_prices_change_between_groups_and_every_sample_names_them(
