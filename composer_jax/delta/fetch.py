@@ -284,13 +284,13 @@ class Fetcher:
     """Reads; what comes damaged or cut once more, past caches on the way."""
     try:
       return read(self._store)
-    except (ValueError, *UNREACHED) as error:
-      again = self._store.past_caches
-      if again is self._store and isinstance(error, UNREACHED):
+    except (ValueError, retries.GaveUp) as error:
+      # Past a cache that is merely slow, all its followers would ask the store.
+      if isinstance(error, retries.GaveUp) and not _is_cut(error):
         raise
       # What a link or a cache damaged may arrive whole.
       _log.warning('Asked for again: %s', error)
-      return read(again)
+      return read(self._store.past_caches)
 
   def _part(self, piece: Piece, store: store_lib.Store) -> bytes:
     data = self._moved(
@@ -316,6 +316,13 @@ def named(where: str, error: Exception) -> Exception:
   if isinstance(error, (*UNREACHED, retries.Cancelled)):
     kind = type(error)
   return kind(f'{where}: {error}')
+
+
+def _is_cut(error: BaseException | None) -> bool:
+  """Whether answers ended early, as of a cache whose file was cut short."""
+  while error is not None and type(error).__name__ != 'ClientPayloadError':
+    error = error.__cause__
+  return error is not None
 
 
 def _damaged(piece: Piece, data: bytes) -> Blob | None:
