@@ -28,7 +28,7 @@ from composer_jax.delta import store as store_lib
 PIECE_BYTES = 8 * 2**20
 # Requests on their way at once: enough to fill 10 Gbit/s at a round trip of
 # 200 ms, and a quarter of a GiB of memory at most.
-IN_FLIGHT = 32
+IN_FLIGHT: int = 32
 
 # What another way through the same store will hardly cure.
 UNREACHED = (ConnectionError, TimeoutError, retries.GaveUp)
