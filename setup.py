@@ -43,10 +43,10 @@ SERVE = [
 # Compiles the codec of delta bundles; without it numpy does the same, slowly.
 CODEC = ['numba>=0.63']
 
-# Delta bundles in object stores, through relays, and under public keys.
+# Delta bundles in object stores, behind web servers, and under public keys.
 S3 = ['s3fs>=2024.6']
 GS = ['gcsfs>=2024.6']
-RELAY = ['aiohttp>=3.10', 'starlette>=0.46', 'uvicorn>=0.34']
+HTTP = ['aiohttp>=3.10']
 SIGNING = ['cryptography>=43']
 
 # Runs the suites of packages that tasks are made of, within sandboxes.
@@ -76,7 +76,7 @@ EXTRAS = {
     *CODEC,
     *KERNELS,
     *S3,
-    *RELAY,
+    *HTTP,
     *SIGNING,
     *FLEET,
     *JUDGE,
@@ -101,7 +101,7 @@ EXTRAS = {
   'kernels': KERNELS,
   's3': S3,
   'gs': GS,
-  'relay': RELAY,
+  'relay': HTTP,
   'signing': SIGNING,
   'fleet': FLEET,
   'judge': JUDGE,

@@ -16,6 +16,8 @@ under a lock, S3 and its kin by If-Match, gs by its generation, memory under a
 lock. Elsewhere it is a look and then a write, and one publisher must be alone.
 """
 
+import copy
+import functools
 import hashlib
 import os
 import pathlib
@@ -40,6 +42,7 @@ MAX_GET_BYTES = 2**28
 # Younger objects are not deleted: a publisher may be about to point to them.
 GRACE_S = 3600.0
 _MOST_PART_BYTES = 2**36
+_NO_CACHE = {'Cache-Control': 'no-cache'}
 
 Conflict = store_backend.Conflict
 Traffic = store_backend.Traffic
@@ -92,13 +95,15 @@ class Store:
     """
     self.url = store_places.clean(os.fspath(url))
     self.traffic = store_backend.Traffic()
-    backend = store_places.open_backend(
+    self._options = options or {}
+    self._open = functools.partial(
+      store_places.open_backend,
       self.url,
       self.traffic,
       retries or retries_lib.Policy(),
       sleep,
-      options or {},
     )
+    backend = self._open(self._options)
     self._backend: Any = backend
     is_local = isinstance(backend, store_local.LocalBackend)
     self.root = backend.root if is_local else None
@@ -113,6 +118,21 @@ class Store:
   @property
   def is_writable(self) -> bool:
     return self._backend.is_writable
+
+  @functools.cached_property
+  def past_caches(self) -> 'Store':
+    """This place, read so that an HTTP cache on the way asks it anew.
+
+    A cache may keep what came to it damaged, or its disk damages what it keeps.
+    The store itself where no such cache can be.
+    """
+    if not self.url.startswith(('http://', 'https://')):
+      return self
+    client = dict(self._options.get('client_kwargs', {}))
+    client['headers'] = {**client.get('headers', {}), **_NO_CACHE}
+    fresh = copy.copy(self)
+    fresh._backend = self._open({**self._options, 'client_kwargs': client})
+    return fresh
 
   def _writer(self) -> Any:
     if not self.is_writable:
