@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple, TypeVar
 
-from composer_jax.delta import identity, retries
+from composer_jax.delta import identity
 from composer_jax.delta import store as store_lib
 
 # What one request asks for, more only if a single blob is larger.
@@ -31,7 +31,7 @@ PIECE_BYTES = 8 * 2**20
 IN_FLIGHT = 32
 
 # What another way through the same store will hardly cure.
-UNREACHED = (ConnectionError, TimeoutError, retries.GaveUp)
+UNREACHED = (ConnectionError, TimeoutError)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar('_T')
@@ -304,9 +304,7 @@ class Fetcher:
 
 def named(where: str, error: Exception) -> Exception:
   """Returns an error that says where; a store that is away stays one."""
-  kind = ValueError
-  if isinstance(error, (*UNREACHED, retries.Cancelled)):
-    kind = type(error)
+  kind = type(error) if isinstance(error, UNREACHED) else ValueError
   return kind(f'{where}: {error}')
 
 

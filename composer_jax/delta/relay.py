@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from composer_jax.core import files
-from composer_jax.delta import checks, identity, manifest, retries, store
+from composer_jax.delta import checks, identity, manifest, store
 
 # Less than a reader has, for the upstream of a relay: in a chain of them each
 # multiplies the patience of those below.
-UPSTREAM_RETRIES = retries.Policy(attempts=3, base_s=0.1, max_s=1.0)
+UPSTREAM = {'retry_config': {'max_retries': 2}}
 # A hostile upstream must not fill the disk with one object.
 MAX_OBJECT_BYTES = 2**33
 # Files are hashed again this long after they last were, against a disk that

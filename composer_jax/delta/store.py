@@ -12,16 +12,16 @@ the place, but for `get_range`, whose caller checks; and nothing here knows who
 signed a pointer.
 
 How the pointer moves without losing another's move: a local store compares
-under a lock, S3 and its kin by If-Match, gs by its generation, memory under a
-lock. Elsewhere it is a look and then a write, and one publisher must be alone.
+under a lock, the others write under a condition. A server like S3 that minds
+none is found out: there it is a look and then a write, and one publisher must
+be alone.
 """
 
 import hashlib
 import os
 import pathlib
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from composer_jax.delta import (
@@ -32,7 +32,6 @@ from composer_jax.delta import (
   store_local,
   store_places,
 )
-from composer_jax.delta import retries as retries_lib
 
 MAX_POINTER_BYTES = 4096
 # The most that `get` takes without a word: the longest manifest.
@@ -76,29 +75,20 @@ class Store:
     self,
     url: str | os.PathLike,
     *,
-    retries: retries_lib.Policy | None = None,
-    sleep: Callable[[float], None] = time.sleep,
     options: dict[str, Any] | None = None,
   ):
     """Opens a place; nothing is asked of it before the first use.
 
     Args:
-      url: a directory, or file://, s3://, gs://, memory://, http(s):// (to read
-        alone), or any other that fsspec knows.
-      retries: patience with a remote place.
-      sleep: waits between two attempts; what it raises ends them (see
-        `retries.until`).
-      options: for the fsspec file system, such as its endpoint.
+      url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
+        alone, http(s)://.
+      options: for a remote place, in the words of obstore: `retry_config`,
+        `client_options`, and what else its class of store takes, such as
+        `endpoint`.
     """
     self.url = store_places.clean(os.fspath(url))
     self.traffic = store_backend.Traffic()
-    backend = store_places.open_backend(
-      self.url,
-      self.traffic,
-      retries or retries_lib.Policy(),
-      sleep,
-      options or {},
-    )
+    backend = store_places.open_backend(self.url, self.traffic, options or {})
     self._backend: Any = backend
     is_local = isinstance(backend, store_local.LocalBackend)
     self.root = backend.root if is_local else None

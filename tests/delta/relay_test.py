@@ -20,14 +20,13 @@ from composer_jax.delta import (
   manifest,
   publish,
   relay,
-  retries,
   signing,
   store,
   subscribe,
 )
 
 KEY = signing.Hmac(b'sixteen bytes ..')
-ONCE = retries.Policy(attempts=1)
+ONCE = {'retry_config': {'max_retries': 0}}
 DATA = bytes(range(256)) * 100
 
 
@@ -45,7 +44,7 @@ def serve(origin, tmp_path):
     opened = relay.Relay(upstream, tmp_path / cache, **options)
     stacks.append(contextlib.ExitStack())
     url = stacks[-1].enter_context(relay.running(opened))
-    return store.Store(url, retries=ONCE), opened
+    return store.Store(url, options=ONCE), opened
 
   yield start
   # At once, as each takes a moment.
@@ -375,7 +374,7 @@ def test_any_web_server_with_a_store_in_it_will_do(origin, tmp_path):
   origin.move_pointer('run', b'pointer', None)
   # This one knows no ranges.
   with _serving(functools.partial(_Files, directory=origin.root)) as url:
-    client = store.Store(url + '/', retries=ONCE)
+    client = store.Store(url + '/', options=ONCE)
     assert client.get(name) == DATA
     long = os.urandom(1 << 20)
     end = client.get_range(origin.put(long), 700_000, 1_040_000)
@@ -389,7 +388,7 @@ def test_any_web_server_with_a_store_in_it_will_do(origin, tmp_path):
 
 def test_an_endless_answer_is_cut_at_what_was_asked_for():
   with _serving(_Endless) as url:
-    client = store.Store(url, retries=ONCE)
+    client = store.Store(url, options=ONCE)
     for ask in (
       lambda: client.get('0' * 64, limit=1000),
       lambda: client.get('0' * 64, length=1000),
@@ -405,7 +404,7 @@ def test_a_compressed_answer_is_not_unpacked():
   headers = [('Content-Encoding', 'gzip'), ('Content-Length', str(len(bomb)))]
   handler = functools.partial(_Answer, headers=headers, data=bomb)
   with _serving(handler) as url:
-    client = store.Store(url, retries=ONCE)
+    client = store.Store(url, options=ONCE)
     with pytest.raises(ValueError, match='damaged'):
       client.get('0' * 64, limit=2**25)
     assert client.traffic.bytes_read == len(bomb)
@@ -414,7 +413,7 @@ def test_a_compressed_answer_is_not_unpacked():
 def test_a_server_that_tells_no_length_is_said_to():
   with _serving(functools.partial(_Answer, headers=[], data=b'')) as url:
     with pytest.raises(OSError, match='does not tell its length'):
-      store.Store(url, retries=ONCE).length('0' * 64)
+      store.Store(url, options=ONCE).length('0' * 64)
 
 
 def test_a_server_that_is_away_is_told_with_its_url():

@@ -271,7 +271,7 @@ def relay(
   """
   if cache_gb is not None and cache_gb <= 0:
     raise ValueError(f'cache_gb is {cache_gb}; it must be above 0.')
-  place = stores.Store(upstream, retries=relays.UPSTREAM_RETRIES)
+  place = stores.Store(upstream, options=relays.UPSTREAM)
   sources.check_local('cache', cache)
   max_bytes = None if cache_gb is None else int(cache_gb * 1e9)
   relay_ = relays.Relay(place, cache, max_bytes=max_bytes)
