@@ -4,14 +4,14 @@
   python -m experiments.delta publish $P --source=runs/tiny:rl
   python -m experiments.delta apply $P --out=checkpoints/demo
   python -m experiments.delta verify $P       (or log, or gc)
-  python -m experiments.delta relay --upstream=s3://bucket/weights --cache=DIR
   python -m experiments.delta keys --key=pair.key
 
-A store is a folder, s3://, gs:// or, to read, the http:// of a relay, which
-nobody has to trust. publish makes a secret key when there is none; who applies
-needs the same file, or the public half of a pair that `keys` made. verify names
-all that is damaged, and with --source compares a checkpoint. gc deletes what
-the newest --keep versions do not need; only a trainer may while it publishes.
+A store is a folder, s3://, gs:// or, to read, the http:// of a web server or a
+cache (configs/delta/nginx.conf), which nobody has to trust. publish makes a
+secret key when there is none; who applies needs the same file, or the public
+half of a pair that `keys` made. verify names all that is damaged, and with
+--source compares a checkpoint. gc deletes what the newest --keep versions do
+not need; only a trainer may while it publishes.
 """
 
 import sys
@@ -41,11 +41,6 @@ _DAYS = flags.DEFINE_float(
 _OUT = flags.DEFINE_string('out', None, 'Folder to make; must not exist.')
 _KEEP = flags.DEFINE_integer('keep', 64, 'Newest versions that gc leaves.')
 _GRACE = flags.DEFINE_float('grace_s', 3600.0, 'Age of what gc may delete.')
-_UPSTREAM = flags.DEFINE_string('upstream', None, 'Store or relay to serve.')
-_CACHE = flags.DEFINE_string('cache', None, "The relay's folder.")
-_CACHE_GB = flags.DEFINE_float('cache_gb', None, 'That it may fill, or all.')
-_HOST = flags.DEFINE_string('host', '0.0.0.0', 'Where the relay listens.')
-_PORT = flags.DEFINE_integer('port', 8765, 'Where the relay listens.')
 
 _PLACE = (_STORE, _RUN, _KEY)
 # The flags that a command needs, and those that it may have.
@@ -55,7 +50,6 @@ _COMMANDS = {
   'verify': (_PLACE, (_SOURCE, _VERSION, _DTYPE)),
   'log': (_PLACE, ()),
   'gc': (_PLACE, (_KEEP, _GRACE)),
-  'relay': ((_UPSTREAM, _CACHE), (_CACHE_GB, _HOST, _PORT)),
   'keys': ((_KEY,), ()),
 }
 

@@ -28,6 +28,7 @@ ALLOWED_SKIPS = (
   'no QEMU',
   'no libtpu',
   'no java',
+  'no nginx',
 )
 # And on a system that cannot isolate processes; on Linux only when asked for
 # (--no-isolation), since there it is the normal case.

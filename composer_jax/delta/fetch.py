@@ -47,6 +47,10 @@ class Blob(NamedTuple):
   short_hash: bytes
 
 
+class _DamagedBlob(ValueError):
+  pass
+
+
 class Piece(NamedTuple):
   """Blobs of one object without gaps between them."""
 
@@ -219,16 +223,9 @@ class Fetcher:
         if hashlib.sha256(data).hexdigest() == name:
           return data
         self._cache.forget(name, 'whole')
-
-    def get() -> bytes:
-      return self._moved(lambda: self._store.get(name, length, limit))
-
-    try:
-      data = get()
-    except ValueError as error:
-      # What a link or a mirror damaged once may arrive whole.
-      _log.warning('Asked for again: %s', error)
-      data = get()
+    data = self._twice(
+      lambda store: self._moved(lambda: store.get(name, length, limit))
+    )
     if self._cache is not None:
       self._cache.write(name, 'whole', data)
     return data
@@ -249,18 +246,11 @@ class Fetcher:
         self._cache.forget(piece.name, part)
     first = piece.blobs[0]
     try:
-      data = self._part(piece)
-      bad = _damaged(piece, data)
-      if bad is not None:
-        _log.warning('Asked for again: %s is damaged', _where(piece, bad))
-        data = self._part(piece)
-        bad = _damaged(piece, data)
+      data = self._twice(lambda store: self._part(piece, store))
+    except _DamagedBlob:
+      raise
     except (ValueError, OSError) as error:
       raise named(f'{first.tensor} (box {first.number})', error) from error
-    if bad is not None:
-      raise ValueError(
-        f'{_where(piece, bad)}: its blob is damaged, the hash is wrong.'
-      )
     if self._cache is not None:
       self._cache.write(piece.name, part, data)
     return memoryview(data)
@@ -290,10 +280,28 @@ class Fetcher:
 
     return read()
 
-  def _part(self, piece: Piece) -> bytes:
-    return self._moved(
-      lambda: self._store.get_range(piece.name, piece.start, piece.stop)
+  def _twice(self, read: Callable[[store_lib.Store], bytes]) -> bytes:
+    """Reads; what comes damaged or cut once more, past caches on the way."""
+    try:
+      return read(self._store)
+    except (ValueError, *UNREACHED) as error:
+      again = self._store.past_caches
+      if again is self._store and isinstance(error, UNREACHED):
+        raise
+      # What a link or a cache damaged may arrive whole.
+      _log.warning('Asked for again: %s', error)
+      return read(again)
+
+  def _part(self, piece: Piece, store: store_lib.Store) -> bytes:
+    data = self._moved(
+      lambda: store.get_range(piece.name, piece.start, piece.stop)
     )
+    bad = _damaged(piece, data)
+    if bad is not None:
+      raise _DamagedBlob(
+        f'{_where(piece, bad)}: its blob is damaged, the hash is wrong.'
+      )
+    return data
 
   def _moved(self, read: Callable[[], bytes]) -> bytes:
     begun = time.perf_counter()

@@ -16,7 +16,7 @@ from composer_jax.delta import codec, identity, manifest, publish_boxes
 from composer_jax.delta import store as stores
 
 # Blobs share objects up to this size: few requests for a small policy, and
-# pieces that a relay can pass on early for a large one.
+# pieces that a cache can pass on early for a large one.
 PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4

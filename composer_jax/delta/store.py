@@ -17,6 +17,8 @@ none is found out: there it is a look and then a write, and one publisher must
 be alone.
 """
 
+import copy
+import functools
 import hashlib
 import os
 import pathlib
@@ -88,7 +90,8 @@ class Store:
     """
     self.url = store_places.clean(os.fspath(url))
     self.traffic = store_backend.Traffic()
-    backend = store_places.open_backend(self.url, self.traffic, options or {})
+    self._options = options or {}
+    backend = store_places.open_backend(self.url, self.traffic, self._options)
     self._backend: Any = backend
     is_local = isinstance(backend, store_local.LocalBackend)
     self.root = backend.root if is_local else None
@@ -103,6 +106,24 @@ class Store:
   @property
   def is_writable(self) -> bool:
     return self._backend.is_writable
+
+  @functools.cached_property
+  def past_caches(self) -> 'Store':
+    """This place, read so that an HTTP cache on the way asks it anew.
+
+    A cache may keep what came to it damaged, or its disk damages what it keeps.
+    The store itself where no such cache can be.
+    """
+    if not self.url.startswith(('http://', 'https://')):
+      return self
+    client = self._options.get('client_options', {})
+    headers = {**client.get('default_headers', {}), 'Cache-Control': 'no-cache'}
+    options = {'client_options': {**client, 'default_headers': headers}}
+    fresh = copy.copy(self)
+    fresh._backend = store_places.open_backend(
+      self.url, self.traffic, {**self._options, **options}
+    )
+    return fresh
 
   def _writer(self) -> Any:
     if not self.is_writable:

@@ -38,6 +38,10 @@ KINDS = {
   'az': ('AzureStore', 'e_tag'),
   'memory': ('MemoryStore', 'e_tag'),
 }
+# Where a machine in a cloud says who it is.
+_METADATA = re.compile(
+  '/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity'
+)
 _UPLOAD_THREADS = 4
 _MOST_PARTS = 10_000
 _memory: dict[str, Any] = {}
@@ -112,7 +116,7 @@ class RemoteBackend:
       return store_backend.Conflict(f'{url} holds another value')
     if isinstance(error, FileNotFoundError):
       status = 404
-    elif '/169.254.169.254/' in text:
+    elif _METADATA.search(text):
       # Who has no credentials is sent to ask the machine that it runs on.
       status = 401
     elif status is None and 'HTTP error' not in text:

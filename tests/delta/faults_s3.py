@@ -18,8 +18,8 @@ import sys
 import time
 
 from composer_jax.delta import manifest as manifests
-from composer_jax.delta import subscribe
 from composer_jax.delta import store as stores
+from composer_jax.delta import subscribe
 from tests.delta import faults, faults_crash, s3_server
 
 KIND = 'floats'

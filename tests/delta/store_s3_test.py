@@ -188,9 +188,7 @@ def test_many_objects_are_deleted_in_few_requests(place, server):
 
 
 @pytest.mark.parametrize('tag', [None, 'seen'])
-def test_a_move_whose_answer_was_lost_is_not_a_conflict(
-  place, server, tag
-):
+def test_a_move_whose_answer_was_lost_is_not_a_conflict(place, server, tag):
   if tag:
     tag = place.move_pointer('run', b'first', None)
   else:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -259,7 +258,7 @@ def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
   assert not (tmp_path / 'none').exists()
 
 
-def test_a_relay_is_not_published_to(place):
+def test_what_is_read_by_http_is_not_published_to(place):
   with pytest.raises(ValueError, match='http://host can only be read'):
     commands.publish(source='nowhere', **{**place, 'store': 'http://host'})
 
@@ -350,31 +349,6 @@ def test_the_main_publishes_and_says_errors_in_one_line(workdir, tmp_path):
   assert run.stderr == 'error: apply needs --out; see --help.\n'
 
 
-def test_the_main_relays(place, tmp_path):
-  relay = subprocess.Popen(
-    [sys.executable, '-m', 'experiments.delta', 'relay', '--host=127.0.0.1']
-    + [f'--upstream={place["store"]}', f'--cache={tmp_path}', '--port=0']
-    + ['--cache_gb=1'],
-    cwd=REPOSITORY,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    # By the time it says where, it listens there.
-    start, mark, url = relay.stdout.readline().strip().partition(' at ')
-    assert start == f'Relaying {place["store"]}' and mark
-    assert url.startswith('http://127.0.0.1:') and not url.endswith(':0')
-    place = {**place, 'store': url}
-    commands.apply(out=tmp_path / 'out', **place)
-    same(sources.read(str(tmp_path / 'out')), policy(2))
-    relay.send_signal(signal.SIGINT)
-    assert relay.communicate(timeout=20)[0].endswith('Stopped.\n')
-  finally:
-    relay.kill()
-    relay.wait()
-
-
 def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   url = 's3://bucket/x'
@@ -382,22 +356,13 @@ def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
     sources.read(url)
   with pytest.raises(ValueError, match=f'--out is {url}; it must lie in'):
     commands.apply(out=url, **place)
-  with pytest.raises(ValueError, match=f'--cache is {url}; it must lie in'):
-    commands.relay(upstream=place['store'], cache=url, host='', port=-1)
   assert not list(tmp_path.iterdir())
-
-
-def test_a_relay_has_room(place, tmp_path):
-  with pytest.raises(ValueError, match='cache_gb is 0; it must be above 0'):
-    commands.relay(
-      upstream=place['store'], cache=tmp_path, cache_gb=0, host='', port=0
-    )
 
 
 def test_help_names_the_commands():
   run = run_main('--help')
   assert run.returncode == 0
-  assert '--store' in run.stdout and 'experiments.delta relay' in run.stdout
+  assert '--store' in run.stdout and 'experiments.delta publish' in run.stdout
   run = run_main('fetch')
   assert run.stderr.startswith("error: 'fetch' is no command of ['publish',")
   assert run.stderr.count('\n') == 1

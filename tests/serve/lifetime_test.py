@@ -110,7 +110,7 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     assert version == 4
     with pytest.raises(ValueError, match='rolled back from'):
       followed._look()
-  # A mirror of the store, as a relay is.
+  # A mirror of the store, as a cache is.
   mirror = shutil.copytree(store, tmp_path / 'mirror')
   assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5
   (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')

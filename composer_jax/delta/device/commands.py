@@ -1,7 +1,5 @@
 """What `experiments/delta.py` does: bundles from and to checkpoints on disk."""
 
-import contextlib
-import functools
 import os
 import pathlib
 import shutil
@@ -12,7 +10,6 @@ import numpy as np
 from composer_jax.delta import codec, restore, signing
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import publish as publishing
-from composer_jax.delta import relay as relays
 from composer_jax.delta import store as stores
 from composer_jax.delta.device import audit, sources
 from composer_jax.delta.device import keyframes as keyframes_lib
@@ -250,35 +247,6 @@ def gc(
   signer = bundles.open_signer(key)
   publisher = publishing.Publisher(place, run, signer, grace_s=grace_s)
   return f'Freed {publisher.gc(keep)} bytes.'
-
-
-def relay(
-  *,
-  upstream: str,
-  cache: str | os.PathLike,
-  cache_gb: float | None = None,
-  host: str,
-  port: int,
-) -> str:
-  """Serves a store over HTTP until it is told to stop.
-
-  Args:
-    upstream: URL of the store, or of another relay.
-    cache: folder of this relay alone.
-    cache_gb: that it may fill, None for all there is.
-    host: interface to listen at.
-    port: to listen at.
-  """
-  if cache_gb is not None and cache_gb <= 0:
-    raise ValueError(f'cache_gb is {cache_gb}; it must be above 0.')
-  place = stores.Store(upstream, options=relays.UPSTREAM)
-  sources.check_local('cache', cache)
-  max_bytes = None if cache_gb is None else int(cache_gb * 1e9)
-  relay_ = relays.Relay(place, cache, max_bytes=max_bytes)
-  # The server ends at a signal and passes it on.
-  with contextlib.suppress(KeyboardInterrupt):
-    relays.serve(relay_, host, port, functools.partial(print, flush=True))
-  return 'Stopped.'
 
 
 def keys(*, key: str | os.PathLike) -> str:
