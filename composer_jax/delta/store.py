@@ -30,7 +30,6 @@ from composer_jax.delta import (
   checks,
   identity,
   store_backend,
-  store_download,
   store_local,
   store_places,
 )
@@ -201,51 +200,6 @@ class Store:
       )
     return data
 
-  def get_file(
-    self,
-    name: str,
-    length: int | None,
-    path: str | os.PathLike,
-    *,
-    limit: int | None = None,
-  ) -> int:
-    """Reads an object into a file, which appears when it is verified.
-
-    Pieces that came before a failure, or before the process died, stay beside
-    the file and are not asked for again. An intact file is left alone.
-
-    Args:
-      name: its sha256.
-      length: what it must be; None if unknown.
-      path: of the file.
-      limit: the most that it may be, where the length is unknown.
-
-    Returns:
-      The object's length.
-    """
-    path = pathlib.Path(path)
-    if (
-      path.exists()
-      and length in (None, path.stat().st_size)
-      and store_local.hash_file(path) == name
-    ):
-      return path.stat().st_size
-    most = _most(length, limit)
-    key = _object(name)
-    done = store_download.to_file(
-      lambda start, stop: self._backend.read(key, start, stop),
-      name,
-      length,
-      most,
-      path,
-    )
-    if not done:
-      raise ValueError(
-        f'{self._where(key)}: the object is damaged, its length or hash is '
-        'wrong.'
-      )
-    return path.stat().st_size
-
   def length(self, name: str) -> int:
     """Bytes of an object; FileNotFoundError when there is none."""
     return self._backend.stat(_object(name)).length
@@ -304,7 +258,7 @@ class Store:
       The folder, to be read only: its files are the objects themselves.
     """
     if self.root is None:
-      raise ValueError(f'{self.url} is not local; use get_file for each file.')
+      raise ValueError(f'{self.url} is not local; use get for each file.')
     _object(name)
     members = list(members)
     for relative, digest, _ in members:

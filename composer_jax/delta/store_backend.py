@@ -58,12 +58,12 @@ def refusal(doing: str, url: str, status: int | None, text: str) -> OSError:
   if status == 404:
     return FileNotFoundError(errno.ENOENT, 'the store does not hold it', url)
   if status in (401, 403):
+    profile = 'eval "$(aws configure export-credentials --format env)"'
+    hint = f' (an AWS profile by {profile})' if url.startswith('s3') else ''
     return PermissionError(
       errno.EACCES,
-      f'{doing} is not allowed ({text}); give this process credentials that '
-      'may in its environment (those of an AWS profile by eval "$(aws '
-      'configure export-credentials --format env)"), or check the name of the '
-      'store',
+      f'{doing} is not allowed: {text}. Give this process credentials in its '
+      f'environment{hint}, or check the name of the store',
       url,
     )
   if status is None or status in PASSING:
@@ -112,8 +112,8 @@ class Traffic:
     )
 
 
-class Backend(Protocol):
-  """Reads and writes whole values under keys, each atomically."""
+class Reader(Protocol):
+  """Reads values under keys."""
 
   @property
   def is_writable(self) -> bool: ...
@@ -121,6 +121,18 @@ class Backend(Protocol):
   def read(self, key: str, start: int, stop: int) -> bytes:
     """Bytes [start, stop) as far as there are; FileNotFoundError for no key."""
     ...
+
+  def stat(self, key: str) -> Found:
+    """FileNotFoundError for no key."""
+    ...
+
+  def read_tagged(self, key: str, limit: int) -> tuple[bytes, str] | None:
+    """At most `limit` bytes and the mark of this content; None for no key."""
+    ...
+
+
+class Backend(Reader, Protocol):
+  """Also writes whole values, each atomically."""
 
   def put(self, key: str, data: bytes) -> None:
     """Makes `key` hold `data`, and its modification time recent.
@@ -133,14 +145,6 @@ class Backend(Protocol):
     self, key: str, path: pathlib.Path, digest: str, give: bool
   ) -> None:
     """Like `put`, of a file of that sha256; `give`: it may itself be taken."""
-    ...
-
-  def stat(self, key: str) -> Found:
-    """FileNotFoundError for no key."""
-    ...
-
-  def read_tagged(self, key: str, limit: int) -> tuple[bytes, str] | None:
-    """At most `limit` bytes and the mark of this content; None for no key."""
     ...
 
   def swap(self, key: str, data: bytes, tag: str | None) -> str:

@@ -10,10 +10,8 @@ this process in are for one server.
 import errno
 import hashlib
 import logging
-import pathlib
 import random
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from composer_jax.delta import store_backend
@@ -23,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class HttpBackend:
-  """Objects and pointers by GET, with ranges; nothing can be listed."""
+  """Objects and pointers by GET; see `store_backend.Reader`."""
 
   is_writable = False
 
@@ -125,26 +123,3 @@ class HttpBackend:
     )
     # At random: a fleet that failed together does not return together.
     time.sleep(longest_s * random.uniform(0.5, 1))
-
-  def _refuse(self) -> ValueError:
-    return ValueError(
-      f'{self.url} can only be read, by name; publish to, list and clean up '
-      'the store behind it.'
-    )
-
-  def put(self, key: str, data: bytes) -> None:
-    raise self._refuse()
-
-  def put_file(
-    self, key: str, path: pathlib.Path, digest: str, give: bool
-  ) -> None:
-    raise self._refuse()
-
-  def swap(self, key: str, data: bytes, tag: str | None) -> str:
-    raise self._refuse()
-
-  def find(self, folder: str) -> dict[str, store_backend.Found]:
-    raise self._refuse()
-
-  def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
-    raise self._refuse()

@@ -43,7 +43,7 @@ def open_backend(
   url: str,
   traffic: store_backend.Traffic,
   options: dict[str, Any],
-) -> store_backend.Backend:
+) -> store_backend.Reader:
   protocol, mark, path = url.partition('://')
   if not mark:
     return store_local.LocalBackend(pathlib.Path(url), traffic)

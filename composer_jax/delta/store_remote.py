@@ -1,20 +1,18 @@
 """A store in a bucket: S3 and servers like it, Google Cloud, Azure, memory.
 
-obstore (Rust's object_store) does the work: requests, credentials, patience.
-Credentials, endpoint and region come from the environment under the names that
-it documents (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE=true,
-GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...) or from
-`options`. It reads no profiles of the AWS command line.
+obstore does the requests and repeats them. Credentials, endpoint and region
+come from the environment under the names that it documents (AWS_ENDPOINT_URL,
+AWS_SKIP_SIGNATURE=true, AZURE_STORAGE_ACCOUNT_NAME, ...) or from `options`.
 
-The pointer moves by conditional writes. An object that is there is known to be
-intact by an ETag that is the MD5 of its content, which is good enough against
-damage, and against malice readers have the object's name; where the ETag is
-something else (Azure, SSE-KMS), what exists is sent again. Uploads of a
-publisher that was killed stay in the bucket unseen until a lifecycle rule
-(AbortIncompleteMultipartUpload) ends them.
+An object is known to be intact by an ETag that is the MD5 of its content: good
+enough against damage, and against malice readers have the object's name. Where
+the ETag is something else (Azure, SSE-KMS), what exists is sent again. What a
+publisher that was killed had uploaded of a long file stays in the bucket until
+a lifecycle rule of it (AbortIncompleteMultipartUpload) deletes that.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import pathlib
@@ -42,7 +40,6 @@ KINDS = {
 _METADATA = re.compile(
   '/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity'
 )
-_UPLOAD_THREADS = 4
 _MOST_PARTS = 10_000
 _memory: dict[str, Any] = {}
 # The only order among publishers where the server has none.
@@ -91,8 +88,6 @@ class RemoteBackend:
     self.store = _open(url, options)
     self._traffic = traffic
     self._mark = KINDS[url.partition('://')[0]][1]
-    self._has_conditions: bool | None = None
-    self._lock = threading.Lock()
 
   @contextlib.contextmanager
   def _asking(self, doing: str, key: str) -> Iterator[Any]:
@@ -151,8 +146,7 @@ class RemoteBackend:
     return _found(self._head(key))
 
   def put(self, key: str, data: bytes) -> None:
-    etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if not self._is_intact(key, len(data), {etag}):
+    if not self._is_intact(key, len(data), [data]):
       self._write('writing', key, data)
 
   def put_file(
@@ -161,16 +155,12 @@ class RemoteBackend:
     del digest, give
     length = path.stat().st_size
     step = max(store_backend.PIECE_BYTES, -(-length // _MOST_PARTS))
-    if self._is_intact(key, length, _etags(path, step)):
-      return
+    with open(path, 'rb') as file:
+      if self._is_intact(key, length, iter(lambda: file.read(step), b'')):
+        return
     with self._asking('writing', key) as obstore:
-      obstore.put(
-        self.store,
-        key,
-        path,
-        chunk_size=step,
-        max_concurrency=_UPLOAD_THREADS,
-      )
+      # It ends an upload in pieces that failed.
+      obstore.put(self.store, key, path, chunk_size=step, max_concurrency=4)
     self._traffic.count(written=length)
 
   def _write(self, doing: str, key: str, data: bytes, mode: Any = None) -> str:
@@ -180,15 +170,16 @@ class RemoteBackend:
     self._traffic.count(written=len(data))
     return put[self._mark] or ''
 
-  def _is_intact(self, key: str, length: int, etags: set[str]) -> bool:
+  def _is_intact(self, key: str, length: int, pieces: Iterable[bytes]) -> bool:
     """Whether the object is there, intact and young."""
     try:
       meta = self._head(key)
     except FileNotFoundError:
       return False
-    is_young = time.time() - meta['last_modified'].timestamp() < RENEW_S
-    etag = (meta['e_tag'] or '').strip('"')
-    return is_young and meta['size'] == length and etag in etags
+    age_s = time.time() - meta['last_modified'].timestamp()
+    if age_s >= RENEW_S or meta['size'] != length or not meta['e_tag']:
+      return False
+    return meta['e_tag'].strip('"') == _etag(pieces)
 
   # Pointers.
 
@@ -200,7 +191,7 @@ class RemoteBackend:
 
   def swap(self, key: str, data: bytes, tag: str | None) -> str:
     mode = 'create' if tag is None else {self._mark: tag}
-    if not self._minds_conditions():
+    if not self._minds_conditions:
       with _one_at_a_time:
         found = self.read_tagged(key, len(data) + 1)
         if (found and found[1]) != tag:
@@ -220,24 +211,15 @@ class RemoteBackend:
         # Two writers at one key: the server asks the loser to send again.
     raise AssertionError('unreachable')
 
+  @functools.cached_property
   def _minds_conditions(self) -> bool:
     """Whether the server minds conditions, put to the test once.
 
     One like S3 that does not would silently let two publishers overwrite each
     other.
     """
-    with self._lock:
-      if self._has_conditions is None:
-        self._has_conditions = not self.url.startswith('s3') or self._probe()
-        if not self._has_conditions:
-          _log.warning(
-            '%s does not mind If-Match: nothing stops two publishers of one '
-            'run from overwriting each other; run only one.',
-            self.url,
-          )
-      return self._has_conditions
-
-  def _probe(self) -> bool:
+    if not self.url.startswith('s3'):
+      return True
     key = 'refs/.conditions'  # beside the pointers
     self._write('writing', key, b'1')
     try:
@@ -248,6 +230,11 @@ class RemoteBackend:
       # Some say that they do not know it, others just write.
       if _status(error.__cause__) not in (400, 501):
         raise
+    _log.warning(
+      '%s does not mind If-Match: nothing stops two publishers of one run from '
+      'overwriting each other; run only one.',
+      self.url,
+    )
     return False
 
   # Upkeep.
@@ -288,12 +275,10 @@ def _found(meta: dict[str, Any]) -> store_backend.Found:
   return store_backend.Found(meta['size'], meta['last_modified'].timestamp())
 
 
-def _etags(path: pathlib.Path, step: int) -> set[str]:
-  """What S3 calls this content, sent at once or in parts."""
-  whole, parts = hashlib.md5(usedforsecurity=False), []
-  with open(path, 'rb') as file:
-    while data := file.read(step):
-      whole.update(data)
-      parts.append(hashlib.md5(data, usedforsecurity=False).digest())
-  joined = hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()
-  return {whole.hexdigest(), f'{joined}-{len(parts)}'}
+def _etag(pieces: Iterable[bytes]) -> str:
+  """What S3 calls a content that came in these pieces."""
+  sums = [hashlib.md5(p, usedforsecurity=False).digest() for p in pieces]
+  if len(sums) == 1:
+    return sums[0].hex()
+  joined = hashlib.md5(b''.join(sums), usedforsecurity=False).hexdigest()
+  return f'{joined}-{len(sums)}'

@@ -130,8 +130,6 @@ def test_what_is_behind_a_cache_is_a_store_to_read(kind, run, origin, tmp_path):
     assert client.get_range(name, 100, 300) == data[100:300]
     assert client.length(name) == len(data)
     assert client.exists(name) and not client.exists('0' * 64)
-    assert client.get_file(name, len(data), tmp_path / 'file') == len(data)
-    assert (tmp_path / 'file').read_bytes() == data
     with pytest.raises(ValueError, match='from 25599 to 25601'):
       client.get_range(name, len(data) - 1, len(data) + 1)
     with pytest.raises(ValueError, match='from 99999 to 100000'):
@@ -140,7 +138,7 @@ def test_what_is_behind_a_cache_is_a_store_to_read(kind, run, origin, tmp_path):
       client.get('0' * 64)
     assert client.read_pointer('another') is None
     assert client.read_pointer('run')[0] == run.store.read_pointer('run')[0]
-    assert client.traffic.bytes_read > 3 * len(data)
+    assert client.traffic.bytes_read > 2 * len(data)
     assert client.past_caches.traffic is client.traffic
   assert not client.is_local and not client.is_writable
   for refused in (

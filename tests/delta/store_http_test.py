@@ -89,7 +89,6 @@ def test_any_web_server_with_a_store_in_it_will_do(origin, tmp_path):
     assert end == long[700_000:1_040_000]
     assert client.length(name) == len(DATA)
     assert client.read_pointer('run')[0] == b'pointer'
-    assert client.get_file(name, None, tmp_path / 'file') == len(DATA)
     with pytest.raises(FileNotFoundError):
       client.get('0' * 64)
 

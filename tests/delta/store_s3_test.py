@@ -253,7 +253,7 @@ def long_file(tmp_path_factory):
 
 
 def test_a_long_file_moves_in_pieces_each_retried_alone(
-  place, server, long_file, tmp_path
+  place, server, long_file
 ):
   length = long_file.stat().st_size
   server.trouble[:] = ['ok', 'ok', 500, 503]
@@ -263,16 +263,6 @@ def test_a_long_file_moves_in_pieces_each_retried_alone(
   server.seen.clear()
   assert place.put_file(long_file) == (name, length)
   assert sum(count for _, _, count in server.seen) == 0
-
-  # A subscriber that dies after two pieces, and its successor.
-  server.trouble[:] = ['ok', 'ok', *[503] * 3]
-  with pytest.raises(ConnectionError, match='does not move twice'):
-    place.get_file(name, length, tmp_path / 'file')
-  assert not (tmp_path / 'file').exists()
-  before = place.traffic.bytes_read
-  place.get_file(name, length, tmp_path / 'file')
-  assert place.traffic.bytes_read - before == length - 2 * PIECE
-  assert (tmp_path / 'file').read_bytes() == long_file.read_bytes()
 
 
 def test_an_upload_that_fails_is_ended(place, server, long_file):
