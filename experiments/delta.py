@@ -6,12 +6,12 @@
   python -m experiments.delta verify $P       (or log, or gc)
   python -m experiments.delta keys --key=pair.key
 
-A store is a folder, s3://, gs:// or, to read, the http:// of a web server or a
-cache (configs/delta/nginx.conf), which nobody has to trust. publish makes a
-secret key when there is none; who applies needs the same file, or the public
-half of a pair that `keys` made. verify names all that is damaged, and with
---source compares a checkpoint. gc deletes what the newest --keep versions do
-not need; only a trainer may while it publishes.
+A store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
+server or a cache (configs/delta/nginx.conf), which nobody has to trust. publish
+makes a secret key when there is none; who applies needs the same file, or the
+public half of a pair that `keys` made. verify names all that is damaged, and
+with --source compares a checkpoint. gc deletes what the newest --keep versions
+do not need; only a trainer may while it publishes.
 """
 
 import sys
