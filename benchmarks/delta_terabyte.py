@@ -2,7 +2,7 @@
 
 Arithmetic, not a measurement: rates times cores, bytes over links. Cores are
 taken to scale as two threads did, and links to be full. A level of a tree of
-relays adds a round trip and the time of a few packs, little beside the rest.
+caches adds a round trip and the time of a few packs, little beside the rest.
 """
 
 import json

@@ -284,13 +284,11 @@ class Fetcher:
     """Reads; what comes damaged or cut once more, past caches on the way."""
     try:
       return read(self._store)
-    except (ValueError, *UNREACHED) as error:
-      again = self._store.past_caches
-      if again is self._store and isinstance(error, UNREACHED):
-        raise
-      # What a link or a cache damaged may arrive whole.
+    except (ValueError, store_lib.CutShort) as error:
+      # What a link or a cache damaged may arrive whole. Not after any failure:
+      # past a cache that is slow, all its followers would ask the store.
       _log.warning('Asked for again: %s', error)
-      return read(again)
+      return read(self._store.past_caches)
 
   def _part(self, piece: Piece, store: store_lib.Store) -> bytes:
     data = self._moved(

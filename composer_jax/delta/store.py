@@ -42,6 +42,7 @@ GRACE_S = 3600.0
 _MOST_PART_BYTES = 2**36
 
 Conflict = store_backend.Conflict
+CutShort = store_backend.CutShort
 Traffic = store_backend.Traffic
 
 _PART = re.compile('[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*')

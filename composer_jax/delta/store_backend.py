@@ -39,6 +39,10 @@ class Conflict(ValueError):
   """Another process moved the pointer first."""
 
 
+class CutShort(ConnectionError):
+  """Answers that ended early, as of a cache whose file was cut short."""
+
+
 def no_package(url: str, error: ImportError) -> ValueError:
   return ValueError(
     f'{url}: stores elsewhere need a package that is not installed '
@@ -46,7 +50,9 @@ def no_package(url: str, error: ImportError) -> ValueError:
   )
 
 
-def refusal(doing: str, url: str, status: int | None, text: str) -> OSError:
+def refusal(
+  doing: str, url: str, status: int | None, text: str, *, is_cut: bool = False
+) -> OSError:
   """The error that tells of a request in vain.
 
   Args:
@@ -54,6 +60,7 @@ def refusal(doing: str, url: str, status: int | None, text: str) -> OSError:
     url: what was asked for.
     status: of the server's answer; None where there was none.
     text: what is known of the trouble.
+    is_cut: whether an answer ended early.
   """
   if status == 404:
     return FileNotFoundError(errno.ENOENT, 'the store does not hold it', url)
@@ -67,7 +74,8 @@ def refusal(doing: str, url: str, status: int | None, text: str) -> OSError:
       url,
     )
   if status is None or status in PASSING:
-    return ConnectionError(
+    kind = CutShort if is_cut else ConnectionError
+    return kind(
       errno.ETIMEDOUT,
       f'{doing} failed as often as it may be tried, at last with: {text}. '
       'Check that the server runs and can be reached from here, then start '

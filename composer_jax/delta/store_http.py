@@ -38,6 +38,7 @@ class HttpBackend:
     self._retry = store_backend.RETRY | options.get('retry_config', {})
     self._headers = client.get('default_headers', {})
     self._network_error = urllib3.exceptions.HTTPError
+    self._protocol_error = urllib3.exceptions.ProtocolError
     self._pool = urllib3.PoolManager(
       maxsize=store_backend.CONNECTIONS,
       retries=False,
@@ -68,12 +69,14 @@ class HttpBackend:
   def _ask(self, method: str, key: str, start: int, stop: int) -> bytes:
     """The answer to a GET, or the length that one to a HEAD states."""
     url, last = f'{self.url}/{key}', self._retry['max_retries']
+    is_cut = False
     for attempt in range(last + 1):
       try:
         status, data = self._ask_once(method, url, start, stop)
         trouble = f'the server answered {status}'
-      except self._network_error as error:
+      except (self._network_error, store_backend.CutShort) as error:
         status, data, trouble = None, b'', str(error)
+        is_cut = isinstance(error, store_backend.CutShort)
       if status is not None and status not in store_backend.PASSING:
         break
       if attempt < last:
@@ -81,7 +84,9 @@ class HttpBackend:
         self._wait(attempt)
     if status in (200, 206, 416):
       return data
-    raise store_backend.refusal('reading', url, status, trouble)
+    raise store_backend.refusal(
+      'reading', url, status, trouble, is_cut=is_cut and status is None
+    )
 
   def _ask_once(
     self, method: str, url: str, start: int, stop: int
@@ -112,6 +117,8 @@ class HttpBackend:
           data += piece[skip:]
           skip = max(0, skip - len(piece))
       return answer.status, bytes(data)
+    except self._protocol_error as error:
+      raise store_backend.CutShort(str(error)) from error
     finally:
       answer.close()  # what was read to its end is another request's already
 

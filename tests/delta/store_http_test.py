@@ -172,8 +172,9 @@ def test_trouble_is_waited_for_and_logged_or_told(scripted, caplog, trouble):
   assert len(seen) == 3
   assert caplog.text.count(f'{client.url}/objects/{name}: GET failed') == 2
   script[:] = [trouble] * 3
-  with pytest.raises(ConnectionError, match='reading failed.*Check'):
+  with pytest.raises(ConnectionError, match='reading failed.*Check') as caught:
     client.get(name, len(DATA))
+  assert isinstance(caught.value, store.CutShort) == (trouble == 'cut')
 
 
 @pytest.mark.parametrize(
