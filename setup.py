@@ -7,7 +7,6 @@ REQUIRED = [
   'blake3>=1.0',
   'chex>=0.1.90',
   'flax>=0.12',
-  'fsspec>=2024.6',
   'grain>=0.2.10',
   'jax>=0.10',
   'jinja2>=3.1.6',
@@ -43,10 +42,8 @@ SERVE = [
 # Compiles the codec of delta bundles; without it numpy does the same, slowly.
 CODEC = ['numba>=0.63']
 
-# Delta bundles in object stores, behind web servers, and under public keys.
-S3 = ['s3fs>=2024.6']
-GS = ['gcsfs>=2024.6']
-HTTP = ['aiohttp>=3.10']
+# Delta bundles in buckets or behind web servers, and under public keys.
+STORES = ['obstore>=0.12', 'urllib3>=2.2']
 SIGNING = ['cryptography>=43']
 
 # Runs the suites of packages that tasks are made of, within sandboxes.
@@ -75,8 +72,7 @@ EXTRAS = {
     *SERVE,
     *CODEC,
     *KERNELS,
-    *S3,
-    *HTTP,
+    *STORES,
     *SIGNING,
     *FLEET,
     *JUDGE,
@@ -99,9 +95,7 @@ EXTRAS = {
   'serve': SERVE,
   'codec': CODEC,
   'kernels': KERNELS,
-  's3': S3,
-  'gs': GS,
-  'relay': HTTP,
+  'stores': STORES,
   'signing': SIGNING,
   'fleet': FLEET,
   'judge': JUDGE,

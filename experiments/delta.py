@@ -6,12 +6,12 @@
   python -m experiments.delta verify $P       (or log, or gc)
   python -m experiments.delta keys --key=pair.key
 
-A store is a folder, s3://, gs:// or, to read, the http:// of a web server or a
-cache (configs/delta/nginx.conf), which need not be trusted. publish makes a secret key when there is none; apply needs
-the same file, or the public half of a pair that `keys` made. verify names
-everything that is damaged, and with --source compares a checkpoint. gc deletes
-what the newest --keep versions do not need; while a trainer publishes, only the
-trainer may do that.
+A store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
+server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
+makes a secret key when there is none; apply needs the same file, or the public
+half of a pair that `keys` made. verify names everything that is damaged, and
+with --source compares a checkpoint. gc deletes what the newest --keep versions
+do not need; while a trainer publishes, only the trainer may do that.
 """
 
 import sys

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple, TypeVar
 
-from composer_jax.delta import identity, retries
+from composer_jax.delta import identity
 from composer_jax.delta import store as store_lib
 
 # What one request asks for, more only if a single blob is larger.
@@ -31,7 +31,7 @@ PIECE_BYTES = 8 * 2**20
 IN_FLIGHT: int = 32
 
 # What another way through the same store will hardly cure.
-UNREACHED = (ConnectionError, TimeoutError, retries.GaveUp)
+UNREACHED = (ConnectionError, TimeoutError)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar('_T')
@@ -284,11 +284,9 @@ class Fetcher:
     """Reads; what comes damaged or cut once more, past caches on the way."""
     try:
       return read(self._store)
-    except (ValueError, retries.GaveUp) as error:
-      # Past a cache that is merely slow, all its followers would ask the store.
-      if isinstance(error, retries.GaveUp) and not _is_cut(error):
-        raise
-      # What a link or a cache damaged may arrive whole.
+    except (ValueError, store_lib.CutShort) as error:
+      # What a link or a cache damaged may arrive whole. Not after any failure:
+      # past a cache that is slow, all its followers would ask the store.
       _log.warning('Asked for again: %s', error)
       return read(self._store.past_caches)
 
@@ -312,17 +310,8 @@ class Fetcher:
 
 def named(where: str, error: Exception) -> Exception:
   """Returns an error that says where; a store that is away stays one."""
-  kind = ValueError
-  if isinstance(error, (*UNREACHED, retries.Cancelled)):
-    kind = type(error)
+  kind = type(error) if isinstance(error, UNREACHED) else ValueError
   return kind(f'{where}: {error}')
-
-
-def _is_cut(error: BaseException | None) -> bool:
-  """Whether answers ended early, as of a cache whose file was cut short."""
-  while error is not None and type(error).__name__ != 'ClientPayloadError':
-    error = error.__cause__
-  return error is not None
 
 
 def _damaged(piece: Piece, data: bytes) -> Blob | None:

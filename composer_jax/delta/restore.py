@@ -12,7 +12,7 @@ import logging
 from concurrent import futures
 
 from composer_jax.delta import apply as applying
-from composer_jax.delta import fetch, retries, route, weights_held
+from composer_jax.delta import fetch, route, weights_held
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import store as store_lib
 
@@ -251,7 +251,7 @@ class _Walk:
 
   def _note(self, error: Exception) -> None:
     self._unreached += isinstance(error, fetch.UNREACHED)
-    if isinstance(error, retries.Cancelled) or self._unreached == MAX_UNREACHED:
+    if self._unreached == MAX_UNREACHED:
       raise error
     _log.warning(
       'Run %r, version %d: another way is tried: %s',

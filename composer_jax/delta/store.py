@@ -12,8 +12,9 @@ the place, but for `get_range`, whose caller checks; and nothing here knows who
 signed a pointer.
 
 How the pointer moves without losing another's move: a local store compares
-under a lock, S3 and its kin by If-Match, gs by its generation, memory under a
-lock. Elsewhere it is a look and then a write, and one publisher must be alone.
+under a lock, the others write under a condition. A server like S3 that minds
+none is found out: there it is a look and then a write, and one publisher must
+be alone.
 """
 
 import copy
@@ -22,19 +23,16 @@ import hashlib
 import os
 import pathlib
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from composer_jax.delta import (
   checks,
   identity,
   store_backend,
-  store_download,
   store_local,
   store_places,
 )
-from composer_jax.delta import retries as retries_lib
 
 MAX_POINTER_BYTES = 4096
 # The most that `get` takes without a word: the longest manifest.
@@ -42,9 +40,9 @@ MAX_GET_BYTES = 2**28
 # Younger objects are not deleted: a publisher may be about to point to them.
 GRACE_S = 3600.0
 _MOST_PART_BYTES = 2**36
-_NO_CACHE = {'Cache-Control': 'no-cache'}
 
 Conflict = store_backend.Conflict
+CutShort = store_backend.CutShort
 Traffic = store_backend.Traffic
 
 _PART = re.compile('[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*')
@@ -79,31 +77,21 @@ class Store:
     self,
     url: str | os.PathLike,
     *,
-    retries: retries_lib.Policy | None = None,
-    sleep: Callable[[float], None] = time.sleep,
     options: dict[str, Any] | None = None,
   ):
     """Opens a place; nothing is asked of it before the first use.
 
     Args:
-      url: a directory, or file://, s3://, gs://, memory://, http(s):// (to read
-        alone), or any other that fsspec knows.
-      retries: patience with a remote place.
-      sleep: waits between two attempts; what it raises ends them (see
-        `retries.until`).
-      options: for the fsspec file system, such as its endpoint.
+      url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
+        alone, http(s)://.
+      options: for a remote place, in the words of obstore: `retry_config`,
+        `client_options`, and what else its class of store takes, such as
+        `endpoint`.
     """
     self.url = store_places.clean(os.fspath(url))
     self.traffic = store_backend.Traffic()
     self._options = options or {}
-    self._open = functools.partial(
-      store_places.open_backend,
-      self.url,
-      self.traffic,
-      retries or retries_lib.Policy(),
-      sleep,
-    )
-    backend = self._open(self._options)
+    backend = store_places.open_backend(self.url, self.traffic, self._options)
     self._backend: Any = backend
     is_local = isinstance(backend, store_local.LocalBackend)
     self.root = backend.root if is_local else None
@@ -128,10 +116,13 @@ class Store:
     """
     if not self.url.startswith(('http://', 'https://')):
       return self
-    client = dict(self._options.get('client_kwargs', {}))
-    client['headers'] = {**client.get('headers', {}), **_NO_CACHE}
+    client = self._options.get('client_options', {})
+    headers = {**client.get('default_headers', {}), 'Cache-Control': 'no-cache'}
+    options = {'client_options': {**client, 'default_headers': headers}}
     fresh = copy.copy(self)
-    fresh._backend = self._open({**self._options, 'client_kwargs': client})
+    fresh._backend = store_places.open_backend(
+      self.url, self.traffic, {**self._options, **options}
+    )
     return fresh
 
   def _writer(self) -> Any:
@@ -210,51 +201,6 @@ class Store:
       )
     return data
 
-  def get_file(
-    self,
-    name: str,
-    length: int | None,
-    path: str | os.PathLike,
-    *,
-    limit: int | None = None,
-  ) -> int:
-    """Reads an object into a file, which appears when it is verified.
-
-    Pieces that came before a failure, or before the process died, stay beside
-    the file and are not asked for again. An intact file is left alone.
-
-    Args:
-      name: its sha256.
-      length: what it must be; None if unknown.
-      path: of the file.
-      limit: the most that it may be, where the length is unknown.
-
-    Returns:
-      The object's length.
-    """
-    path = pathlib.Path(path)
-    if (
-      path.exists()
-      and length in (None, path.stat().st_size)
-      and store_local.hash_file(path) == name
-    ):
-      return path.stat().st_size
-    most = _most(length, limit)
-    key = _object(name)
-    done = store_download.to_file(
-      lambda start, stop: self._backend.read(key, start, stop),
-      name,
-      length,
-      most,
-      path,
-    )
-    if not done:
-      raise ValueError(
-        f'{self._where(key)}: the object is damaged, its length or hash is '
-        'wrong.'
-      )
-    return path.stat().st_size
-
   def length(self, name: str) -> int:
     """Bytes of an object; FileNotFoundError when there is none."""
     return self._backend.stat(_object(name)).length
@@ -313,7 +259,7 @@ class Store:
       The folder, to be read only: its files are the objects themselves.
     """
     if self.root is None:
-      raise ValueError(f'{self.url} is not local; use get_file for each file.')
+      raise ValueError(f'{self.url} is not local; use get for each file.')
     _object(name)
     members = list(members)
     for relative, digest, _ in members:
