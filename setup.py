@@ -14,6 +14,7 @@ REQUIRED = [
   'matplotlib>=3.9',
   'ml-collections>=1.0',
   'ml-dtypes>=0.5',
+  'numba>=0.63',  # compiles the codec of delta bundles
   'numpy>=2.1',
   'optax>=0.2.8',
   'orbax-checkpoint>=0.11',
@@ -39,9 +40,6 @@ SERVE = [
   'starlette>=0.46',
   'uvicorn>=0.34',
 ]
-
-# Compiles the codec of delta bundles; without it numpy does the same, slowly.
-CODEC = ['numba>=0.63']
 
 # Delta bundles in object stores, through relays, and under public keys.
 S3 = ['s3fs>=2024.6']
@@ -73,7 +71,6 @@ EXTRAS = {
   'test': [
     *HF,
     *SERVE,
-    *CODEC,
     *KERNELS,
     *S3,
     *RELAY,
@@ -97,7 +94,6 @@ EXTRAS = {
   'docs': DOCS,
   'hf': HF,
   'serve': SERVE,
-  'codec': CODEC,
   'kernels': KERNELS,
   's3': S3,
   'gs': GS,

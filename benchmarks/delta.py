@@ -102,7 +102,6 @@ def main() -> None:
       label, found, share = delta_speed.described(case)
       if 'speed' in args.only:
         rates[name] = delta_speed.measure(label, found, rounds, share=share)
-        delta_speed.without_numba(label, found[:2], 3)
       if 'threads' in args.only:
         delta_speed.threads(label, found, rounds, cores)
   if args.recordings:

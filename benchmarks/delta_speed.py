@@ -196,33 +196,6 @@ def _report(
     )
 
 
-def without_numba(label: str, found: Boxes, rounds: int) -> None:
-  """Rates of the same codecs where numba is not installed."""
-  codec.use('numpy')
-  try:
-    jobs = _jobs('small', found)
-    codes = [_encode(old, new, 'small') for old, new in found]
-    seconds = turns(jobs, rounds, time.process_time)
-  finally:
-    codec.use('auto')
-  same = all(
-    _encode(old, new, 'small') == coded
-    for (old, new), coded in zip(found, codes, strict=True)
-  )
-  megabytes = sum(new.nbytes for _, new in found) / 1e6
-  for what, values in seconds.items():
-    interleaved.report(
-      'delta',
-      f'{label}: {what} without numba, one core; the bytes are '
-      f'{"the same" if same else "OTHERS"}',
-      ([megabytes / value for value in values], []),
-      limit=None,
-      goal='>= 15 MB/s, the same bytes',
-      met=lambda ours, _: same and ours >= 15,
-      unit='MB/s',
-    )
-
-
 def threads(label: str, found: Boxes, rounds: int, cores: set[int]) -> None:
   """What a second thread gains, by the wall clock, on two cores."""
   before = os.sched_getaffinity(0)

@@ -15,14 +15,11 @@ the fewest bytes, and named by a number in the manifest:
 
 Steps are differences on the number line of `order`. `codec_model` describes the
 blobs of the last three, `codec_planes` those of PLANES. All are little-endian;
-machines that are not have never been tried. Kernels are compiled with numba
-where it is installed; the numpy tier gives the same bytes, slower.
+machines that are not have never been tried. The kernels are compiled with
+numba; `tests/delta/codec_reference.py` is a plain decoder of the same format.
 """
 
 import functools
-import importlib
-import importlib.util
-import logging
 import types
 
 import numpy as np
@@ -40,42 +37,13 @@ MAX_OVERHEAD = 64
 _FEW_BYTES = 2048
 HISTORY_MASK = 3
 
-_wanted = 'auto'
-
-
-def use(kernels: str) -> None:
-  """Picks the tier of kernels: 'auto', 'numba' or 'numpy'."""
-  global _wanted
-  if kernels not in ('auto', 'numba', 'numpy'):
-    raise ValueError(
-      f"kernels {kernels!r} are none of 'auto', 'numba', 'numpy'"
-    )
-  if kernels == 'numba' and importlib.util.find_spec('numba') is None:
-    raise ValueError(
-      'kernels of numba need it: pip install "composer_jax[codec]"'
-    )
-  _wanted = kernels
-
-
-def backend() -> str:
-  """Which tier of kernels is in use."""
-  return _kernels().NAME
-
 
 def _kernels() -> types.ModuleType:
-  return _load(_wanted)
+  # numba takes half a second to import, which a process that only moves
+  # bundles need not wait for.
+  from composer_jax.delta import codec_numba
 
-
-@functools.cache
-def _load(wanted: str) -> types.ModuleType:
-  if wanted == 'auto' and importlib.util.find_spec('numba') is None:
-    logging.getLogger(__name__).info(
-      'numba is not installed: deltas are coded by numpy, some twenty times '
-      'slower; pip install "composer_jax[codec]" makes them fast'
-    )
-    wanted = 'numpy'
-  name = 'codec_numpy' if wanted == 'numpy' else 'codec_numba'
-  return importlib.import_module(f'composer_jax.delta.{name}')
+  return codec_numba
 
 
 def count_changed(values: np.ndarray, base: np.ndarray) -> int:

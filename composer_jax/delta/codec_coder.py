@@ -1,6 +1,6 @@
 """Compiled kernels from changes by class to bytes.
 
-`codec_model` says what is coded and how; `codec_numpy` does the same in numpy.
+`codec_model` says what is coded and how.
 """
 
 import numpy as np

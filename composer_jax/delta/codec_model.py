@@ -30,7 +30,7 @@ holds x % 4096 = range start + n, and goes on with x = frequency * (x // 4096)
 then under 2**16 it becomes x << 16 | word. All lanes end at 2**16, without
 words to spare. Each sequence has tables of its own: from its guess (`guesses`
 of the level; `leaning` for steps) and, after 32, 128, 512, ... symbols, from
-the guess plus 16 for each symbol seen.
+the guess plus 16 for each symbol seen. The code of both is in `codec_tables`.
 
 Everything here is integers: a table that differs by one in the encoder and the
 decoder would garble all that follows.
@@ -75,10 +75,6 @@ _ROOTS = (1.0, math.sqrt(math.sqrt(2)), math.sqrt(2), math.sqrt(math.sqrt(8)))
 EVEN = 24
 LEVELS = 128
 COUNT_BITS = 21
-
-
-def far_symbols(width: int) -> int:
-  return 2 * (width - 3)
 
 
 def level(changed: int, size: int) -> int:
@@ -126,7 +122,7 @@ def guesses(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     pairs = _geometric(ratio, STEP_SYMBOLS // 2, STEP_GUESS)
     near.append(np.repeat(pairs, 2))
     far_ratio = min(0.8, max(0.2, 1 - 4 / (spread + 4)))
-    far.append(_geometric(far_ratio, far_symbols(width), STEP_GUESS))
+    far.append(_geometric(far_ratio, 2 * (width - 3), STEP_GUESS))
   tables = np.stack(gaps), np.stack(near), np.stack(far)
   for table_ in tables:
     table_.flags.writeable = False
@@ -140,27 +136,6 @@ def _geometric(ratio: float, size: int, total: int) -> np.ndarray:
     shares.append(rest * (1 - ratio))
     rest *= ratio
   return np.array([round(total * share) for share in (*shares, rest)])
-
-
-def leaning(guess: np.ndarray, negative: int, changed: int) -> np.ndarray:
-  """A guess of near steps whose signs fall as they did one exponent below.
-
-  Of `changed` steps there, `negative` were. With a history, signs are relative
-  to the last change, and most steps of sparse classes go back.
-  """
-  counts = np.empty_like(guess)
-  pairs = guess[0::2] + guess[1::2]
-  counts[1::2] = pairs * (negative + LEAN) // (changed + 2 * LEAN)
-  counts[0::2] = pairs - counts[1::2]
-  return counts
-
-
-def table(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Frequencies that sum to SCALE, none of them zero, and their starts."""
-  spare = SCALE - counts.size
-  frequencies = 1 + counts * spare // counts.sum()
-  frequencies[np.argmax(counts)] += SCALE - frequencies.sum()
-  return frequencies, np.cumsum(frequencies) - frequencies
 
 
 def pack_counts(

@@ -1,7 +1,6 @@
 """The compiled kernels of the codec; imported on first use.
 
-They release the GIL and are cached on disk. `codec_numpy` has the same
-functions and gives the same bytes.
+They release the GIL and are cached on disk.
 """
 
 import numpy as np
@@ -11,7 +10,6 @@ from composer_jax.delta import codec_decoder as decoder
 from composer_jax.delta import codec_model as model
 from composer_jax.delta import codec_scan as scanner
 
-NAME = 'numba'
 # Most deltas change fewer than one in so many weights.
 _FEW = 16
 

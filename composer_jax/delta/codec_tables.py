@@ -14,13 +14,13 @@ EVEN = model.EVEN
 
 @compiler.part
 def plain_bits(level):
-  """`model.plain_bits`."""
+  """`model.plain_bits`, compiled."""
   return min(RAW_BITS, max(0, (level - EVEN) // OCTAVE - 2))
 
 
 @compiler.part
 def table(counts, frequencies, first):
-  """`model.table`."""
+  """Fills in frequencies that sum to SCALE, none of them zero, and starts."""
   total = 0
   most = 0
   for s in range(counts.size):
@@ -41,7 +41,12 @@ def table(counts, frequencies, first):
 
 @compiler.part
 def leaning(guess, lean, context):
-  """`model.leaning`."""
+  """A guess of near steps whose signs fall as they did one exponent below.
+
+  Of `lean[context, 1]` steps there, `lean[context, 0]` were negative. With a
+  history, signs are relative to the last change, and most steps of sparse
+  classes go back.
+  """
   counts = np.empty(guess.size, np.int64)
   changed = lean[context, 1] + 2 * LEAN
   for s in range(0, guess.size, 2):

@@ -139,15 +139,3 @@ class Classes:
   @property
   def num_classes(self) -> int:
     return self.num_exponents * self.num_contexts
-
-  def of(self, base: np.ndarray) -> np.ndarray:
-    """The class of each weight, as u8."""
-    exponents = (base >> self.number.shift) & self.number.exponent_mask
-    highest = self.low + self.num_exponents - 1
-    classes = (np.clip(exponents, self.low, highest) - self.low).astype(
-      np.uint8
-    )
-    if self.history is not None:
-      classes *= np.uint8(self.num_contexts)
-      classes += self.history & np.uint8(self.history_mask)
-    return classes

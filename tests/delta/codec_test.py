@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from composer_jax.delta import codec, codec_model, codec_planes, order
+from tests.delta import codec_reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [
@@ -28,38 +29,24 @@ STEP_CODECS = (codec.FLAT, codec.CLASS, codec.HISTORY)
 few = hypothesis.settings(max_examples=60, deadline=None, database=None)
 
 
-@pytest.fixture(autouse=True)
-def automatic_kernels():
-  yield
-  codec.use('auto')
-
-
-def both_tiers(function):
-  results = []
-  for kernels in ('numba', 'numpy'):
-    codec.use(kernels)
-    results.append(function())
-  assert results[0] == results[1]
-  return results[0]
-
-
-def roundtrip(values, base, **options):
-  """Encodes and decodes with both kernels; they must agree."""
-
-  def once():
-    kind, blob = codec.encode(values, base, **options)
-    history = options.get('history')
-    before = None if base is None else base.tobytes()
-    decoded = codec.decode(
-      kind, blob, values.size, values.dtype, base, history=history
-    )
+def check_decoded(kind, blob, values, base, **options):
+  """The library and, where it has the time, the plain decoder agree."""
+  before = None if base is None else base.tobytes()
+  chunk = kind, blob, values.size, values.dtype, base
+  found = [codec.decode(*chunk, **options)]
+  if values.size <= 2000 and kind != codec.HISTORY:
+    found.append(codec_reference.decode(*chunk))
+  for decoded in found:
     assert decoded.dtype == values.dtype
     assert decoded.tobytes() == values.tobytes()
-    assert base is None or base.tobytes() == before
-    assert len(blob) <= values.nbytes + codec.MAX_OVERHEAD
-    return kind, blob
+  assert base is None or base.tobytes() == before
 
-  return both_tiers(once)
+
+def roundtrip(values, base, *, history=None, **options):
+  kind, blob = codec.encode(values, base, history=history, **options)
+  check_decoded(kind, blob, values, base, history=history)
+  assert len(blob) <= values.nbytes + codec.MAX_OVERHEAD
+  return kind, blob
 
 
 def pair(rng, dtype, size, share):
@@ -126,15 +113,35 @@ def test_each_codec_of_steps_survives(seed, dtype, size, share, kind, near):
     values = order.moved(bits, steps, is_float).view(dtype)
   if not codec.count_changed(values, base):
     return
+  blob = codec.encode_as(kind, values, base, history=history)
+  if blob is not None:
+    check_decoded(kind, blob, values, base, history=history)
 
-  def once():
-    blob = codec.encode_as(kind, values, base, history=history)
-    if blob is not None:
-      decoded = codec.decode(kind, blob, size, dtype, base, history=history)
-      assert decoded.tobytes() == values.tobytes()
-    return blob
 
-  both_tiers(once)
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+def test_the_plain_decoder_reads_what_the_kernels_wrote(dtype):
+  rng = np.random.default_rng(5)
+  values, base = pair(rng, dtype, 6000, 0.4)
+  blobs = [
+    *(codec.encode(values, old, tier='fast') for old in (None, base)),
+    (codec.SAME, b''),
+  ]
+  for kind in (codec.FLAT, codec.CLASS) if dtype.itemsize <= 4 else ():
+    blobs.append((kind, codec.encode_as(kind, values, base)))
+  near = np.where(rng.random(6000) < 0.4, 1, 0).astype(np.uint8)
+  bits = order.to_bits(base)
+  few = (bits ^ near.astype(bits.dtype)).view(dtype)
+  number = order.kind(dtype)
+  planes = codec_planes.encode(order.to_bits(few), bits, number)
+  for new, coded in (
+    *((base if kind == codec.SAME else values, (kind, b)) for kind, b in blobs),
+    (few, (codec.PLANES, planes)),
+    (few, codec.encode(few, base)),
+  ):
+    if coded[1] is not None:
+      chunk = (*coded, 6000, dtype, base)
+      assert codec.decode(*chunk).tobytes() == new.tobytes()
+      assert codec_reference.decode(*chunk).tobytes() == new.tobytes()
 
 
 def test_special_values_are_bits_like_any_other():
@@ -284,17 +291,12 @@ def test_limit_of_bytes_is_exact():
   places = np.array([0, 40]), np.arange(40) * 17, np.ones(40, np.int64)
   shape = order.Classes(order.kind(BF16), 0, 1, None, 0)
   levels = np.array([codec_model.level(40, 680)])
-
-  def once():
-    code = codec._kernels().code
-    body = code(*places, levels, shape, 10**6)
-    length = len(body)
-    assert code(*places, levels, shape, length) == body
-    assert code(*places, levels, shape, length - 1) is None
-    assert code(*places, levels, shape, 3) is None
-    return body
-
-  both_tiers(once)
+  code = codec._kernels().code
+  body = code(*places, levels, shape, 10**6)
+  length = len(body)
+  assert code(*places, levels, shape, length) == body
+  assert code(*places, levels, shape, length - 1) is None
+  assert code(*places, levels, shape, 3) is None
 
 
 def test_guesses_need_nothing_that_differs_between_machines():
@@ -343,25 +345,10 @@ def test_package_does_not_import_numba():
   subprocess.run([sys.executable, '-c', code], check=True)
 
 
-def test_missing_numba_is_said_once(monkeypatch, caplog):
-  monkeypatch.setattr(codec.importlib.util, 'find_spec', lambda name: None)
-  codec._load.cache_clear()
-  with caplog.at_level('INFO'):
-    assert codec.backend() == codec.backend() == 'numpy'
-  codec._load.cache_clear()
-  assert ['composer_jax[codec]' in r.getMessage() for r in caplog.records] == [
-    True
-  ]
-  with pytest.raises(ValueError, match=r'composer_jax\[codec\]'):
-    codec.use('numba')
-
-
 def test_misuse_is_refused_by_name():
   ten = np.zeros(10, BF16)
   with pytest.raises(ValueError, match="tier 'tiny' is not one of"):
     codec.encode(ten, ten, tier='tiny')
-  with pytest.raises(ValueError, match="kernels 'c' are none of"):
-    codec.use('c')
   with pytest.raises(ValueError, match='at most 1048576'):
     codec.encode(np.zeros(2**20 + 1, np.int8), None)
   with pytest.raises(ValueError, match=r'base is float32\[10\] and must be'):

@@ -21,10 +21,9 @@ CRASH = """
 import json, os, signal, sys
 
 from tests.delta import publish_test as t
-from composer_jax.delta import codec, store as stores
+from composer_jax.delta import store as stores
 
 OPTIONS = dict(keyframe_every=2, skip_levels=(2,))
-codec.use('numpy')  # starts faster
 
 def child(work):
   pid = os.fork()
@@ -110,8 +109,7 @@ def test_kill_at_file_operations_then_publish_again(tmp_path, versions, step):
 FULL = """
 import json, resource, signal
 from tests.delta import publish_test as t
-from composer_jax.delta import codec, store as stores
-codec.use('numpy')
+from composer_jax.delta import store as stores
 store = stores.Store({root!r})
 publisher = t.open_publisher(store)
 publisher.publish(t.blocks(t.weights(0)), 0)

@@ -370,10 +370,9 @@ def test_blocks_that_two_processes_hold_are_refused(tmp_path):
 
 PROCESS = """
 import json, os, signal, sys
-from composer_jax.delta import codec, publish_parts, store as stores
+from composer_jax.delta import publish_parts, store as stores
 from tests.delta import publish_parts_test as p, publish_test as t
 
-codec.use('numpy')  # starts faster
 process, die = int(sys.argv[1]), sys.argv[2] == 'die'
 def open_publisher(run_id, timeout_s):
   parts = publish_parts.Parts(
