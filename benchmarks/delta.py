@@ -2,13 +2,13 @@
 
   python -m benchmarks.delta [--quick] [--recordings=DIR] [--only=PARTS]
 
-Everything in one run: bytes of our bundles (`small`, `fast`, and `small` with
-history), of XOR with zstd, of lists of indices and gaps, and the entropy that a
-coder could reach that knows the base's exponents (bound E; bound M knows
-nothing); rates of one core, hashes included, by its memcpy; what a second
-thread gains; the pause of a real engine; a world of 4, 16 and 64 clusters
-behind simulated links; the law of how many weights change; quantised receivers;
-and what 1 TB would take by these figures.
+Everything in one run: bytes of our bundles (`small` and `fast`), of XOR with
+zstd, of lists of indices and gaps, and the entropy that a coder could reach
+that knows the base's exponents (bound E; bound M knows nothing); rates of one
+core, hashes included, by its memcpy; what a second thread gains; the pause of a
+real engine; a world of 4, 16 and 64 clusters behind simulated links; the law of
+how many weights change; quantised receivers; and what 1 TB would take by these
+figures.
 
 The policies are synthetic ones (`delta_data`), and with --recordings those of
 real training, which `python -m experiments.studies.delta.record` makes in

@@ -23,7 +23,7 @@ NO_PACK = 0xFFFFFFFF  # No blob: the box is that of the base, or in a file.
 MAX_BLOB_OVERHEAD = 64
 
 # The codec ids of `codec` that mean something to a manifest.
-SAME, RAW, PLANES, HISTORY, STORED = 0, 1, 2, 5, 6
+SAME, RAW, PLANES, CLASS, STORED = 0, 1, 2, 4, 6
 
 
 def joined(tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -40,17 +40,14 @@ def table(counts, frequencies, first):
 
 
 @compiler.part
-def leaning(guess, lean, context):
+def leaning(guess, negative, changed):
   """A guess of near steps whose signs fall as they did one exponent below.
 
-  Of `lean[context, 1]` steps there, `lean[context, 0]` were negative. With a
-  history, signs are relative to the last change, and most steps of sparse
-  classes go back.
+  Of `changed` steps there, `negative` were.
   """
   counts = np.empty(guess.size, np.int64)
-  changed = lean[context, 1] + 2 * LEAN
   for s in range(0, guess.size, 2):
     pair = guess[s] + guess[s + 1]
-    counts[s + 1] = pair * (lean[context, 0] + LEAN) // changed
+    counts[s + 1] = pair * (negative + LEAN) // (changed + 2 * LEAN)
     counts[s] = pair - counts[s + 1]
   return counts

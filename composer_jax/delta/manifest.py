@@ -31,6 +31,8 @@ MAX_POINTER_BYTES = 4096
 _MAGIC = FORMAT.encode() + b'\n'
 _LENGTH = struct.Struct('<I')
 _SEAL = FORMAT.encode() + b'P'
+# Of a codec that older versions had.
+_IDLE = {'history': None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,8 +85,6 @@ class Manifest:
     base_version: what a DELTA starts from; several versions back for a skip.
     base_id: identity of those weights; '' for a KEY.
     target_id: identity of the resulting weights.
-    history: the version since which a decoder must have followed every single
-      delta to use the bundle; None where it need not.
     packs: (sha256, bytes) of the objects that hold the blobs. Blobs lie in
       each in ascending (tensor, box) order, without gaps, and fill it.
     files: (path, sha256, bytes) of the orbax checkpoint of a KEY.
@@ -97,7 +97,6 @@ class Manifest:
   base_version: int | None
   base_id: str
   target_id: str
-  history: int | None
   packs: tuple[tuple[str, int], ...]
   files: tuple[tuple[str, str, int], ...]
   tensors: tuple[Tensor, ...]
@@ -110,7 +109,7 @@ class Manifest:
       stored = [chunks.STORED] if self.files else []
       allowed = [chunks.RAW, chunks.PLANES, *stored]
     else:
-      allowed = list(range(chunks.HISTORY + (self.history is not None)))
+      allowed = list(range(chunks.CLASS + 1))
     raw_bytes = [np.zeros(0, np.int64), *(t.raw_bytes for t in self.tensors)]
     packs = [length for _, length in self.packs]
     chunks.check(self._table, np.concatenate(raw_bytes), allowed, packs)
@@ -150,7 +149,7 @@ class Manifest:
   def to_bytes(self) -> bytes:
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     fields['tensors'] = [[t.name, t.dtype, t.shape] for t in self.tensors]
-    header = identity.canonical_json(fields)
+    header = identity.canonical_json(fields | _IDLE)
     tables = (t.chunks.tobytes() for t in self.tensors)
     return b''.join([_MAGIC, _LENGTH.pack(len(header)), header, *tables])
 
@@ -167,7 +166,7 @@ class Manifest:
     (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
     good = length <= min(MAX_HEADER_BYTES, len(data) - start)
     checks.require(good, 'length of its header')
-    fields = checks.parse(data[start : start + length], cls)
+    fields = checks.parse(data[start : start + length], cls, _IDLE)
     fields['tensors'] = _read_tensors(fields['tensors'], data, start + length)
     for name in ('packs', 'files'):
       rows = checks.items(fields[name], name)
@@ -206,7 +205,6 @@ def _check_header(manifest: Manifest) -> None:
     manifest.kind == KEY,
     manifest.version,
     manifest.base_version,
-    manifest.history,
     'a manifest',
   )
   if manifest.kind == KEY:
@@ -242,7 +240,6 @@ class Edge:
     bytes: of its packs, files and manifest.
     manifest: sha256 of it.
     target: the first 16 digits of the identity it leads to.
-    history: as in the manifest.
   """
 
   version: int
@@ -251,14 +248,11 @@ class Edge:
   bytes: int
   manifest: str
   target: str
-  history: int | None
 
   def __post_init__(self):
     checks.require(self.kind in KINDS, 'kind of an edge')
     is_key = self.kind == KEY
-    checks.start(
-      is_key, self.version, self.base_version, self.history, 'an edge'
-    )
+    checks.start(is_key, self.version, self.base_version, 'an edge')
     checks.require(identity.is_count(self.bytes), 'bytes of an edge')
     checks.require(identity.is_hash(self.manifest), 'manifest of an edge')
     good = isinstance(self.target, str) and identity.is_hash(self.target * 4)
@@ -288,7 +282,8 @@ class Index:
     checks.require(good, 'index: a version with two targets')
 
   def to_bytes(self) -> bytes:
-    return identity.canonical_json(dataclasses.asdict(self))
+    edges = [dataclasses.asdict(edge) | _IDLE for edge in self.edges]
+    return identity.canonical_json({'run_id': self.run_id, 'edges': edges})
 
   @classmethod
   def from_bytes(cls, data: bytes) -> 'Index':
@@ -296,7 +291,7 @@ class Index:
     checks.require(len(data) <= MAX_INDEX_BYTES, 'length of an index')
     fields = checks.parse(data, cls)
     rows = checks.items(fields['edges'], 'edges')
-    edges = tuple(Edge(**checks.fields_of(row, Edge)) for row in rows)
+    edges = tuple(Edge(**checks.fields_of(row, Edge, _IDLE)) for row in rows)
     index = cls(run_id=fields['run_id'], edges=edges)
     checks.require(index.edges == edges, 'order of the edges')
     return index

@@ -115,27 +115,14 @@ def window(base: np.ndarray, number: Kind) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Classes:
-  """How weights are sorted into classes, the exponent first.
+  """How weights are sorted into classes, by the exponent of the base.
 
   Attributes:
     number: the dtype.
     low: exponents up to it share a class.
-    num_exponents: classes of exponents; those beyond share the highest.
-    history: u8 of each weight, whose bits `history_mask` are a class, too, and
-      whose top bit turns the sign of its step around; None for no history.
-    history_mask: 0 for no history.
+    num_classes: classes of exponents; those beyond share the highest.
   """
 
   number: Kind
   low: int
-  num_exponents: int
-  history: np.ndarray | None
-  history_mask: int
-
-  @property
-  def num_contexts(self) -> int:
-    return self.history_mask + 1
-
-  @property
-  def num_classes(self) -> int:
-    return self.num_exponents * self.num_contexts
+  num_classes: int

@@ -109,8 +109,6 @@ class Publisher:
     keyframe_every: versions from one keyframe to the next.
     skip_levels: at the multiples of each, a delta from the multiple before, of
       whose weights a copy is kept in memory. All are multiples of the least.
-    history: encode with what each weight did since the last reset: a keyframe,
-      a multiple of the least skip level, or a new publisher.
     expires_s: after which receivers believe the pointer no more; 0 for never.
     keep: so many last versions stay listed whole (see `publish_index`).
     grace_s: younger objects are not deleted by `gc`.
@@ -135,7 +133,6 @@ class Publisher:
     tier: str = 'small',
     keyframe_every: int = 400,
     skip_levels: Iterable[int] = (8,),
-    history: bool = False,
     expires_s: float = EXPIRES_S,
     keep: int = 64,
     grace_s: float = stores.GRACE_S,
@@ -156,7 +153,6 @@ class Publisher:
       publish_encode.Coder(tier, verify),
       threads=threads,
       levels=levels,
-      history=history,
     )
     self._run = publish_run.Run(
       store, run_id, signer, self._verifier, expires_s=expires_s, now=now
@@ -354,7 +350,7 @@ class Publisher:
     )
     moved = time.monotonic()
     run.specs = whole.specs
-    self._crew.commit(base is None or due)
+    self._crew.commit()
     with publish_others.forgiven(version):
       publish_others.lay_out(self._store, edge, whole)
     info = BundleInfo(

@@ -67,11 +67,11 @@ class Crew:
     """
     return self._request({'do': 'skip', 'start': start, 'from': target_id})
 
-  def commit(self, is_key: bool) -> None:
+  def commit(self) -> None:
     """Makes what is staged, to which the pointer now leads, the base."""
     assert self._run.head is not None
     head = dataclasses.asdict(self._run.head)
-    order = {'do': 'commit', 'head': head, 'is_key': is_key}
+    order = {'do': 'commit', 'head': head}
     # Before anyone can fail: the pointer has moved.
     self._do(order, None)
     self._team.order(order)
@@ -131,7 +131,7 @@ class Crew:
     match order['do']:
       case 'commit':
         self._run.head = manifest.Pointer(**order['head'])
-        self._local.commit(self._run.head, order['is_key'])
+        self._local.commit(self._run.head)
         return None
       case 'key':
         return self._local.encode_key()

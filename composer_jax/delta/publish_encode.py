@@ -62,7 +62,6 @@ class Coder(NamedTuple):
     key: publish_boxes.Key,
     values: np.ndarray,
     base: np.ndarray | None,
-    history: np.ndarray | None = None,
     post: bytes | None = None,
   ) -> Coded:
     """Encodes a box.
@@ -71,20 +70,17 @@ class Coder(NamedTuple):
       key: of the box.
       values: of the box, in any memory order.
       base: flat values of the base, None for a keyframe.
-      history: of the box, None where nothing is known.
       post: hash of the values, None if it has to be found.
 
     Raises:
       ValueError: what was encoded does not decode to the values.
     """
     values = publish_boxes.flat(values)
-    kind, blob = codec.encode(values, base, tier=self.tier, history=history)
+    kind, blob = codec.encode(values, base, tier=self.tier)
     if kind == codec.SAME and base is not None:
       kept = base
     elif self.verify:
-      kept = codec.decode(
-        kind, blob, values.size, values.dtype, base, history=history
-      )
+      kept = codec.decode(kind, blob, values.size, values.dtype, base)
     else:
       kept = values.copy()
     if self.verify and not same_bits(kept, values):

@@ -38,7 +38,6 @@ class Local:
     coder: how boxes are encoded.
     threads: that encode.
     levels: of skips.
-    history: whether singles are encoded with the history of each weight.
   """
 
   def __init__(
@@ -48,10 +47,9 @@ class Local:
     *,
     threads: int,
     levels: tuple[int, ...],
-    history: bool,
   ):
     self._store, self._coder, self._threads = store, coder, threads
-    self._levels, self._has_history = levels, history
+    self._levels = levels
     self.forget()
     self.unstage()
 
@@ -60,10 +58,7 @@ class Local:
     self._base: Boxes | None = None
     self._specs: publish_share.Specs = {}
     self._posts: dict[publish_boxes.Key, bytes] = {}
-    self._history: Boxes = {}
     self._base_id = ''
-    # The version since which followers have collected it.
-    self._since: int | None = None
     # By level: version, identity and boxes.
     self._snapshots: dict[int, tuple[int, str, Boxes]] = {}
 
@@ -81,7 +76,7 @@ class Local:
     """Takes verified weights, whole or its own part, as the base."""
     self.forget()
     self._base, self._specs = {}, held.signature()
-    self._since, self._base_id = held.version, held.target_id
+    self._base_id = held.target_id
     for name in held.names:
       tensor = held.tensors[name]
       numbers = tensor.numbers
@@ -118,7 +113,7 @@ class Local:
       base[one.key], posts[one.key] = one.values, one.post
     if good:
       self._base, self._posts, self._specs = base, posts, cutter.signature
-      self._since, self._base_id = head.version, head.target_id
+      self._base_id = head.target_id
     return good
 
   def stage(
@@ -145,8 +140,7 @@ class Local:
       spec = self._specs.get(key[0])
       if base is None or key not in base or spec != cutter.signature[key[0]]:
         return self._coder.keep(key, values)
-      history = self._history.get(key)
-      return self._coder.encode(key, values, base[key], history)
+      return self._coder.encode(key, values, base[key])
 
     with publish_encode.Packer(self._store, sorted(base or ())) as packer:
       share = self._gather(
@@ -164,7 +158,6 @@ class Local:
       share,
       specs=cutter.signature,
       cut_bytes=cutter.cut_bytes,
-      history=self._since if share.base_id and self._has_history else None,
     )
 
   def encode_key(self) -> publish_share.Share:
@@ -219,24 +212,13 @@ class Local:
     for _ in publish_encode.in_threads(check, sorted(posts), self._threads):
       pass
 
-  def commit(self, head: manifest.Pointer, is_key: bool) -> None:
-    """Makes what is staged the base.
-
-    Args:
-      head: that leads to it.
-      is_key: whether there is or will be a keyframe of it.
-    """
+  def commit(self, head: manifest.Pointer) -> None:
+    """Makes what is staged, to which `head` leads, the base."""
     assert self._staged is not None
     base = self._base or {}
     # Blocks may go round the processes, and the boxes with them.
     if self._specs != self._staged_specs or self._staged.keys() - base:
       self._snapshots = {}
-    # Who enters the chain by a keyframe or a skip knows no history.
-    is_skip = bool(self._levels) and head.version % self._levels[0] == 0
-    if is_key or is_skip or not self._has_history:
-      self._history, self._since = {}, head.version
-    else:
-      self._update_history(base, self._staged)
     self._base, self._posts = self._staged, self._staged_posts
     self._specs, self._base_id = self._staged_specs, head.target_id
     self.unstage()
@@ -310,16 +292,6 @@ class Local:
       packs=packs,
       chunks=publish_encode.tables(made, places),
     )
-
-  def _update_history(self, base: Boxes, staged: Boxes) -> None:
-    def update(key) -> None:
-      values = staged[key]
-      if key not in self._history:
-        self._history[key] = np.zeros(values.size, np.uint8)
-      codec.update_history(self._history[key], base[key], values)
-
-    for _ in publish_encode.in_threads(update, staged, self._threads):
-      pass
 
 
 def _boxes(

@@ -131,7 +131,6 @@ class Run:
       base_version=base_version,
       base_id=base_id,
       target_id=whole.target_id(),
-      history=whole.history,
       packs=whole.packs,
       files=whole.files,
       tensors=whole.tensors,
@@ -144,7 +143,6 @@ class Run:
       bytes=bundle.bundle_bytes + len(data),
       manifest=self._store.put(data),
       target=bundle.target_id[:16],
-      history=whole.history,
     )
 
   def point(

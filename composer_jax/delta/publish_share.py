@@ -28,8 +28,6 @@ class Share:
     specs: {name: (dtype, shape)} of the tensors of which it has blocks.
     base_id: identity of what every box was encoded against; '' if they were
       not, and the chunks hold hashes alone or stand alone.
-    history: since when they were encoded with what each weight did; None if
-      they were not.
     changed: elements that differ from the base.
     elements: of all its boxes.
     cut_bytes: of boxes that no block held whole.
@@ -40,7 +38,6 @@ class Share:
 
   specs: Specs
   base_id: str = ''
-  history: int | None = None
   changed: int = 0
   elements: int = 0
   cut_bytes: int = 0
@@ -92,8 +89,6 @@ class Whole:
 
   Attributes:
     base_id: what all of it was encoded against, '' if there is no such thing.
-    history: since when it was encoded with what each weight did, as in the
-      manifest.
     changed: elements that differ from the base.
     elements: of all tensors.
     cut_bytes: of boxes that no block held whole.
@@ -103,7 +98,6 @@ class Whole:
   """
 
   base_id: str
-  history: int | None
   changed: int
   elements: int
   cut_bytes: int
@@ -172,12 +166,10 @@ def merge(shares: Sequence[Share]) -> Whole:
     tensors.append(
       manifest.Tensor(name=name, dtype=dtype, shape=shape, chunks=tables[name])
     )
-  # A process that had to ask the store where the run stands knows no history.
-  starts = {(share.base_id, share.history) for share in shares}
-  base_id, history = starts.pop() if len(starts) == 1 else ('', None)
+  # A process that had to ask the store where the run stands may have no base.
+  starts = {share.base_id for share in shares}
   return Whole(
-    base_id=base_id,
-    history=history,
+    base_id=starts.pop() if len(starts) == 1 else '',
     changed=sum(share.changed for share in shares),
     elements=sum(share.elements for share in shares),
     cut_bytes=sum(share.cut_bytes for share in shares),

@@ -26,13 +26,12 @@ def quiet():
 def worlds():
   with faults.small_boxes():
     yield [
-      faults.build('floats', history=True),
+      faults.build('floats'),
       faults.build('codes', write=faults.write_zarr),
       faults.build('words', tier='fast'),
       # Singles alone: nothing leads around a broken one.
       faults.build(
         'floats',
-        history=True,
         keyframe_every=100,
         skip_levels=(),
         versions=5,

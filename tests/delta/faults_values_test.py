@@ -9,15 +9,12 @@ from composer_jax.delta import store as stores
 from tests.delta import faults
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-OPTIONS = [('fast', False), ('small', False), ('small', True)]
 
 
-def assert_survives(values, base, tier='small', history=None):
+def assert_survives(values, base, tier='small'):
   before = None if base is None else base.tobytes()
-  kind, blob = codec.encode(values, base, tier=tier, history=history)
-  found = codec.decode(
-    kind, blob, values.size, values.dtype, base, history=history
-  )
+  kind, blob = codec.encode(values, base, tier=tier)
+  found = codec.decode(kind, blob, values.size, values.dtype, base)
   assert found.dtype == values.dtype
   assert found.tobytes() == values.tobytes(), (kind, tier, values.dtype)
   assert base is None or base.tobytes() == before
@@ -32,23 +29,22 @@ def random_bits(rng, dtype, size):
   return raw.view(dtype)
 
 
-@pytest.mark.parametrize('tier, has_history', OPTIONS)
-def test_every_bfloat16_becomes_any_other(tier, has_history):
+@pytest.mark.parametrize('tier', codec.TIERS)
+def test_every_bfloat16_becomes_any_other(tier):
   rng = np.random.default_rng(0)
   every = np.arange(2**16, dtype=np.uint16)
-  history = rng.integers(0, 256, 2**16, np.uint8) if has_history else None
   partners = rng.permutation(every)
   few = np.where(rng.random(2**16) < 0.03, partners, every).astype(np.uint16)
   steps = [every ^ 0x8000, every ^ 1, every + 1, every - 200]
   for new in (partners, few, *steps):
     for values, base in (new, every), (every, new):
       base = base.astype(np.uint16).view(BF16)
-      assert_survives(values.astype(np.uint16).view(BF16), base, tier, history)
+      assert_survives(values.astype(np.uint16).view(BF16), base, tier)
   assert_survives(every.view(BF16), None, tier)
 
 
-@pytest.mark.parametrize('tier, has_history', OPTIONS)
-def test_every_nan_payload_among_ordinary_weights(tier, has_history):
+@pytest.mark.parametrize('tier', codec.TIERS)
+def test_every_nan_payload_among_ordinary_weights(tier):
   """In a sea of small steps, so that the codecs of steps are the smallest."""
   rng = np.random.default_rng(1)
   nans = np.concatenate(
@@ -63,13 +59,9 @@ def test_every_nan_payload_among_ordinary_weights(tier, has_history):
   values[places] = nans  # They appear,
   base_bits[places[::2]] = rng.permutation(nans)[::2]  # or are there before,
   kinds = set()
-  history = np.zeros(values.size, np.uint8) if has_history else None
   for pair in ((values, base_bits), (base_bits, values)):  # and go.
-    kinds.add(
-      assert_survives(*(bits.view(BF16) for bits in pair), tier, history)
-    )
-  if not has_history:
-    assert kinds == {codec.FLAT if tier == 'fast' else codec.CLASS}
+    kinds.add(assert_survives(*(bits.view(BF16) for bits in pair), tier))
+  assert kinds == {codec.FLAT if tier == 'fast' else codec.CLASS}
 
 
 @pytest.mark.parametrize('name', sorted(identity.DTYPES))
@@ -117,7 +109,7 @@ def test_all_dtypes_go_through_a_store(tmp_path):
   rng = np.random.default_rng(3)
   store = stores.Store(tmp_path)
   publisher = publish.Publisher(
-    store, 'run', faults.KEY, threads=1, history=True, skip_levels=(2,)
+    store, 'run', faults.KEY, threads=1, skip_levels=(2,)
   )
   follower = subscribe.Subscriber(store, 'run', faults.KEY, threads=1)
   weights = {}

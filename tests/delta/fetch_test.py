@@ -291,7 +291,6 @@ def stored(tmp_path):
     base_version=None,
     base_id='',
     target_id=held.target_id,
-    history=None,
     packs=(),
     files=checkpoint(store, arrays),
     tensors=tuple(tensors),

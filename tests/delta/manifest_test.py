@@ -16,7 +16,7 @@ from composer_jax.delta import grid as grids
 from composer_jax.delta import identity, signing
 from composer_jax.delta import manifest as manifests
 
-SAME, RAW, PLANES, CLASS, HISTORY, STORED = 0, 1, 2, 4, 5, 6
+SAME, RAW, PLANES, CLASS, STORED = 0, 1, 2, 4, 6
 HASH = hashlib.sha256(b'').hexdigest()
 KEY = signing.Hmac(bytes(32))
 
@@ -42,7 +42,6 @@ def bundle(tensors, packs=(), **fields):
     kind=manifests.DELTA,
     base_version=6,
     base_id=HASH,
-    history=None,
     files=(),
     target_id=identity.root({t.name: t.node for t in tensors}),
   )
@@ -83,10 +82,7 @@ def keyframe(**fields):
 
 def test_manifests_read_back(delta):
   packed = bundle([tensor('w', (5,), [(RAW, 0, 5)])], [5], kind=manifests.KEY)
-  history = bundle(
-    [tensor('w', (5,), [(HISTORY, 0, 1)])], [1], history=2, base_version=4
-  )
-  for written in (delta, keyframe(), packed, history, bundle([])):
+  for written in (delta, keyframe(), packed, bundle([])):
     read = manifests.Manifest.from_bytes(written.to_bytes())
     assert read.to_bytes() == written.to_bytes()
     for field in dataclasses.fields(written):
@@ -266,7 +262,7 @@ ROW = ['w', 'float32', [4, 2]]
     (replaced(kind='delta'), 'base'),
     (replaced(base_version=6), 'base of a manifest'),
     (replaced(base_id=HASH), 'base_id'),
-    (replaced(history=0), 'neither base nor history'),
+    (replaced(history=0), 'older version: its history is 0'),
     (replaced(target_id='0' * 64), 'Merkle root'),
     (replaced(target_id='0' * 63), 'target_id'),
     (replaced(more=1), 'fields must be'),
@@ -326,7 +322,7 @@ def test_paths_stay_in_their_folder(path):
   [
     ([(7, 0, 1)], [1], 'codec'),
     ([bare(STORED)], [], 'codec'),
-    ([(HISTORY, 0, 1)], [1], 'codec'),
+    ([(5, 0, 1)], [1], 'codec'),
     ([(SAME, 0, 0)], [1], 'pack of a chunk'),
     ([(CLASS, 1, 1)], [1], 'pack of a chunk'),
     ([(CLASS, manifests.NO_PACK, 1)], [], 'pack of a chunk'),
@@ -360,13 +356,6 @@ def test_a_table_has_a_row_for_each_box():
   for rows in ([], [bare(SAME)] * 2):
     with pytest.raises(ValueError, match="number of chunks of 'w'"):
       tensor('w', (5,), rows)
-
-
-@pytest.mark.parametrize('history', [-1, 7, True, 'x'])
-def test_history_begins_no_later_than_the_base(history):
-  with pytest.raises(ValueError, match='history'):
-    bundle([], history=history)
-  assert bundle([], history=6).history == 6
 
 
 def bombs():
@@ -444,7 +433,6 @@ def edge(version, base_version=None, **fields):
     bytes=10,
     manifest=hashlib.sha256(f'{version} {base_version}'.encode()).hexdigest(),
     target=f'{version:016x}',
-    history=None,
   )
   return manifests.Edge(
     version=version, base_version=base_version, **defaults | fields
@@ -452,7 +440,7 @@ def edge(version, base_version=None, **fields):
 
 
 def test_indexes_read_back_sorted():
-  edges = (edge(0), edge(2, 0), edge(2, 1), edge(8), edge(8, 0, history=0))
+  edges = (edge(0), edge(2, 0), edge(2, 1), edge(8), edge(8, 0))
   index = manifests.Index(run_id='run', edges=edges[::-1])
   assert index.edges == edges
   data = index.to_bytes()
@@ -480,7 +468,6 @@ def test_edges_of_an_index_agree():
     (dict(base_version=True), 'base version True'),
     (dict(kind=manifests.KEY), 'base of an edge'),
     (dict(kind='skip'), 'kind of an edge'),
-    (dict(history=2), 'history 2 of an edge.* at most its base version 1'),
     (dict(bytes=-1), 'bytes of an edge'),
     (dict(manifest='x'), 'manifest of an edge'),
     (dict(target='f' * 15), 'target of an edge'),

@@ -92,13 +92,10 @@ def assert_same_bits(held, wanted):
     assert found[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize('history', [False, True])
 @pytest.mark.parametrize('tier', ['fast', 'small'])
-def test_each_version_is_one_delta_and_keyframes_come_besides(
-  store, tier, history
-):
+def test_each_version_is_one_delta_and_keyframes_come_besides(store, tier):
   publisher = open_publisher(
-    store, keyframe_every=3, skip_levels=(2, 4), tier=tier, history=history
+    store, keyframe_every=3, skip_levels=(2, 4), tier=tier
   )
   follower, previous, kinds = joiner(store), '', []
   for v in range(9):
@@ -124,18 +121,6 @@ def test_each_version_is_one_delta_and_keyframes_come_besides(
     ],
     key=str,
   )  # fmt: skip
-
-
-def test_history_begins_anew_at_skips_keyframes_and_a_new_publisher(store):
-  options = {'keyframe_every': 3, 'skip_levels': (4,), 'history': True}
-  publisher = open_publisher(store, **options)
-  for v in range(6):
-    publisher.publish(blocks(weights(v)), v)
-  open_publisher(store, **options).publish(blocks(weights(6)), 6)
-  singles = [e for e in edges(store) if e.base_version == e.version - 1]
-  # A keyframe at 0, 3 and 6, a skip level at 4, a new publisher at 5.
-  assert [e.history for e in singles] == [0, 0, 0, 3, 4, 5]
-  assert_same_bits(served(store).weights, weights(6))
 
 
 def test_what_was_counted(store):

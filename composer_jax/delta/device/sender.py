@@ -44,8 +44,6 @@ class BundleOptions:
     keyframe_every: versions from a keyframe to the next; joiners start there.
     skip_levels: a version divisible by one of them also gets a delta from that
       many versions before, for receivers that lag.
-    history: codes changes in the context of earlier ones: fewer bytes, and a
-      receiver must have followed every version.
     expires_s: after which receivers doubt a pointer that no one renewed; 0 for
       never.
     verify: decodes every chunk again before it is committed.
@@ -58,7 +56,6 @@ class BundleOptions:
   tier: str = 'small'
   keyframe_every: int = 400
   skip_levels: tuple[int, ...] = (8,)
-  history: bool = False
   expires_s: float = publishing.EXPIRES_S
   verify: bool = True
   threads: int = 2
@@ -128,7 +125,6 @@ class Sender:
       tier=self._options.tier,
       keyframe_every=self._options.keyframe_every,
       skip_levels=self._options.skip_levels,
-      history=self._options.history,
       expires_s=self._options.expires_s,
       threads=self._options.threads,
       verify=self._options.verify,

@@ -31,7 +31,7 @@ _RECORDINGS = flags.DEFINE_string(
 _RESULTS = flags.DEFINE_string(
   'results', str(pathlib.Path(__file__).parent / 'results'), 'Replaced.'
 )
-# Deltas of a case that are looked at: the last before a history starts anew.
+# Deltas of a case that are looked at: the last before the skip of a lag.
 LAST = slice(delta_sizes.LAG - 4, delta_sizes.LAG)
 
 
