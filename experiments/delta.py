@@ -34,7 +34,6 @@ _DTYPE = flags.DEFINE_string(
   'Of --source: policy (the bfloat16 of float32 masters; default for runs of '
   'ours), stored (for other checkpoints), bfloat16, float16 or float32.',
 )
-_KEYFRAMES = flags.DEFINE_string('keyframes', 'orbax', 'orbax or packed.')
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Until receivers want news of the run; 0 for ever.'
 )
@@ -50,7 +49,7 @@ _PORT = flags.DEFINE_integer('port', 8765, 'Where the relay listens.')
 _PLACE = (_STORE, _RUN, _KEY)
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
-  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _KEYFRAMES, _DAYS)),
+  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _DAYS)),
   'apply': ((*_PLACE, _OUT), (_VERSION,)),
   'verify': (_PLACE, (_SOURCE, _VERSION, _DTYPE)),
   'log': (_PLACE, ()),

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from composer_jax.delta import (
-  checkpoint_boxes,
   codec,
   fetch,
   identity,
@@ -166,14 +165,13 @@ class _Apply:
 
   def __init__(self, fetcher, manifest, slots: list[_Slot]):
     self._fetcher, self._manifest, self._slots = fetcher, manifest, slots
-    self._stored = checkpoint_boxes.Boxes(fetcher, manifest)
 
   def run(self, threads: int) -> None:
     blobs, places = self._plan()
     jobs = fetch.pieces(blobs)
     arriving = self._fetcher.stream(jobs, self._fetcher.piece)
     with crew_lib.Crew(threads) as crew:
-      for turn in crew_lib.later(self._turns(self._bare())):
+      for turn in self._turns(self._bare()):
         crew.do(self._decode, turn, None, 0)
       place = iter(places)
       for piece, data in arriving:
@@ -209,7 +207,7 @@ class _Apply:
     return blobs, [(row[2], row[3]) for row in found]
 
   def _bare(self) -> Iterator[tuple]:
-    """Yields chunks without a blob: unchanged, or those of a checkpoint."""
+    """Yields chunks without a blob, which are those of the base."""
     for slot in self._slots:
       for at, length in enumerate(slot.lengths):
         if not length:
@@ -219,8 +217,6 @@ class _Apply:
     turn, elements = [], 0
     for box in boxes:
       slot, at, _ = box
-      if slot.codecs[at] == codec.STORED:
-        self._stored.request(slot.tensor, slot.numbers[at], slot.made.grid)
       turn.append(box)
       elements += slot.bounds[at + 1] - slot.bounds[at]
       if elements >= _TURN_ELEMENTS:
@@ -247,11 +243,7 @@ class _Apply:
       base = slot.base.buffer[first:last]
     kind = slot.codecs[at]
     try:
-      if kind == codec.STORED:
-        made[...] = self._stored.read(
-          slot.tensor, slot.numbers[at], slot.made.grid
-        ).reshape(-1)
-      elif kind != codec.SAME:
+      if kind != codec.SAME:
         codec.decode(kind, blob, made.size, made.dtype, base, out=made)
       elif slot.base is not None and slot.made.buffer is not slot.base.buffer:
         made[...] = base

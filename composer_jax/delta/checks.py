@@ -82,14 +82,6 @@ def num_elements(shape) -> int:
   return size
 
 
-def path(value: Any) -> None:
-  """A relative path that stays inside its folder on every system."""
-  good = isinstance(value, str) and len(value) <= _MAX_NAME
-  good = good and value.isprintable() and '\\' not in value
-  good = good and {'', '.', '..'}.isdisjoint(value.split('/'))
-  require(good, f'path {value!r:.200}')
-
-
 def start(is_key: bool, version: Any, base_version: Any, what: str) -> None:
   """What a bundle starts from: nothing, or an earlier version."""
   require(identity.is_count(version), f'version {version!r:.99} of {what}')

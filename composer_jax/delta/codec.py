@@ -10,13 +10,12 @@ the fewest bytes, and named by a number in the manifest:
   CLASS    the same, separately for each exponent of the base weight: a step of
            the optimizer crosses a rounding boundary in inverse proportion to
            the distance between them, and both ends know the base
-  STORED   not here: the value lies in the keyframe's checkpoint
 
-Number 5 was written by older versions and is refused. Steps are differences on
-the number line of `order`. `codec_model` describes the blobs of FLAT and CLASS,
-`codec_planes` those of PLANES. All are little-endian;
-machines that are not have never been tried. The kernels are compiled with
-numba; `tests/delta/codec_reference.py` is a plain decoder of the same format.
+Numbers 5 and 6 were written by older versions and are refused. Steps are
+differences on the number line of `order`. `codec_model` describes the blobs of
+FLAT and CLASS, `codec_planes` those of PLANES. All are little-endian; machines
+that are not have never been tried. The kernels are compiled with numba;
+`tests/delta/codec_reference.py` is a plain decoder of the same format.
 """
 
 import types
@@ -27,7 +26,6 @@ from composer_jax.delta import codec_model as model
 from composer_jax.delta import codec_planes, order
 
 SAME, RAW, PLANES, FLAT, CLASS = range(5)
-STORED = 6
 _OF_STEPS = (FLAT, CLASS)
 TIERS = ('fast', 'small')
 MAX_ELEMENTS = 2**20

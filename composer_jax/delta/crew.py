@@ -1,14 +1,11 @@
 """Threads that take turns, few of them waiting at a time."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent import futures
-from typing import TypeVar
 
 # Turns waiting for each thread. They hold pieces, so they bound memory.
 _TURNS_AHEAD = 4
-
-_T = TypeVar('_T')
 
 
 class Crew:
@@ -41,13 +38,3 @@ class Crew:
     self._waiting.append(self._pool.submit(work, *args))
     if len(self._waiting) > self._ahead:
       self._waiting.popleft().result()
-
-
-def later(turns: Iterable[_T]) -> Iterator[_T]:
-  """Yields turns some time after they were made and their files asked for."""
-  made: collections.deque[_T] = collections.deque()
-  for turn in turns:
-    made.append(turn)
-    if len(made) > _TURNS_AHEAD:
-      yield made.popleft()
-  yield from made

@@ -21,6 +21,8 @@ PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4
 NO_BLOB = bytes(identity.SHORT_HASH_BYTES)
+# In place of a codec, of a box that is hashed and not encoded.
+UNCODED = 255
 
 In = TypeVar('In')
 Out = TypeVar('Out')
@@ -104,7 +106,7 @@ class Coder(NamedTuple):
     if np.may_share_memory(kept, values):
       kept = kept.copy()
     post = identity.hash_box(kept)
-    return Coded(key, codec.STORED, b'', post, kept, kept.size)
+    return Coded(key, UNCODED, b'', post, kept, kept.size)
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:

@@ -8,23 +8,19 @@ not change are the same array in all of them.
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
 
 from composer_jax.delta import (
-  codec,
   identity,
   manifest,
-  orbax_files,
   publish_boxes,
   publish_encode,
   publish_parts,
   publish_share,
   weights_held,
 )
-from composer_jax.delta import grid as grids
 from composer_jax.delta import store as stores
 
 Boxes = dict[publish_boxes.Key, np.ndarray]
@@ -172,45 +168,13 @@ class Local:
       if (version, base_id) == (start, target_id):
         return self._encode(boxes, posts, specs, base.__getitem__, base_id)
     # After a failure this process had to ask the store where the run stands.
-    return self.name_stored(())
-
-  def name_stored(
-    self, files: tuple[publish_share.File, ...]
-  ) -> publish_share.Share:
-    """Says of each box that it lies in a checkpoint that has these files."""
-    boxes, posts, specs = self._newest()
+    none = publish_encode.UNCODED, 0, publish_encode.NO_BLOB
     made = {
-      key: publish_encode.Made(codec.STORED, 0, publish_encode.NO_BLOB, post)
-      for key, post in posts.items()
+      key: publish_encode.Made(*none, post) for key, post in posts.items()
     }
-    elements = sum(values.size for values in boxes.values())
     return publish_share.Share(
-      specs=specs,
-      changed=elements,
-      elements=elements,
-      files=files,
-      chunks=publish_encode.tables(made, {}),
+      specs=specs, chunks=publish_encode.tables(made, {})
     )
-
-  def check_stored(self, folder: pathlib.Path) -> None:
-    """Refuses a checkpoint that holds other values than these boxes."""
-    _, posts, specs = self._newest()
-    files = orbax_files.open_folder(folder)
-
-    def check(key) -> None:
-      name, number = key
-      dtype, shape = specs[name]
-      dtype = identity.DTYPES[dtype]
-      box = grids.of(shape, dtype).box(number)
-      found = identity.hash_box(files.read(name, dtype, shape, box))
-      if found != posts[key]:
-        raise ValueError(
-          f'{name} (box {number}): the checkpoint that was written for a '
-          'keyframe holds other values; it is not published.'
-        )
-
-    for _ in publish_encode.in_threads(check, sorted(posts), self._threads):
-      pass
 
   def commit(self, head: manifest.Pointer) -> None:
     """Makes what is staged, to which `head` leads, the base."""
@@ -277,7 +241,7 @@ class Local:
         if staged is not None:
           staged[one.key] = one.values
           self._staged_posts[one.key] = one.post
-        is_coded = is_coded and one.codec != codec.STORED
+        is_coded = is_coded and one.codec != publish_encode.UNCODED
         changed += one.changed
         elements += one.values.size
         made[one.key] = publish_encode.Made.of(one)

@@ -119,7 +119,7 @@ class Run:
     """Writes the manifest of a bundle, to which nothing points yet.
 
     Args:
-      whole: whose packs and files are objects already.
+      whole: whose packs are objects already.
       version: of the policy.
       base: version and identity it starts from; None for a keyframe.
     """
@@ -132,7 +132,6 @@ class Run:
       base_id=base_id,
       target_id=whole.target_id(),
       packs=whole.packs,
-      files=whole.files,
       tensors=whole.tensors,
     )
     data = bundle.to_bytes()

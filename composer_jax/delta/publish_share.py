@@ -16,8 +16,6 @@ from composer_jax.delta import grid as grids
 from composer_jax.delta import identity, manifest, publish_boxes
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
-# Path relative to the checkpoint's folder, sha256, bytes.
-File = tuple[str, str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +30,6 @@ class Share:
     elements: of all its boxes.
     cut_bytes: of boxes that no block held whole.
     packs: (sha256, bytes) of the objects that hold its blobs.
-    files: of a checkpoint, where that is what it wrote.
     chunks: {name: (numbers of boxes, ascending, and their chunks)}.
   """
 
@@ -42,7 +39,6 @@ class Share:
   elements: int = 0
   cut_bytes: int = 0
   packs: tuple[tuple[str, int], ...] = ()
-  files: tuple[File, ...] = ()
   chunks: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
     default_factory=dict
   )
@@ -78,8 +74,7 @@ class Share:
       name: (dtype, tuple(shape))
       for name, (dtype, shape) in fields['specs'].items()
     }
-    for field in ('packs', 'files'):
-      fields[field] = tuple(tuple(row) for row in fields[field])
+    fields['packs'] = tuple(tuple(row) for row in fields['packs'])
     return cls(chunks=chunks, **fields)
 
 
@@ -93,7 +88,6 @@ class Whole:
     elements: of all tensors.
     cut_bytes: of boxes that no block held whole.
     packs: as in the manifest.
-    files: as in the manifest.
     tensors: as in the manifest.
   """
 
@@ -102,7 +96,6 @@ class Whole:
   elements: int
   cut_bytes: int
   packs: tuple[tuple[str, int], ...]
-  files: tuple[File, ...]
   tensors: tuple[manifest.Tensor, ...]
 
   @property
@@ -174,6 +167,5 @@ def merge(shares: Sequence[Share]) -> Whole:
     elements=sum(share.elements for share in shares),
     cut_bytes=sum(share.cut_bytes for share in shares),
     packs=tuple(packs),
-    files=tuple(sorted(file for share in shares for file in share.files)),
     tensors=tuple(tensors),
   )

@@ -100,7 +100,6 @@ class Run:
       base_id='' if base is None else old.target_id,
       target_id=new.target_id,
       packs=tuple(packs),
-      files=(),
       tensors=tuple(tensors),
     )
     data = manifest.to_bytes()
