@@ -17,8 +17,8 @@ from composer_jax.delta import (
   identity,
   weights_held,
 )
-from composer_jax.delta import crew as crew_lib
 from composer_jax.delta import manifest as manifests
+from composer_jax.delta import threads as threads_lib
 
 # Elements that a thread takes at a time: small tensors share a turn.
 _TURN_ELEMENTS = 2**19
@@ -167,17 +167,21 @@ class _Apply:
     self._fetcher, self._manifest, self._slots = fetcher, manifest, slots
 
   def run(self, threads: int) -> None:
+    for _ in threads_lib.in_order(self._decode, self._work(), threads):
+      pass
+
+  def _work(self) -> Iterator[tuple[list, memoryview | None, int]]:
+    """Yields chunks, their bytes, and where those begin in their object."""
     blobs, places = self._plan()
     jobs = fetch.pieces(blobs)
     arriving = self._fetcher.stream(jobs, self._fetcher.piece)
-    with crew_lib.Crew(threads) as crew:
-      for turn in self._turns(self._bare()):
-        crew.do(self._decode, turn, None, 0)
-      place = iter(places)
-      for piece, data in arriving:
-        boxes = ((*next(place), blob) for blob in piece.blobs)
-        for turn in self._turns(boxes):
-          crew.do(self._decode, turn, data, piece.start)
+    for turn in self._turns(self._bare()):
+      yield turn, None, 0
+    place = iter(places)
+    for piece, data in arriving:
+      boxes = ((*next(place), blob) for blob in piece.blobs)
+      for turn in self._turns(boxes):
+        yield turn, data, piece.start
 
   def _plan(self):
     """Returns the (object, blob) to fetch by place, and their (slot, box)."""
@@ -225,7 +229,8 @@ class _Apply:
     if turn:
       yield turn
 
-  def _decode(self, turn: list, data: memoryview | None, start: int) -> None:
+  def _decode(self, work: tuple[list, memoryview | None, int]) -> None:
+    turn, data, start = work
     begun = time.perf_counter()
     for slot, at, blob in turn:
       encoded = memoryview(b'')

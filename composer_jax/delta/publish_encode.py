@@ -1,14 +1,13 @@
-"""Encodes boxes in threads and packs their blobs in the order of the boxes.
+"""Encodes boxes, and packs their blobs in the order of the boxes.
 
 What is made here depends on the weights, the base and the tier alone: boxes are
 encoded in any order by any number of threads, and packed in one.
 """
 
-import collections
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Iterable
 from concurrent import futures
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +22,6 @@ _UPLOADS = 4
 NO_BLOB = bytes(identity.SHORT_HASH_BYTES)
 # In place of a codec, of a box that is hashed and not encoded.
 UNCODED = 255
-
-In = TypeVar('In')
-Out = TypeVar('Out')
 
 
 class Coded(NamedTuple):
@@ -112,27 +108,6 @@ class Coder(NamedTuple):
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
   bits = identity.bits_dtype(left.dtype)
   return np.array_equal(left.view(bits), right.view(bits))
-
-
-def in_threads(
-  work: Callable[[In], Out], items: Iterable[In], threads: int
-) -> Generator[Out, None, None]:
-  """Yields work(item) in the order of the items, a few at a time in flight.
-
-  Bounded, because each item in flight holds the block it came from.
-  """
-  flying: collections.deque[futures.Future] = collections.deque()
-  with futures.ThreadPoolExecutor(threads, 'delta-encode') as pool:
-    try:
-      for item in items:
-        flying.append(pool.submit(work, item))
-        if len(flying) > 3 * threads:
-          yield flying.popleft().result()
-      while flying:
-        yield flying.popleft().result()
-    finally:
-      for future in flying:
-        future.cancel()
 
 
 class Made(NamedTuple):

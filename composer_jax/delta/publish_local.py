@@ -22,6 +22,7 @@ from composer_jax.delta import (
   weights_held,
 )
 from composer_jax.delta import store as stores
+from composer_jax.delta import threads as threads_lib
 
 Boxes = dict[publish_boxes.Key, np.ndarray]
 
@@ -93,7 +94,7 @@ class Local:
     self.forget()
     tensors, specs = {t.name: t for t in head.tensors}, head.signature()
     cutter = publish_boxes.Cutter()
-    coded = publish_encode.in_threads(
+    coded = threads_lib.in_order(
       lambda item: self._coder.keep(*item),
       _boxes(blocks, cutter, team),
       self._threads,
@@ -140,7 +141,7 @@ class Local:
 
     with publish_encode.Packer(self._store, sorted(base or ())) as packer:
       share = self._gather(
-        publish_encode.in_threads(
+        threads_lib.in_order(
           encode, _boxes(blocks, cutter, team), self._threads
         ),
         packer,
@@ -219,7 +220,7 @@ class Local:
 
     with publish_encode.Packer(self._store, keys) as packer:
       share = self._gather(
-        publish_encode.in_threads(encode, keys, self._threads),
+        threads_lib.in_order(encode, keys, self._threads),
         packer,
         base_id=base_id,
       )
