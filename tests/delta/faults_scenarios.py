@@ -123,7 +123,7 @@ class Collect(Publish):
   """A publisher dies while it deletes what nobody needs."""
 
   def __init__(self):
-    super().__init__(11)
+    super().__init__(17)
 
   def begin(self, root):
     return _publisher(root)
@@ -133,7 +133,7 @@ class Collect(Publish):
 
   def look(self, root):
     _assert_intact(root)
-    _served(root, {10})
+    _served(root, {16})
 
 
 class Rewind(Publish):
