@@ -239,11 +239,11 @@ case "$command" in
     say "Pages: $PWD/runs/docs/index.html"
     ;;
   install)
-    install base '.[codec,tasks]'
+    install base '.[tasks]'
     ;;
   '' | -* | composer)
     [[ "$command" == composer ]] && shift
-    install base '.[codec,tasks]'
+    install base '.[tasks]'
     main_job "$@"
     ;;
   *)
@@ -256,9 +256,9 @@ and the commands test, lint, docs, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then
-      install serve '.[codec,serve,tasks]'
+      install serve '.[serve,tasks]'
     else
-      install base '.[codec,tasks]'
+      install base '.[tasks]'
     fi
     exec "$VENV/bin/python" -m "experiments.$command" "$@"
     ;;

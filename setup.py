@@ -13,6 +13,7 @@ REQUIRED = [
   'matplotlib>=3.9',
   'ml-collections>=1.0',
   'ml-dtypes>=0.5',
+  'numba>=0.63',  # compiles the codec of delta bundles
   'numpy>=2.1',
   'optax>=0.2.8',
   'orbax-checkpoint>=0.11',
@@ -38,9 +39,6 @@ SERVE = [
   'starlette>=0.46',
   'uvicorn>=0.34',
 ]
-
-# Compiles the codec of delta bundles; without it numpy does the same, slowly.
-CODEC = ['numba>=0.63']
 
 # Delta bundles in buckets or behind web servers, and under public keys.
 STORES = ['obstore>=0.12', 'urllib3>=2.2']
@@ -70,7 +68,6 @@ EXTRAS = {
   'test': [
     *HF,
     *SERVE,
-    *CODEC,
     *KERNELS,
     *STORES,
     *SIGNING,
@@ -93,7 +90,6 @@ EXTRAS = {
   'docs': DOCS,
   'hf': HF,
   'serve': SERVE,
-  'codec': CODEC,
   'kernels': KERNELS,
   'stores': STORES,
   'signing': SIGNING,

@@ -40,9 +40,6 @@ _DTYPE = flags.DEFINE_string(
   'Weights taken of --source: policy (bfloat16 of float32 masters; default for '
   'our runs), stored (default for others), bfloat16, float16 or float32.',
 )
-_KEYFRAMES = flags.DEFINE_string(
-  'keyframes', 'orbax', 'Format of keyframes: orbax or packed.'
-)
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
 )
@@ -55,7 +52,7 @@ _GRACE = flags.DEFINE_float('grace_s', 3600.0, 'Age of what gc may delete.')
 _PLACE = (_STORE, _RUN, _KEY)
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
-  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _KEYFRAMES, _DAYS)),
+  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _DAYS)),
   'apply': ((*_PLACE, _OUT), (_VERSION,)),
   'verify': (_PLACE, (_SOURCE, _VERSION, _DTYPE)),
   'log': (_PLACE, ()),

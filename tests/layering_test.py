@@ -69,7 +69,6 @@ BY_NAME = {
     'kernels.grouped.megablox',
     'kernels.grouped.triton',
   ),
-  'delta.codec': ('delta.codec_numba', 'delta.codec_numpy'),
   'sandbox.local.process': ('sandbox.local.launcher',),
   'sandbox.local.launcher': ('sandbox.inside.zygote',),
   'sandbox.remote.microvm.qemu': ('sandbox.remote.microvm.keeper',),

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import commands, keyframes, sources
+from composer_jax.delta.device import commands, orbax_trees, sources
 from composer_jax.train.checkpoints import manager
 from tests.delta import bundles, s3_server
 
@@ -144,7 +144,7 @@ def test_a_version_becomes_an_orbax_checkpoint(place, tmp_path, version, step):
   assert str(out) in said and f'Version {step}' in said
   same(sources.read(str(out)), policy(step))
   with ocp.StandardCheckpointer() as reader:
-    tree = reader.restore(out, keyframes.read(out))
+    tree = reader.restore(out, orbax_trees.read(out))
   kernel = np.asarray(tree['params']['kernel'])
   assert kernel.tobytes() == policy(step)['params/kernel'].tobytes()
   with pytest.raises(ValueError, match='exists; choose another --out'):
@@ -234,7 +234,7 @@ def test_gc_keeps_what_is_needed(workdir, tmp_path):
   flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
   states = workdir / 'checkpoints' / 'rl'
   for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
-    commands.publish(source=source, keyframes='packed', **flags)
+    commands.publish(source=source, **flags)
   assert commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
   said = commands.gc(keep=1, grace_s=0.0, **flags)
   assert int(said.split()[1]) > 0
@@ -276,7 +276,7 @@ def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
     assert folder.is_dir() and held.version == 2
     raise ValueError('not what was written')
 
-  monkeypatch.setattr(keyframes, 'verify', damage)
+  monkeypatch.setattr(orbax_trees, 'verify', damage)
   with pytest.raises(ValueError, match='not what was written'):
     commands.apply(out=tmp_path / 'out', **place)
   assert not (tmp_path / 'out').exists()

@@ -11,8 +11,7 @@ from composer_jax.delta import codec, restore, signing
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import publish as publishing
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import audit, sources
-from composer_jax.delta.device import keyframes as keyframes_lib
+from composer_jax.delta.device import audit, orbax_trees, sources
 from composer_jax.delta.device import sender as bundles
 from composer_jax.telemetry import progress
 
@@ -26,7 +25,6 @@ def publish(
   version: int | None = None,
   dtype: str | None = None,
   tier: str = 'small',
-  keyframes: str = 'orbax',
   expires_days: float = 365.0,
 ) -> str:
   """Publishes the weights of a checkpoint.
@@ -39,16 +37,13 @@ def publish(
     version: None for the one after the last.
     dtype: as `delta.device.sources.read` has it.
     tier: of the codec.
-    keyframes: 'orbax' or 'packed'.
     expires_days: after which receivers take the run for abandoned, unless
       something was published meanwhile; 0 for never.
 
   Returns:
     What was published, as a sentence; so do the others.
   """
-  options = bundles.BundleOptions(
-    tier=tier, keyframes=keyframes, expires_s=86400 * expires_days
-  )
+  options = bundles.BundleOptions(tier=tier, expires_s=86400 * expires_days)
   place = stores.Store(store)
   if not place.is_writable:
     raise ValueError(
@@ -111,10 +106,10 @@ def apply(
   with progress.Progress('apply', 3) as bar:
     held = restore.load(place, pointer, version=version)
     bar.update(1, version=held.version)
-    keyframes_lib.write(held.arrays())(out)
+    orbax_trees.write(held.arrays(), out)
     bar.update(2, version=held.version)
     try:
-      keyframes_lib.verify(out, held)
+      orbax_trees.verify(out, held)
     except ValueError:
       shutil.rmtree(out)  # nobody is to take it for the weights
       raise
