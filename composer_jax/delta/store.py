@@ -1,10 +1,8 @@
 """A place of write-once objects and one pointer for each run.
 
-  objects/<sha256>     never changed: packs of blobs, manifests, keyframe files
+  objects/<sha256>     never changed: packs of blobs, manifests, indices
   refs/<run>/latest    the sealed pointer, replaced last and atomically
   parts/<run>/...      what the processes of one publisher hand to each other
-  keyframes/<sha256>   of a local store: a keyframe's objects as the folder that
-                       they came from, named by the keyframe's manifest
 
 Objects are named by what they hold, so any mirror may serve them, writing one
 twice is harmless, and what was read is checked by its name. Nothing here trusts
@@ -21,7 +19,6 @@ import copy
 import functools
 import hashlib
 import os
-import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -143,23 +140,6 @@ class Store:
     self._writer().put(_object(name), data)
     return name
 
-  def put_file(
-    self, path: str | os.PathLike, *, give: bool = False
-  ) -> tuple[str, int]:
-    """Like `put`, of a file that need not fit in memory.
-
-    Args:
-      path: of the file.
-      give: a store on the same disk takes the file itself, without a copy.
-
-    Returns:
-      The object's name and length.
-    """
-    path = pathlib.Path(path)
-    name, length = store_local.hash_file(path), path.stat().st_size
-    self._writer().put_file(_object(name), path, name, give)
-    return name, length
-
   def get(
     self, name: str, length: int | None = None, limit: int | None = None
   ) -> bytes:
@@ -221,10 +201,7 @@ class Store:
   def delete(
     self, names: Iterable[str], *, grace_s: float = GRACE_S
   ) -> list[str]:
-    """Deletes objects, and sweeps up what belongs to nothing any more.
-
-    That is: half-written files whose writer died, and the folders of keyframes
-    whose manifest is no longer an object.
+    """Deletes objects, and half-written files whose writer died.
 
     Args:
       names: of the objects that no pointer needs.
@@ -237,39 +214,7 @@ class Store:
     """
     backend = self._writer()
     gone = backend.delete([_object(name) for name in names], grace_s)
-    if self.is_local:
-      backend.delete_trees(grace_s)
     return [key.removeprefix('objects/') for key in gone]
-
-  def link_tree(
-    self,
-    name: str,
-    members: Iterable[tuple[str, str, int]],
-    *,
-    verify: bool = True,
-  ) -> pathlib.Path:
-    """Lays objects of a local store out as a folder, without copying them.
-
-    Args:
-      name: of the manifest that lists them, with which they are deleted.
-      members: relative path, sha256 and length of each file.
-      verify: hashes each file; without it only lengths are compared.
-
-    Returns:
-      The folder, to be read only: its files are the objects themselves.
-    """
-    if self.root is None:
-      raise ValueError(f'{self.url} is not local; use get for each file.')
-    _object(name)
-    members = list(members)
-    for relative, digest, _ in members:
-      _object(digest)
-      parts = relative.split('/')
-      if not all(parts) or {'.', '..'} & set(parts) or '\0' in relative:
-        raise ValueError(f'{relative!r} must be a plain relative path.')
-    return self._writer().link_tree(name, members, verify)
-
-  # Pointers.
 
   def run_ids(self) -> list[str]:
     keys = [key.split('/') for key in self._writer().find('refs')]

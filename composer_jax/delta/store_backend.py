@@ -6,13 +6,9 @@ hashes and bounds are checked in `store`, one floor up.
 
 import datetime
 import errno
-import pathlib
 import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
-
-# Files and objects beyond it move in pieces, each of which is retried alone.
-PIECE_BYTES = 16 * 2**20
 
 # What remote stores begin with, in the words of obstore. The silence of
 # `read_timeout` is that between two pieces of an answer, not all of it.
@@ -147,12 +143,6 @@ class Backend(Reader, Protocol):
 
     What is there and intact is not written again.
     """
-    ...
-
-  def put_file(
-    self, key: str, path: pathlib.Path, digest: str, give: bool
-  ) -> None:
-    """Like `put`, of a file of that sha256; `give`: it may itself be taken."""
     ...
 
   def swap(self, key: str, data: bytes, tag: str | None) -> str:

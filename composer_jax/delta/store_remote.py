@@ -6,16 +6,13 @@ AWS_SKIP_SIGNATURE=true, AZURE_STORAGE_ACCOUNT_NAME, ...) or from `options`.
 
 An object is known to be intact by an ETag that is the MD5 of its content: good
 enough against damage, and against malice readers have the object's name. Where
-the ETag is something else (Azure, SSE-KMS), what exists is sent again. What a
-publisher that was killed had uploaded of a long file stays in the bucket until
-a lifecycle rule of it (AbortIncompleteMultipartUpload) deletes that.
+the ETag is something else (Azure, SSE-KMS), what exists is sent again.
 """
 
 import contextlib
 import functools
 import hashlib
 import logging
-import pathlib
 import re
 import threading
 import time
@@ -40,7 +37,6 @@ KINDS = {
 _METADATA = re.compile(
   '/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity'
 )
-_MOST_PARTS = 10_000
 _memory: dict[str, Any] = {}
 # The only order among publishers where the server has none.
 _one_at_a_time = threading.Lock()
@@ -146,22 +142,8 @@ class RemoteBackend:
     return _found(self._head(key))
 
   def put(self, key: str, data: bytes) -> None:
-    if not self._is_intact(key, len(data), [data]):
+    if not self._is_intact(key, data):
       self._write('writing', key, data)
-
-  def put_file(
-    self, key: str, path: pathlib.Path, digest: str, give: bool
-  ) -> None:
-    del digest, give
-    length = path.stat().st_size
-    step = max(store_backend.PIECE_BYTES, -(-length // _MOST_PARTS))
-    with open(path, 'rb') as file:
-      if self._is_intact(key, length, iter(lambda: file.read(step), b'')):
-        return
-    with self._asking('writing', key) as obstore:
-      # It ends an upload in pieces that failed.
-      obstore.put(self.store, key, path, chunk_size=step, max_concurrency=4)
-    self._traffic.count(written=length)
 
   def _write(self, doing: str, key: str, data: bytes, mode: Any = None) -> str:
     with self._asking(doing, key) as obstore:
@@ -170,16 +152,18 @@ class RemoteBackend:
     self._traffic.count(written=len(data))
     return put[self._mark] or ''
 
-  def _is_intact(self, key: str, length: int, pieces: Iterable[bytes]) -> bool:
-    """Whether the object is there, intact and young."""
+  def _is_intact(self, key: str, data: bytes) -> bool:
+    """Returns true if the object is there, intact and young."""
     try:
       meta = self._head(key)
     except FileNotFoundError:
       return False
     age_s = time.time() - meta['last_modified'].timestamp()
-    if age_s >= RENEW_S or meta['size'] != length or not meta['e_tag']:
+    if age_s >= RENEW_S or meta['size'] != len(data) or not meta['e_tag']:
       return False
-    return meta['e_tag'].strip('"') == _etag(pieces)
+    # S3's mark of a content that came in one request.
+    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    return meta['e_tag'].strip('"') == md5
 
   # Pointers.
 
@@ -273,12 +257,3 @@ def _status(error: BaseException | None) -> int | None:
 
 def _found(meta: dict[str, Any]) -> store_backend.Found:
   return store_backend.Found(meta['size'], meta['last_modified'].timestamp())
-
-
-def _etag(pieces: Iterable[bytes]) -> str:
-  """What S3 calls a content that came in these pieces."""
-  sums = [hashlib.md5(p, usedforsecurity=False).digest() for p in pieces]
-  if len(sums) == 1:
-    return sums[0].hex()
-  joined = hashlib.md5(b''.join(sums), usedforsecurity=False).hexdigest()
-  return f'{joined}-{len(sums)}'

@@ -19,7 +19,7 @@ FEWEST = {
   'rewind': 80,
   'heal': 40,
   'follow': 70,
-  'store': 70,
+  'store': 38,
 }
 
 
@@ -64,7 +64,7 @@ def test_at_some_file_operations(tmp_path):
     ('heal', 'error', 17, 4),
     ('follow', 'kill', 19, 1),
     ('packed', 'error', 13, 6),
-    ('store', 'kill', 17, 10),
+    ('store', 'kill', 9, 3),
     ('first', 'tear', 150, 1),
     ('follow', 'tear', 200, 0),
   ]

@@ -15,12 +15,9 @@ from composer_jax.delta import (
   publish,
   signing,
   store,
-  store_backend,
   subscribe,
 )
 from tests.delta import s3_server
-
-PIECE = store_backend.PIECE_BYTES
 
 
 @pytest.fixture(scope='module')
@@ -240,38 +237,6 @@ def test_a_server_that_does_not_mind_conditions_is_told(
     assert place.run_ids() == ['run']
   finally:
     server.minds_conditions = True
-
-
-# Long files, of two pieces and a bit.
-
-
-@pytest.fixture(scope='module')
-def long_file(tmp_path_factory):
-  path = tmp_path_factory.mktemp('long') / 'file'
-  path.write_bytes(os.urandom(1 << 20) * 33)
-  return path
-
-
-def test_a_long_file_moves_in_pieces_each_retried_alone(
-  place, server, long_file
-):
-  length = long_file.stat().st_size
-  server.trouble[:] = ['ok', 'ok', 500, 503]
-  name, _ = place.put_file(long_file)
-  sent = sum(count for _, path, count in server.seen if 'partNumber' in path)
-  assert length < sent <= length + 2 * PIECE + 10_000
-  server.seen.clear()
-  assert place.put_file(long_file) == (name, length)
-  assert sum(count for _, _, count in server.seen) == 0
-
-
-def test_an_upload_that_fails_is_ended(place, server, long_file):
-  server.trouble[:] = ['ok', 'ok', *[500] * 9]
-  with pytest.raises(ConnectionError, match='writing failed'):
-    place.put_file(long_file)
-  server.trouble.clear()
-  assert not server.bucket().multiparts
-  assert place.sizes() == {}
 
 
 # A run.

@@ -103,15 +103,6 @@ def _overwrite(place, key, data):
     obstore.put(place._backend.store, key, data)
 
 
-def test_files_become_objects(url, tmp_path):
-  place = store.Store(url)
-  (tmp_path / 'in').write_bytes(b'content')
-  for give in False, True:
-    name, length = place.put_file(tmp_path / 'in', give=give)
-    assert (name, length) == (hashlib.sha256(b'content').hexdigest(), 7)
-    assert place.get(name, 7) == b'content'
-
-
 def test_the_pointer_moves_only_from_where_it_was_seen(url):
   place, other = store.Store(url), store.Store(url)
   assert place.read_pointer('run') is None
@@ -247,19 +238,6 @@ def test_only_old_temporary_files_are_swept(local):
   assert len(local.sizes()) == 1
 
 
-def test_what_is_being_written_for_long_is_not_swept(local):
-  parent = local.root / 'keyframes' / '.name.tmp'
-  (parent / 'checkpoint' / 'x').mkdir(parents=True)
-  (parent / 'checkpoint' / 'x' / '0').write_bytes(b'just now')
-  for folder in (parent, parent / 'checkpoint', parent / 'checkpoint' / 'x'):
-    _age(folder, 2 * store.GRACE_S)
-  local.delete([])
-  assert parent.exists()
-  _age(parent / 'checkpoint' / 'x' / '0', 2 * store.GRACE_S)
-  local.delete([])
-  assert not parent.exists()
-
-
 def test_parts_leave_no_folders(local):
   for key in 'start/7/a', 'start/7/b', 'start/8/a', 'attempts':
     local.put_part('run', key, b'')
@@ -288,56 +266,6 @@ def test_a_folder_that_goes_during_a_look_is_no_trouble(local, monkeypatch):
   for look in local.sizes, lambda: local.delete([]):
     look()
     gone.mkdir(exist_ok=True)
-
-
-def test_a_given_file_is_taken_and_not_copied(local, tmp_path):
-  (tmp_path / 'kept').write_bytes(b'kept')
-  (tmp_path / 'given').write_bytes(b'given')
-  inode = (tmp_path / 'given').stat().st_ino
-  _age(tmp_path / 'given', 2 * store.GRACE_S)
-  local.put_file(tmp_path / 'kept')
-  name, _ = local.put_file(tmp_path / 'given', give=True)
-  assert (tmp_path / 'kept').exists() and not (tmp_path / 'given').exists()
-  assert (local.root / 'objects' / name).stat().st_ino == inode
-  assert local.delete([name]) == []
-
-
-def test_a_tree_is_the_objects_themselves_and_goes_with_its_manifest(local):
-  members = [
-    (path, local.put(path.encode()), len(path)) for path in ('a/b/c', 'a/d')
-  ]
-  manifest = local.put(b'manifest')
-  tree = local.link_tree(manifest, members)
-  for path, name, _ in members:
-    assert (tree / path).read_bytes() == path.encode()
-    assert (tree / path).samefile(local.root / 'objects' / name)
-  made = tree.stat().st_ino
-  assert local.link_tree(manifest, members).stat().st_ino == made
-  local.delete([], grace_s=0)
-  assert tree.exists()
-  _age(local.root / 'objects' / manifest, 2 * store.GRACE_S)
-  assert local.delete([manifest]) == [manifest]
-  assert tree.exists()  # someone may just have laid it out
-  local.delete([], grace_s=0)
-  assert not tree.exists()
-  assert len(local.sizes()) == 2
-
-
-def test_a_damaged_member_is_refused_and_a_healed_one_replaces_it(local):
-  name = local.put(b'0123')
-  manifest = local.put(b'manifest')
-  tree = local.link_tree(manifest, [('file', name, 4)])
-  (local.root / 'objects' / name).write_bytes(b'012x')
-  assert (tree / 'file').read_bytes() == b'012x'
-  with pytest.raises(ValueError, match=f'{name}: the object is damaged'):
-    local.link_tree(manifest, [('file', name, 4)])
-  local.put(b'0123')
-  tree = local.link_tree(manifest, [('file', name, 4)])
-  assert (tree / 'file').read_bytes() == b'0123'
-  assert sorted(os.listdir(tree.parent)) == [manifest]
-  for path in '/etc/x', '../x', 'a/../../x', '', 'a//b', 'a\0':
-    with pytest.raises(ValueError, match='plain relative path'):
-      local.link_tree(manifest, [(path, name, 4)])
 
 
 ABSENT_EXTRAS = """
