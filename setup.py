@@ -112,6 +112,7 @@ setuptools.setup(
   packages=setuptools.find_packages(include=['composer_jax', 'composer_jax.*']),
   package_data={
     'composer_jax': ['py.typed'],
+    'composer_jax.corpus': ['pinned.sources'],
     # What the compiler has to know of a GPU that is not there.
     'composer_jax.plan': ['*.txtpb'],
     'composer_jax.report': ['page.html'],

@@ -5,8 +5,8 @@ drops files that are not worth learning from, refuses what the tasks hold out,
 removes exact and near duplicates, and splits by package (a lone package by
 file). It writes `texts.bin`, the documents' UTF-8 end to end, and
 `manifest.json`, which lists every document and every dropped file with its
-reason and whose hash identifies the corpus. A folder that already holds the
-requested corpus is opened, not rebuilt: a run keeps its data even when the
+reason, and has the hash that identifies the corpus. A folder that already holds
+the requested corpus is opened, not rebuilt: a run keeps its data even when the
 machine's packages change.
 """
 
@@ -22,7 +22,7 @@ from composer_jax.core import files
 from composer_jax.corpus import filters, licences
 from composer_jax.corpus import sources as sources_lib
 
-FORMAT = 'composer_jax.corpus/1'
+FORMAT = 'composer_jax.corpus/2'
 TRAIN, HELDOUT = 'train', 'heldout'
 SPLITS = (TRAIN, HELDOUT)
 HoldOut = filters.HoldOut
@@ -43,6 +43,7 @@ class CorpusOptions:
       files count as copies.
     seed: seed of the choice of files and of the split.
     archives: folder with sdists and wheels for `pypi:` sources; '' for none.
+    differences: 'stop' at sources that are not as pinned, or 'note' it.
     exclude_licences: texts that no licence of a file may contain, in any case:
       'gpl' excludes LGPL and 'MIT OR GPL-2.0' too; 'unknown' what declares
       none.
@@ -56,6 +57,7 @@ class CorpusOptions:
   near_duplicate: float = 0.6
   seed: int = 0
   archives: str = ''
+  differences: str = 'stop'
   exclude_licences: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -63,6 +65,11 @@ class CorpusOptions:
       raise ValueError(
         'data.exclude_licences must be a tuple of texts that are not empty, '
         f'not {self.exclude_licences!r}.'
+      )
+    if self.differences not in sources_lib.DIFFERENCES:
+      raise ValueError(
+        f'data.differences must be one of {sources_lib.DIFFERENCES}, not '
+        f'{self.differences!r}.'
       )
     if self.max_bytes < 1:
       raise ValueError(
@@ -116,7 +123,7 @@ class Corpus:
     folder: folder with `manifest.json` and `texts.bin`.
     documents: documents in the order of `texts.bin`.
     counts: number of files kept per split, dropped per reason, not needed.
-    fingerprint: SHA-256 of the manifest.
+    fingerprint: SHA-256 of all texts with their splits, in order.
   """
 
   folder: pathlib.Path
@@ -171,16 +178,16 @@ def build(
   holdout = holdout or HoldOut()
   options = options or CorpusOptions()
   folder = pathlib.Path(workdir)
-  pinned = sources_lib.read_pins(sources)
-  key = _key(pinned, holdout, options)
+  key = _key(sources_lib.read_pins(sources), holdout, options)
   manifest = folder / 'manifest.json'
   if manifest.exists():
     if files.read_json(manifest).get('key') == key:
       return open_corpus(folder)
     report('corpus: other sources, hold-outs or options; building again')
-  code_sources = [sources_lib.find(name, options.archives) for name in pinned]
-  for source in code_sources:
-    sources_lib.check_pin(source, pinned[source.name])
+  code_sources = sources_lib.find_all(
+      sources, options.archives, differences=options.differences,
+      report=report,
+  )  # fmt: skip
   kept, dropped, counts = _select(code_sources, holdout, options, report)
   documents = _split_and_deduplicate(kept, dropped, options, report)
   kept_bytes = dict.fromkeys(SPLITS, 0)
@@ -195,7 +202,9 @@ def build(
     f'{kept_bytes[HELDOUT] / 1e6:.2f} MB held out'
   )
   _write(folder, key, code_sources, documents, dropped, dict(counts), options)
-  return open_corpus(folder)
+  corpus = open_corpus(folder)
+  report(f'corpus: SHA-256 {corpus.fingerprint}')
+  return corpus
 
 
 def open_corpus(workdir: str | os.PathLike) -> Corpus:
@@ -210,7 +219,7 @@ def open_corpus(workdir: str | os.PathLike) -> Corpus:
   documents = tuple(Document(**d) for d in manifest['documents'])
   return Corpus(
       folder=path.parent, documents=documents, counts=manifest['counts'],
-      fingerprint=files.sha256(path.read_bytes()),
+      fingerprint=manifest['sha256'],
   )  # fmt: skip
 
 
@@ -455,6 +464,9 @@ def _write(folder, key, code_sources, kept, dropped, counts, options) -> None:
     {
       'format': FORMAT,
       'key': key,
+      'sha256': files.sha256(
+        ''.join(f'{d["split"]} {d["sha256"]}\n' for d in documents).encode()
+      ),
       'sources': [
         {'name': s.name, 'version': s.version, 'files': len(s.files)}
         for s in code_sources

@@ -4,8 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-from composer_jax.corpus import build, tokens
-from composer_jax.corpus import sources as sources_lib
+from composer_jax.corpus import build, sources, tokens
 from composer_jax.text import tokenizer as tokenizers
 
 
@@ -14,7 +13,9 @@ class DataOptions:
   """The code of continued pretraining.
 
   Attributes:
-    sources: 'stdlib', 'site-packages', folders, sdists, or lists of them.
+    sources: 'pinned', 'stdlib', folders, sdists, or lists of them.
+    differences: 'stop' where a source is not as its list pins it, or 'note' to
+      print that and train on what is here.
     weights: shares of max_bytes, one per source; () for equal shares.
     archives: folder of sdists and wheels, for sources pypi:NAME==VERSION.
     max_bytes: most bytes of text, before duplicates are removed.
@@ -24,7 +25,8 @@ class DataOptions:
       such as 'gpl'; () excludes nothing.
   """
 
-  sources: tuple[str, ...] = ('stdlib', 'site-packages')
+  sources: tuple[str, ...] = (sources.PINNED,)
+  differences: str = 'stop'
   weights: tuple[float, ...] = ()
   archives: str = ''
   max_bytes: int = 12_000_000
@@ -45,28 +47,29 @@ class DataOptions:
       )
     self.options(seed=0)
 
-  @property
-  def source_names(self) -> list[str]:
-    # The flag `--config.data.sources=a,b` arrives as one string.
-    return [name for names in self.sources for name in names.split(',')]
-
-  def check_files(self) -> None:
-    """Raises a ValueError for a source that is missing, or without a weight."""
-    names = sources_lib.read_pins(self.source_names)
-    if self.weights:
-      build.allocate([1] * len(names), self.weights, self.max_bytes)
-    for name in names:
-      # What this Python has installed takes long to list, and is always there.
-      if name not in ('stdlib', 'site-packages'):
-        sources_lib.find(name, self.archives)
-
   def options(self, seed: int) -> build.CorpusOptions:
     """Options of a corpus; ValueError for a field that it refuses."""
     return build.CorpusOptions(
         max_bytes=self.max_bytes, weights=self.weights, seed=seed,
         heldout_share=self.heldout_share, archives=self.archives,
-        exclude_licences=self.exclude_licences,
+        exclude_licences=self.exclude_licences, differences=self.differences,
     )  # fmt: skip
+
+  def names(self) -> list[str]:
+    """Names of sources; `--config.data.sources=a,b` arrives as one string."""
+    return [name for names in self.sources for name in names.split(',')]
+
+  def check_files(self) -> None:
+    """Raises a ValueError for a source that is missing or not as pinned.
+
+    Also for one without a weight, if there are weights.
+    """
+    pinned_sources = sources.find_all(
+        self.names(), self.archives, differences=self.differences,
+        report=lambda _: None,
+    )  # fmt: skip
+    if self.weights:
+      build.allocate([1] * len(pinned_sources), self.weights, self.max_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,7 @@ def build_corpus(
 ) -> build.Corpus:
   """Builds or opens the corpus in the folder `corpus` of a run's workdir."""
   return build.build(
-    data.source_names,
+    data.names(),
     workdir=workdir / 'corpus',
     holdout=holdout,
     options=data.options(seed),

@@ -3,15 +3,18 @@
 A source is a string:
 
   stdlib             the standard library of this interpreter, tests excluded
-  site-packages      every installed distribution, tests excluded
-  pypi:NAME==VERSION a pinned release, from a local archive or as installed
+  pypi:NAME==VERSION a release, from a local archive or as installed
   PATH               a folder, a .py file, or a .tar.gz, .tgz, .zip or .whl
 
 Nothing is downloaded and no archive is unpacked to disk. A list of sources may
-pin each by its hash, so that figures can be repeated: a source whose content
-differs is refused.
+pin each by its hash, so that figures can be repeated. The list `pinned` is
+pinned.sources beside this file: pure Python that every installation by
+constraints.txt has, in the same versions on every Python, so that all machines
+read the same bytes whatever else they have. The standard library is not in it:
+its files differ between patch releases of Python.
 """
 
+import base64
 import dataclasses
 import email
 import functools
@@ -25,7 +28,7 @@ import sysconfig
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from composer_jax.core import files as core_files
 from composer_jax.corpus import licences
@@ -51,6 +54,9 @@ _MACHINE = ('_sysconfigdata', 'sitecustomize')
 # A run must never learn from the code that makes its own tasks.
 OWN = 'composer-jax'
 _HERE = pathlib.Path(__file__).resolve().parents[1]
+PINNED = 'pinned'
+PINNED_LIST = pathlib.Path(__file__).with_name('pinned.sources')
+DIFFERENCES = ('stop', 'note')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +87,14 @@ class CodeSource:
     version: version of the interpreter or the distribution; '' for others.
     files: files sorted by package and path.
     archive: path of the archive that the source names; None for other sources.
+    recorded: digests in the RECORD of an installed release, by path.
   """
 
   name: str
   version: str
   files: tuple[File, ...]
   archive: pathlib.Path | None = None
+  recorded: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def sha256(self) -> str:
     """Hashes an archive's bytes, or all names and contents."""
@@ -98,26 +106,85 @@ class CodeSource:
       digest.update(f'{file.package}\0{file.path}\0{inner}\n'.encode())
     return digest.hexdigest()
 
+  def changed(self) -> list[str]:
+    """Paths of files that are not as they were installed."""
+    digests = {f.path: hashlib.sha256(f.read()).digest() for f in self.files}
+    return [
+      path
+      for path, recorded in self.recorded.items()
+      if digests.get(path) != base64.urlsafe_b64decode(recorded + '=')
+    ]
 
-def find(name: str, archives: str | os.PathLike | None = None) -> CodeSource:
+
+def find_all(
+  names: Sequence[str],
+  archives: str | os.PathLike | None = None,
+  *,
+  differences: str = 'stop',
+  report: Callable[[str], None] = print,
+) -> list[CodeSource]:
+  """Finds the sources that are named, and compares them with their pins.
+
+  Args:
+    names: names of sources, and of lists of them.
+    archives: folder with sdists and wheels for `pypi:` sources.
+    differences: 'stop' to refuse sources that differ from what is pinned;
+      'note' to report that, leave out releases that are not here, and take
+      other versions or files as they are.
+    report: receives each difference, a line at a time.
+
+  Raises:
+    ValueError: a source cannot be read or has no Python file; or sources differ
+      from what is pinned, all of which the message names.
+  """
+  sources, lines, releases = [], [], []
+  for name, sha256 in read_pins(names).items():
+    source = find(name, archives)
+    if source is not None:
+      sources.append(source)
+    if difference := _difference(name, source, sha256):
+      lines.append(difference)
+      releases += [name[5:]] if name.startswith('pypi:') else []
+  if lines and differences == 'stop':
+    cure = 'Put back what is pinned, or '
+    if releases:
+      cure = (
+        'Install what is pinned: `pip install --force-reinstall --no-deps '
+        f'{" ".join(releases)}` (of uv: `uv pip install --reinstall ...`), or '
+        'put its archives into the folder data.archives. Or '
+      )
+    raise ValueError(
+      f'The corpus is not what is pinned: {"; ".join(lines)}. {cure}set '
+      '--config.data.differences=note to train on what is here.'
+    )
+  for difference in lines:
+    report(f'corpus: not as pinned: {difference}')
+  return sources
+
+
+def find(
+  name: str, archives: str | os.PathLike | None = None
+) -> CodeSource | None:
   """Lists the files of a source.
 
   Args:
     name: string that names the source.
     archives: folder with sdists and wheels for `pypi:` sources.
 
+  Returns:
+    The source; of a release that is not here, the version that is installed,
+    or None.
+
   Raises:
     ValueError: the source does not exist, cannot be read or has no Python file.
   """
   if name == 'stdlib':
     source = _stdlib()
-  elif name == 'site-packages':
-    source = _site_packages()
   elif name.startswith('pypi:'):
-    source = _pinned(name, archives)
+    source = _released(name, archives)
   else:
     source = _path(name)
-  if not source.files:
+  if source is not None and not source.files:
     raise ValueError(
       f'Source {name!r} holds no Python file outside tests; remove it from '
       'data.sources or point it at code.'
@@ -129,7 +196,8 @@ def read_pins(sources: Sequence[str]) -> dict[str, str | None]:
   """Returns {source: required SHA-256 or None}, in order.
 
   An entry that ends in `.sources` is the path of a list with one source per
-  line, optionally followed by `sha256=...`; '#' begins a comment.
+  line, optionally followed by `sha256=...`; '#' begins a comment. The list
+  'pinned' is that of this package.
   """
   if isinstance(sources, str):
     raise ValueError(f'sources must be a list of strings, not {sources!r}.')
@@ -137,10 +205,10 @@ def read_pins(sources: Sequence[str]) -> dict[str, str | None]:
     raise ValueError("No sources are given; name one, such as 'stdlib'.")
   pins: dict[str, str | None] = {}
   for name in sources:
-    if not name.endswith('.sources'):
+    if name != PINNED and not name.endswith('.sources'):
       pins[name] = None
       continue
-    path = pathlib.Path(name).expanduser()
+    path = pathlib.Path(name).expanduser() if name != PINNED else PINNED_LIST
     if not path.is_file():
       raise ValueError(f'The list of sources {name!r} does not exist.')
     for line in path.read_text().splitlines():
@@ -157,14 +225,19 @@ def read_pins(sources: Sequence[str]) -> dict[str, str | None]:
   return pins
 
 
-def check_pin(source: CodeSource, pinned: str | None) -> None:
-  """Refuses a source whose hash is not the pinned one."""
-  if pinned is not None and source.sha256() != pinned:
-    raise ValueError(
-      f'Source {source.name!r} (here: version {source.version or "unknown"}) '
-      f'has SHA-256 {source.sha256()}; the list requires {pinned}. Use the '
-      'pinned version, or drop its sha256 to train on what is here.'
-    )
+def _difference(
+  name: str, source: CodeSource | None, sha256: str | None
+) -> str:
+  """Says how a source differs from its name and its pin; '' if not at all."""
+  if source is None:
+    return f'{name} is not installed'
+  if name.startswith('pypi:') and name.partition('==')[2] != source.version:
+    return f'{name} is installed in version {source.version}'
+  if sha256 is None or (actual := source.sha256()) == sha256:
+    return ''
+  changed = ', '.join(source.changed()[:3])
+  edited = f'; since it was installed, {changed} changed' if changed else ''
+  return f'{name} has SHA-256 {actual}, not {sha256}{edited}'
 
 
 def normalise(package: str) -> str:
@@ -233,35 +306,9 @@ def _stdlib() -> CodeSource:
   )
 
 
-def _site_packages() -> CodeSource:
-  folders = sorted(
-    {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}
-  )
-  by_name: dict[str, list[File]] = {}
-  for dist in importlib.metadata.distributions(path=folders):
-    name = normalise(dist.metadata['Name'] or '')
-    if name and name != OWN and name not in by_name:
-      by_name[name] = _distribution(dist)
-  files = _sorted(file for group in by_name.values() for file in group)
-  return CodeSource(name='site-packages', version='', files=files)
-
-
-def _distribution(dist: importlib.metadata.Distribution) -> list[File]:
-  """Returns the files that a distribution installed, by its RECORD."""
-  name, licence = dist.metadata['Name'], licences.of_metadata(dist.metadata)
-  files = []
-  for entry in dist.files or ():
-    # '..' leads to scripts, which are generated.
-    if '..' in entry.parts or not _wanted(entry.parts):
-      continue
-    path = pathlib.Path(str(dist.locate_file(entry)))
-    if path.is_file():
-      root = pathlib.Path(str(dist.locate_file('')))
-      files.append(_file(path, root, name, licence))
-  return files
-
-
-def _pinned(name: str, archives: str | os.PathLike | None) -> CodeSource:
+def _released(
+  name: str, archives: str | os.PathLike | None
+) -> CodeSource | None:
   match = re.fullmatch(r'pypi:([\w.-]+)==([\w.!+-]+)', name)
   if not match:
     raise ValueError(f'Source {name!r} must read pypi:NAME==VERSION.')
@@ -272,18 +319,24 @@ def _pinned(name: str, archives: str | os.PathLike | None) -> CodeSource:
   try:
     dist = importlib.metadata.distribution(package)
   except importlib.metadata.PackageNotFoundError:
-    dist = None
-  if dist is not None and dist.version == version:
-    files = _sorted(_distribution(dist))
-    return CodeSource(name=name, version=version, files=files)
-  installed = (
-    f'version {dist.version} is installed' if dist else 'not installed'
-  )
-  raise ValueError(
-    f'Source {name!r} is not on this machine ({installed}, no archive of it in '
-    f'data.archives, {str(archives or "")!r}); fetch it with `pip download '
-    f'--no-deps {match[1]}=={version}` and name its folder in data.archives, '
-    'or name the file as a source.'
+    return None
+  licence = licences.of_metadata(dist.metadata)
+  # '..' leads to scripts, which are generated.
+  entries = [
+    entry
+    for entry in dist.files or ()
+    if '..' not in entry.parts and _wanted(entry.parts)
+  ]
+  root = pathlib.Path(str(dist.locate_file('')))
+  return CodeSource(
+    name=name,
+    version=dist.version,
+    files=_sorted(
+      _file(root / entry, root, dist.metadata['Name'], licence)
+      for entry in entries
+      if (root / entry).is_file()
+    ),
+    recorded={e.as_posix(): e.hash.value for e in entries if e.hash},
   )
 
 
@@ -308,9 +361,9 @@ def _path(name: str) -> CodeSource:
     return _folder(name, path)
   if not path.is_file():
     raise ValueError(
-      f"Source {name!r} does not exist. Sources are 'stdlib', "
-      "'site-packages', 'pypi:NAME==VERSION', or the path of a folder, a .py "
-      f'file or an archive ({", ".join(ARCHIVES)}).'
+      f"Source {name!r} does not exist. Sources are 'pinned', 'stdlib', "
+      "'pypi:NAME==VERSION', or the path of a folder, a .py file, a list "
+      f'(.sources) or an archive ({", ".join(ARCHIVES)}).'
     )
   if path.name.endswith(ARCHIVES):
     return _archive(name, path, re.split(r'-\d', path.name)[0], '')

@@ -1,10 +1,7 @@
-"""tiny.py on pinned sources, with longer RL and no hints, for the study.
+"""tiny.py with longer RL and no hints, for the study.
 
   python -m experiments.composer --config=configs/composer/first_loop.py \
       --workdir=runs/first_loop/0_main
-
-The list pins the packages that constraints.txt installs on Python 3.11; another
-version is refused by name.
 """
 
 import ml_collections
@@ -15,7 +12,6 @@ from configs.composer import tiny
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Takes the arguments of tiny.py."""
   c = tiny.get_config(arg)
-  c.data.sources = ('configs/pretrain/first_loop.sources',)
   c.evaluation.episodes = 400
   # The study measures rewards alone; hints would also teach the shuffled
   # control.

@@ -37,7 +37,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.model = model_tiny.get_config()
   c.tokenizer = dict(train_bytes=2_000_000)  # from which merges are learnt
   c.data = dict(
-    sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
+    sources=('pinned',),  # or folders, sdists, lists; see corpus/sources.py
     max_bytes=12_000_000,
     fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
   )

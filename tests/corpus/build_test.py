@@ -545,7 +545,7 @@ def test_pins_refuse_a_source_that_differs(tmp_path):
 
   assert len(run('a').documents) == 24
   write(root, {'pack3/mod1.py': code(12345)})
-  with pytest.raises(ValueError, match=f'{root}.*the list requires'):
+  with pytest.raises(ValueError, match=f'{root} has SHA-256 .*Put back what'):
     run('b')
   assert len(run('a').documents) == 24  # a run keeps its corpus
   path.write_text(f'{root} sha1=00\n')

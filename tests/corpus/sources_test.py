@@ -47,13 +47,6 @@ def test_stdlib_is_the_standard_library_without_tests():
   assert sum(f.num_bytes for f in source.files) > 5_000_000
 
 
-def test_site_packages_go_by_distribution_and_licence():
-  source = sources.find('site-packages')
-  files = [f for f in source.files if f.package == 'numpy']
-  assert files and all('BSD' in f.licence for f in files)
-  assert not any(f.package == 'composer-jax' for f in source.files)
-
-
 @pytest.mark.parametrize('name', ['sdist', 'pypi:demo.pack==1.2'])
 def test_sdists_are_read_in_place(sdist, name):
   name = str(sdist) if name == 'sdist' else name
@@ -87,9 +80,11 @@ def test_wheels_and_folders_and_files(tmp_path):
   assert {f.package for f in sources.find(str(package)).files} == {'whole'}
 
 
-def test_an_installed_release_serves_as_pinned():
+def test_an_installed_release_is_a_source_with_its_licence():
   source = sources.find(f'pypi:numpy=={numpy.__version__}')
   assert {f.package for f in source.files} == {'numpy'}
+  assert all('BSD' in f.licence for f in source.files)
+  assert not source.changed()
 
 
 def test_a_wheel_and_what_it_installed_have_one_hash(tmp_path):
@@ -116,12 +111,8 @@ def test_the_hash_is_of_the_content(tmp_path):
 
 
 def test_errors_name_the_source(tmp_path, sdist):
-  with pytest.raises(ValueError, match='numpy==0.0.1.*is installed'):
-    sources.find('pypi:numpy==0.0.1')
   with pytest.raises(ValueError, match='must read pypi:NAME==VERSION'):
     sources.find('pypi:numpy')
-  with pytest.raises(ValueError, match="no archive of it in data.archives, ''"):
-    sources.find('pypi:numpy==0.0.1')
   own = pathlib.Path(sources.__file__).parents[1]
   for path in (own, own / 'tasks', own / 'tasks/source.py'):
     with pytest.raises(ValueError, match='is composer_jax itself'):

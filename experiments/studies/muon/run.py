@@ -26,7 +26,7 @@ _RESULTS = flags.DEFINE_string(
 )
 _CORE = flags.DEFINE_integer('core', 0, 'Core to which the process is pinned.')
 
-SOURCES = ('stdlib', 'configs/pretrain/first_loop.sources')
+SOURCES = ('stdlib', 'experiments/studies/muon/packages.sources')
 MAX_BYTES = 8_000_000
 OPTIMIZERS = ('adam', 'muon')
 RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2)
