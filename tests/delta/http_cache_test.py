@@ -93,7 +93,14 @@ def test_what_the_cache_damaged_is_read_past_and_stored_anew(
     assert not _objects(origin)
 
 
-@either
+@pytest.mark.parametrize(
+  'kind',
+  [
+    http_servers.Cache,
+    # On a busy machine its idle connections end before they are used again.
+    pytest.param(http_servers.Nginx, marks=[needs_nginx, pytest.mark.slow]),
+  ],
+)
 def test_what_the_cache_cut_short_is_read_past(kind, origin):
   # Only then nginx ends the connection, and nothing else tells of the cut.
   soon = {'keepalive_timeout 5s;': 'keepalive_timeout 50ms;'}
