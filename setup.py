@@ -53,7 +53,7 @@ JUDGE = ['openai>=3.50']
 # Sandboxes in the actors of a cluster; built for Python up to 3.14.
 FLEET = ["ray>=2.50; python_version < '3.15'"]
 
-# Grouped products and attention on Hopper and TPU.
+# Grouped products on GPUs.
 KERNELS = ['tokamax>=0.0.12']
 
 # The pages of docs/.

@@ -8,6 +8,7 @@ import ast
 import collections
 import graphlib
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -179,6 +180,18 @@ def test_packages_import_lower_floors_and_doors_alone(trees):
     for line in violations(path.relative_to(PACKAGE).parts[0], tree)
   ]
   assert not lines, '\n'.join(lines)
+
+
+def test_imports_are_statements():
+  """Or the laws of this file would not see them."""
+  hidden = re.compile(
+    r"""(__import__\(|import_module\(\s*f?['"]composer_jax)"""
+  )
+  paths = [p for p in PACKAGE.rglob('*.py') if hidden.search(p.read_text())]
+  # Chooses a backend's module of its own folder.
+  assert [p.relative_to(PACKAGE).as_posix() for p in paths] == [
+    'kernels/grouped/matmul.py'
+  ]
 
 
 def test_systems_have_no_cycle():
