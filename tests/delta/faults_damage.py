@@ -83,12 +83,16 @@ def damage_bytes(world, rng, name):
   return how
 
 
+def _several(rng, keys):
+  return rng.sample(keys, min(len(keys), rng.randrange(2, 3 + len(keys))))
+
+
 def lose(world, rng, name):
   files = world.store.files
   if rng.random() < 0.8:
     del files[_pick(world, rng, name)]
     return 'lose'
-  for key in rng.sample(sorted(files), rng.randrange(2, len(files))):
+  for key in _several(rng, sorted(files)):
     del files[key]
   return 'lose many'
 
