@@ -85,6 +85,7 @@ def test_own_policy_loss_begins_as_reinforce_does():
     np.testing.assert_allclose(gradient_BT, [[0.0, -0.5, 2.0]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_routes_of_the_server_give_its_logprobs_and_others_do_not():
   text = run('serve_and_sample', '--tokens=12')
   same, other = re.findall(r'replayed with .*: (\S+)', text)

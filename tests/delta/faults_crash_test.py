@@ -58,15 +58,15 @@ def test_torn_at_any_byte(tmp_path, scenario):
 
 def test_at_some_file_operations(tmp_path):
   jobs = [
-    ('packed', 'kill', 11, 1),
-    ('rewind', 'full', 29, 3),
-    ('collect', 'kill', 41, 2),
-    ('heal', 'error', 17, 4),
-    ('follow', 'kill', 19, 1),
-    ('packed', 'error', 13, 6),
-    ('store', 'kill', 9, 3),
-    ('first', 'tear', 150, 1),
-    ('follow', 'tear', 200, 0),
+    ('packed', 'kill', 23, 1),
+    ('rewind', 'full', 59, 3),
+    ('collect', 'kill', 83, 2),
+    ('heal', 'error', 35, 4),
+    ('follow', 'kill', 39, 1),
+    ('packed', 'error', 27, 6),
+    ('store', 'kill', 19, 3),
+    ('first', 'tear', 300, 1),
+    ('follow', 'tear', 400, 0),
   ]
   found = points(tmp_path, jobs)
   for (scenario, action, step, first), number in zip(jobs, found, strict=True):

@@ -165,7 +165,7 @@ def test_command_prints_the_plan(subject):
 @pytest.mark.parametrize(
   'fixed, mode',
   [
-    (dict(repeats=False, split=1), 'owner'),
+    pytest.param(dict(repeats=False, split=1), 'owner', marks=pytest.mark.slow),
     (dict(repeats=False, split=1, chunks=9), 'owner'),
     (dict(repeats=True, split=1), 'redundant'),
     (dict(repeats=False, split=2), 'gram_sharded'),
