@@ -222,6 +222,8 @@ case "$command" in
     install test '.[test]'
     [[ " $* " == *' --no-isolation '* ]] || install_bubblewrap
     lint
+    # Workers and commands would compile every module again.
+    unset PYTHONDONTWRITEBYTECODE
     say 'pytest'
     # Files stay whole, so that what a file compiles is compiled once.
     exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile \

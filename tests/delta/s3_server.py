@@ -53,7 +53,9 @@ class Server:
       '127.0.0.1', self.port, self._gate, True, request_handler=_Quiet
     )
     self.port = self._server.server_port
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    threading.Thread(
+      target=self._server.serve_forever, args=(0.01,), daemon=True
+    ).start()
 
   def stop(self):
     self._server.shutdown()

@@ -70,7 +70,9 @@ def cloud(request, monkeypatch):
   handler = type('Cloud', (_Cloud,), {'kept': {}, 'lose_next': []})
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(
+      target=server.serve_forever, args=(0.01,), daemon=True
+    ).start()
     address = f'http://127.0.0.1:{server.server_port}'
     for name, value in {
       'GOOGLE_BASE_URL': address,

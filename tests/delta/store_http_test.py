@@ -34,7 +34,9 @@ def origin(tmp_path):
 @contextlib.contextmanager
 def _serving(handler):
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(
+      target=server.serve_forever, args=(0.01,), daemon=True
+    ).start()
     yield f'http://127.0.0.1:{server.server_port}'
     server.shutdown()
 
