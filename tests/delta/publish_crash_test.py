@@ -84,7 +84,7 @@ def run_python(code):
 
 @pytest.mark.parametrize(
   'versions, step',
-  [((2,), 7), pytest.param((0, 1, 2), 1, marks=pytest.mark.slow)],
+  [((2,), 15), pytest.param((0, 1, 2), 1, marks=pytest.mark.slow)],
 )
 def test_kill_at_file_operations_then_publish_again(tmp_path, versions, step):
   results = run_python(
