@@ -222,6 +222,8 @@ case "$command" in
     install test '.[test]'
     [[ " $* " == *' --no-isolation '* ]] || install_bubblewrap
     lint
+    # Workers and commands would compile every module again.
+    unset PYTHONDONTWRITEBYTECODE
     say 'pytest'
     # Files stay whole, so that what a file compiles is compiled once.
     exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile \
@@ -239,26 +241,26 @@ case "$command" in
     say "Pages: $PWD/runs/docs/index.html"
     ;;
   install)
-    install base '.[codec,tasks]'
+    install base '.[tasks]'
     ;;
   '' | -* | composer)
     [[ "$command" == composer ]] && shift
-    install base '.[codec,tasks]'
+    install base '.[tasks]'
     main_job "$@"
     ;;
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$)/d' |
+        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|tiny_checkpoint$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, lint, docs, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then
-      install serve '.[codec,serve,tasks]'
+      install serve '.[serve,tasks]'
     else
-      install base '.[codec,tasks]'
+      install base '.[tasks]'
     fi
     exec "$VENV/bin/python" -m "experiments.$command" "$@"
     ;;

@@ -7,13 +7,13 @@ REQUIRED = [
   'blake3>=1.0',
   'chex>=0.1.90',
   'flax>=0.12',
-  'fsspec>=2024.6',
   'grain>=0.2.10',
   'jax>=0.10',
   'jinja2>=3.1.6',
   'matplotlib>=3.9',
   'ml-collections>=1.0',
   'ml-dtypes>=0.5',
+  'numba>=0.63',  # compiles the codec of delta bundles
   'numpy>=2.1',
   'optax>=0.2.8',
   'orbax-checkpoint>=0.11',
@@ -40,13 +40,8 @@ SERVE = [
   'uvicorn>=0.34',
 ]
 
-# Compiles the codec of delta bundles; without it numpy does the same, slowly.
-CODEC = ['numba>=0.63']
-
-# Delta bundles in object stores, through relays, and under public keys.
-S3 = ['s3fs>=2024.6']
-GS = ['gcsfs>=2024.6']
-RELAY = ['aiohttp>=3.10', 'starlette>=0.46', 'uvicorn>=0.34']
+# Delta bundles in buckets or behind web servers, and under public keys.
+STORES = ['obstore>=0.12', 'urllib3>=2.2']
 SIGNING = ['cryptography>=43']
 
 # Runs the suites of packages that tasks are made of, within sandboxes.
@@ -58,7 +53,7 @@ JUDGE = ['openai>=3.50']
 # Sandboxes in the actors of a cluster; built for Python up to 3.14.
 FLEET = ["ray>=2.50; python_version < '3.15'"]
 
-# Grouped products and attention on Hopper and TPU.
+# Grouped products on GPUs.
 KERNELS = ['tokamax>=0.0.12']
 
 # The pages of docs/.
@@ -73,10 +68,8 @@ EXTRAS = {
   'test': [
     *HF,
     *SERVE,
-    *CODEC,
     *KERNELS,
-    *S3,
-    *RELAY,
+    *STORES,
     *SIGNING,
     *FLEET,
     *JUDGE,
@@ -97,11 +90,8 @@ EXTRAS = {
   'docs': DOCS,
   'hf': HF,
   'serve': SERVE,
-  'codec': CODEC,
   'kernels': KERNELS,
-  's3': S3,
-  'gs': GS,
-  'relay': RELAY,
+  'stores': STORES,
   'signing': SIGNING,
   'fleet': FLEET,
   'judge': JUDGE,

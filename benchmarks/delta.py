@@ -3,9 +3,9 @@
   python -m benchmarks.delta [--quick] [--recordings=DIR] [--only=PARTS]
 
 One run measures:
-- bytes of our bundles (`small`, `fast`, and `small` with history), of XOR with
-  zstd and of lists of indices and gaps, beside the entropy bounds of a coder
-  that knows the base's exponents (E) or nothing of it (M);
+- bytes of our bundles (`small` and `fast`), of XOR with zstd and of lists of
+  indices and gaps, beside the entropy bounds of a coder that knows the base's
+  exponents (E) or nothing of it (M);
 - rates of one core, hashes included, beside its memcpy; the gain of a second
   thread; the pause of a real engine;
 - a world of 4, 16 and 64 clusters behind simulated links;
@@ -104,7 +104,6 @@ def main() -> None:
       label, chunks, share = delta_speed.described(case)
       if 'speed' in args.only:
         rates[name] = delta_speed.measure(label, chunks, rounds, share=share)
-        delta_speed.without_numba(label, chunks[:2], 3)
       if 'threads' in args.only:
         delta_speed.threads(label, chunks, rounds, cores)
   if args.recordings:

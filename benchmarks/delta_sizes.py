@@ -26,7 +26,6 @@ LAG = 8
 TIERS = {
   'small': dict(tier='small'),
   'fast': dict(tier='fast'),
-  'history': dict(tier='small', history=True),
 }
 
 
@@ -152,7 +151,6 @@ def measure(
   by_tier = {
     name: bundles(case.policies, **options) for name, options in TIERS.items()
   }
-  # Stop where the history is longest: it starts anew with a skip.
   stop = min(LAG, len(pairs))
   last_steps = slice(stop - peers_on, stop)
   ratios = {
@@ -178,14 +176,13 @@ def measure(
       if is_xor
       else (lambda _, ratio: True),
     )
-  for name in ('fast', 'history'):
-    _line(
-      f'{what}: full bytes / bundle bytes, {name}; peer XOR+zstd-1',
-      ratios[name],
-      peer_ratios['XOR+zstd-1'],
-      limit,
-      'none',
-    )
+  _line(
+    f'{what}: full bytes / bundle bytes, fast; peer XOR+zstd-1',
+    ratios['fast'],
+    peer_ratios['XOR+zstd-1'],
+    limit,
+    'none',
+  )
   if full_goal:
     _line(
       f'{what}: full bytes / bundle bytes, small',

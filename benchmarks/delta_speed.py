@@ -196,33 +196,6 @@ def _report(
     )
 
 
-def without_numba(label: str, chunks: Boxes, rounds: int) -> None:
-  """Reports the rates of the same codecs without numba."""
-  codec.use('numpy')
-  try:
-    jobs = _jobs('small', chunks)
-    codes = [_encode(old, new, 'small') for old, new in chunks]
-    seconds = turns(jobs, rounds, time.process_time)
-  finally:
-    codec.use('auto')
-  equal = all(
-    _encode(old, new, 'small') == coded
-    for (old, new), coded in zip(chunks, codes, strict=True)
-  )
-  megabytes = sum(new.nbytes for _, new in chunks) / 1e6
-  for what, values in seconds.items():
-    interleaved.report(
-      'delta',
-      f'{label}: {what} without numba, one core; the bytes are '
-      f'{"the same" if equal else "OTHERS"}',
-      ([megabytes / value for value in values], []),
-      limit=None,
-      goal='>= 15 MB/s, the same bytes',
-      met=lambda ours, _: equal and ours >= 15,
-      unit='MB/s',
-    )
-
-
 def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
   """Reports the gain of a second thread on two cores, by the wall clock."""
   before = os.sched_getaffinity(0)

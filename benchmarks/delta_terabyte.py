@@ -1,8 +1,8 @@
 """The time that a step of a 1 TB policy would take, from figures of one core.
 
 Arithmetic, not a measurement: rates times cores, bytes over links. It assumes
-that cores scale as two threads did and that links are full. A level of relays
-adds a round trip and the time of a few packs, which is small.
+that cores scale as two threads did and that links are full. A level of
+caches adds a round trip and the time of a few packs, which is small.
 """
 
 import json

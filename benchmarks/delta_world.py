@@ -1,9 +1,9 @@
 """Egress of the trainer and time until 4, 16 and 64 clusters hold a bundle.
 
-The code is real, in one process: publisher, stores, relays that speak HTTP, and
-in each cluster a receiver that decodes, verifies and holds the weights. The
-links are simulated (`delta_links`): each relay reaches its parent in a 4-ary
-tree over a link of its own, all of the same bandwidth and round trip. The
+Each cluster has an nginx of configs/delta and a subscriber that decodes,
+verifies and holds the weights; publisher and subscribers are one process. The
+links are simulated (`delta_links`): each nginx reaches the one above it in a
+4-ary tree over a link of its own, all of the same bandwidth and round trip. The
 bundle is small and the links are slow, so that the two cores that stand for all
 clusters matter little; packs are small in proportion.
 """
@@ -18,16 +18,19 @@ import time
 import numpy as np
 
 from benchmarks import delta_data, delta_links, delta_sizes, interleaved
-from composer_jax.delta import publish, publish_encode, relay, subscribe
+from composer_jax.delta import fetch, publish, publish_encode, subscribe
 from composer_jax.delta import store as stores
+from tests.delta import http_servers
 
 FANOUT = 4
 ROUND_TRIP_S = 0.1  # round trip across an ocean
 SEND_S = 15.0  # time of the bundle over one link
-POLL_S = 0.5  # poll of clusters; relays poll up to five times as often
-# Packs of a bundle, about, and packs in flight at once: a relay forwards only
-# whole packs, so a level of the tree costs the time of these few.
-PACKS, IN_FLIGHT = 40, 2
+POLL_S = 0.5  # poll of clusters; each nginx asks at most once a second
+# Packs of a bundle, about, and packs in flight at once: nginx gives a pack that
+# it is storing to one reader at a time, so a level costs the time of these few.
+PACKS, IN_FLIGHT = 40, 4
+# Changes of the nginx config: 64 servers run on one machine.
+_SMALL = {'worker_processes auto;': 'worker_processes 1;'}
 
 
 def _policies(arrays: int) -> list[delta_data.Policy]:
@@ -55,7 +58,7 @@ def depth(clusters: int) -> int:
 
 
 class _Cluster:
-  """A relay and the receiver behind it; `held` says when it had version 1."""
+  """The receiver of a cluster; `held` says when it had version 1."""
 
   def __init__(self, url: str):
     self.subscriber = subscribe.Subscriber(
@@ -103,22 +106,15 @@ def _world(
     )
     publisher.publish(delta_sizes.blocks(policies[0]), 0)
 
-    def serve(upstream: stores.Store, name: str) -> str:
-      server = relay.Relay(
-        upstream, root / name, poll_s=POLL_S / 5, threads=IN_FLIGHT
-      )
-      stack.callback(server.close)
-      return stack.enter_context(relay.running(server))
-
     # The trainer's end of its only link, in place of a bucket.
-    urls, followers = [serve(trainer, 'origin')], []
+    origin = stack.enter_context(http_servers.Origin(root / 'trainer'))
+    servers: list[http_servers.Nginx] = []
     for number in range(clusters):
-      above = urls[0 if number == 0 else 1 + (number - 1) // FANOUT]
-      port = int(above.rstrip('/').rpartition(':')[2])
-      link = network.link(port, round_trip_s=ROUND_TRIP_S)
-      upstream = stores.Store(f'http://127.0.0.1:{link.port}')
-      urls.append(serve(upstream, f'cluster_{number}'))
-      followers.append(_Cluster(urls[-1]))
+      above = servers[(number - 1) // FANOUT].port if number else origin.port
+      link = network.link(above, round_trip_s=ROUND_TRIP_S)
+      server = http_servers.Nginx(f'http://127.0.0.1:{link.port}', _SMALL)
+      servers.append(stack.enter_context(server))
+    followers = [_Cluster(server.url) for server in servers]
     # The first weights arrive at once; only the step is measured.
     _all_follow(followers, 0, time.perf_counter() + 120)
     info = publisher.publish(delta_sizes.blocks(policies[1]), 1)
@@ -139,9 +135,10 @@ def measure(cores: set[int], *, quick: bool) -> None:
   os.sched_setaffinity(0, cores)
   policies = _policies(4 if quick else 32)
   size = sum(a.nbytes for a in policies[0].values())
-  before = publish_encode.PACK_BYTES
+  before = publish_encode.PACK_BYTES, fetch.PIECE_BYTES, fetch.IN_FLIGHT
   # With packs of 8 MiB a bundle of 1 TB has hundreds.
-  publish_encode.PACK_BYTES = size // 3 // PACKS
+  publish_encode.PACK_BYTES = fetch.PIECE_BYTES = size // 3 // PACKS
+  fetch.IN_FLIGHT = IN_FLIGHT
   try:
     for clusters in (4,) if quick else (4, 16, 64):
       # One process holds all clusters, and 64 at this rate would fill its
@@ -172,5 +169,5 @@ def measure(cores: set[int], *, quick: bool) -> None:
         unit='s',
       )
   finally:
-    publish_encode.PACK_BYTES = before
+    publish_encode.PACK_BYTES, fetch.PIECE_BYTES, fetch.IN_FLIGHT = before
     os.sched_setaffinity(0, pinned)

@@ -4,15 +4,14 @@
   python -m experiments.delta publish $P --source=runs/tiny:rl
   python -m experiments.delta apply $P --out=checkpoints/demo
   python -m experiments.delta verify $P       (or log, or gc)
-  python -m experiments.delta relay --upstream=s3://bucket/weights --cache=DIR
   python -m experiments.delta keys --key=pair.key
 
-A store is a folder, s3://, gs:// or, to read, the http:// of a relay, which
-need not be trusted. publish makes a secret key when there is none; apply needs
-the same file, or the public half of a pair that `keys` made. verify names
-everything that is damaged, and with --source compares a checkpoint. gc deletes
-what the newest --keep versions do not need; while a trainer publishes, only the
-trainer may do that.
+A store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
+server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
+makes a secret key when there is none; apply needs the same file, or the public
+half of a pair that `keys` made. verify names everything that is damaged, and
+with --source compares a checkpoint. gc deletes what the newest --keep versions
+do not need; while a trainer publishes, only the trainer may do that.
 """
 
 import sys
@@ -41,9 +40,6 @@ _DTYPE = flags.DEFINE_string(
   'Weights taken of --source: policy (bfloat16 of float32 masters; default for '
   'our runs), stored (default for others), bfloat16, float16 or float32.',
 )
-_KEYFRAMES = flags.DEFINE_string(
-  'keyframes', 'orbax', 'Format of keyframes: orbax or packed.'
-)
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
 )
@@ -52,23 +48,15 @@ _KEEP = flags.DEFINE_integer(
   'keep', 64, 'Number of newest versions that gc keeps.'
 )
 _GRACE = flags.DEFINE_float('grace_s', 3600.0, 'Age of what gc may delete.')
-_UPSTREAM = flags.DEFINE_string('upstream', None, 'Store or relay to serve.')
-_CACHE = flags.DEFINE_string('cache', None, "Folder of the relay's cache.")
-_CACHE_GB = flags.DEFINE_float(
-  'cache_gb', None, 'Gigabytes that the cache may fill; default: no limit.'
-)
-_HOST = flags.DEFINE_string('host', '0.0.0.0', 'Address of the relay.')
-_PORT = flags.DEFINE_integer('port', 8765, 'Port of the relay.')
 
 _PLACE = (_STORE, _RUN, _KEY)
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
-  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _KEYFRAMES, _DAYS)),
+  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _DAYS)),
   'apply': ((*_PLACE, _OUT), (_VERSION,)),
   'verify': (_PLACE, (_SOURCE, _VERSION, _DTYPE)),
   'log': (_PLACE, ()),
   'gc': (_PLACE, (_KEEP, _GRACE)),
-  'relay': ((_UPSTREAM, _CACHE), (_CACHE_GB, _HOST, _PORT)),
   'keys': ((_KEY,), ()),
 }
 

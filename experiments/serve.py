@@ -27,7 +27,7 @@ _FOLLOW = flags.DEFINE_bool(
   'follow', False, 'Serves what RL publishes in --source, as it does.'
 )
 _STORE = flags.DEFINE_string(
-  'store', '', "With --follow: a relay's URL; default: the run's own store."
+  'store', '', "With --follow: a cache's URL; default: the run's own store."
 )
 _ON_SWAP = flags.DEFINE_enum(
   'on_swap',

@@ -354,6 +354,7 @@ def test_misspelt_section_is_named():
     # mesh.replica * mesh.fsdp is 2.
     ('cpt.batch_size', 5, r'cpt\.batch_size \(5\) .* fsdp \(2\).* is 4'),
     ('sft.batch_size', 1, r'sft\.batch_size \(1\) .* fsdp \(2\).* is 2'),
+    ('seed', -1, r'seed must be .* at least 0; got -1'),
     ('cpt.accumulate', 0, r'accumulate must be .* at least 1; got 0'),
     ('cpt.accumulate', 3, r'batch_size \(16\) .*accumulate \(3\).* or 18'),
     # Zigzag order gives each context shard two pieces of a row.

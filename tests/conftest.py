@@ -28,6 +28,7 @@ ALLOWED_SKIPS = (
   'no QEMU',
   'no libtpu',
   'no java',
+  'no nginx',
 )
 # Allowed on a system that cannot isolate processes. Linux normally can, so
 # these need --no-isolation there.

@@ -51,6 +51,7 @@ def rewards(text: str) -> list[float]:
   return [float(x) for x in re.findall(r'reward +(\S+)', text)]
 
 
+@pytest.mark.slow
 def test_own_environment_learns_from_its_reward():
   text = run('own_environment', '--steps=11')
   first, last = rewards(text)
@@ -84,6 +85,7 @@ def test_own_policy_loss_begins_as_reinforce_does():
     np.testing.assert_allclose(gradient_BT, [[0.0, -0.5, 2.0]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_routes_of_the_server_give_its_logprobs_and_others_do_not():
   text = run('serve_and_sample', '--tokens=12')
   same, other = re.findall(r'replayed with .*: (\S+)', text)

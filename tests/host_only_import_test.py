@@ -1,4 +1,4 @@
-"""Sandboxes, tools and relays start fast: their modules never import jax."""
+"""Sandboxes, tools and receivers start fast: their modules never import jax."""
 
 import ast
 import pathlib

@@ -72,7 +72,7 @@ def test_unknown_experiment_is_named_with_those_there_are(checkout):
 
 
 def test_main_job_gets_defaults_that_flags_replace(checkout):
-  pretend_installed(checkout, 'base', '.[codec,tasks]')
+  pretend_installed(checkout, 'base', '.[tasks]')
   tiny = '--config=configs/composer/tiny.py'
   cases = {
     (): f'{tiny} --workdir=runs/tiny',

@@ -1,5 +1,6 @@
 """Pytrees as flat dictionaries of '/'-joined names."""
 
+import collections
 from typing import Any
 
 import jax
@@ -14,9 +15,20 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def flatten_names(tree: Any) -> dict[str, Any]:
-  """Returns {name: leaf}, in the order of `jax.tree.leaves`."""
+  """Returns {name: leaf}, in the order of `jax.tree.leaves`.
+
+  Raises:
+    ValueError: two leaves have one name, since a key contains '/'.
+  """
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {path_name(path): leaf for path, leaf in leaves}
+  named = {path_name(path): leaf for path, leaf in leaves}
+  if len(named) < len(leaves):
+    names = collections.Counter(path_name(path) for path, _ in leaves)
+    raise ValueError(
+      f'Two leaves of the tree are called {names.most_common(1)[0][0]}. '
+      "Rename one: '/' joins the keys of a name."
+    )
+  return named
 
 
 def map_names(function: Any, tree: Any) -> Any:

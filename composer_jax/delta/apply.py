@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from composer_jax.delta import (
-  checkpoint_boxes,
   codec,
   fetch,
   identity,
   weights_held,
 )
-from composer_jax.delta import crew as crew_lib
 from composer_jax.delta import manifest as manifests
+from composer_jax.delta import threads as threads_lib
 
 # Elements that a thread takes at a time: small tensors share a turn.
 _TURN_ELEMENTS = 2**19
@@ -27,11 +26,6 @@ _TURN_ELEMENTS = 2**19
 
 class DamagedBase(ValueError):
   """The held weights are not what they were when they were verified."""
-
-
-class SuspectHistory(DamagedBase):
-  """The history that came with held weights is not what it was, or the bundle
-  is wrong: nothing tells which, as histories are not hashed."""
 
 
 class UnfitBase(ValueError):
@@ -47,7 +41,6 @@ class _Slot:
   base: weights_held.HeldTensor | None
   # Where the boxes of `made` stand in the base, None where they coincide.
   base_at: np.ndarray | None
-  history: np.ndarray | None
   # Columns of the table, of the boxes of `made`.
   numbers: list[int]
   codecs: list[int]
@@ -79,8 +72,7 @@ def apply(
     threads: that decode and hash.
 
   Raises:
-    DamagedBase: the bits of the base changed since they were verified, or it
-      may be that its history did.
+    DamagedBase: the bits of the base changed since they were verified.
     UnfitBase: it is not the base of this bundle.
     ValueError: names the tensor whose base or blob is wrong.
     OSError: an object cannot be read.
@@ -90,10 +82,8 @@ def apply(
   else:
     _check_base(manifest, base)
   try:
-    history = _begin_history(manifest, base)
     slots = [
-      _slot(manifest, tensor, base, history, wanted)
-      for tensor in manifest.tensors
+      _slot(manifest, tensor, base, wanted) for tensor in manifest.tensors
     ]
   except MemoryError as error:
     raise ValueError(
@@ -107,8 +97,6 @@ def apply(
     version=manifest.version,
     target_id=manifest.target_id,
     tensors={slot.tensor.name: slot.made for slot in slots},
-    history=history,
-    history_since=manifest.history,
   )
 
 
@@ -127,28 +115,7 @@ def _check_base(manifest, base: weights_held.Held | None) -> None:
     )
 
 
-def _begin_history(manifest, base) -> dict[str, np.ndarray] | None:
-  """Returns the context of the base, which will become that of the result."""
-  since = manifest.history
-  if since is None or base is None:
-    return None
-  if since == manifest.base_version:
-    return {
-      name: np.zeros(tensor.buffer.size, np.uint8)
-      for name, tensor in base.tensors.items()
-    }
-  # The same weights may have been published twice: versions count, too.
-  held = base.history_since, base.version
-  if base.history is None or held != (since, manifest.base_version):
-    raise UnfitBase(
-      f'version {manifest.version} is coded with the history of versions '
-      f'{since} to {manifest.base_version}; what is held has that of versions '
-      f'{base.history_since} to {base.version}.'
-    )
-  return {name: values.copy() for name, values in base.history.items()}
-
-
-def _slot(manifest, tensor, base, history, wanted) -> _Slot:
+def _slot(manifest, tensor, base, wanted) -> _Slot:
   name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
   numbers = weights_held.boxes_of(wanted, name, dtype, shape)
   chunks = tensor.chunks if numbers is None else tensor.chunks[numbers]
@@ -157,11 +124,6 @@ def _slot(manifest, tensor, base, history, wanted) -> _Slot:
   if base is not None:
     old = base.tensors[name]
     base_at = _base_places(manifest, name, old, numbers)
-    if history is not None and base_at is not None:
-      raise ValueError(
-        f'{name}: the regions that are wanted changed, and version '
-        f'{manifest.version} is coded with the history of those before.'
-      )
   if old is not None and base_at is None and not chunks['codec'].any():
     # Frozen: both versions hold the same memory, which is still hashed.
     made = dataclasses.replace(old, posts=posts)
@@ -172,7 +134,6 @@ def _slot(manifest, tensor, base, history, wanted) -> _Slot:
     made=made,
     base=old,
     base_at=base_at,
-    history=None if history is None else history[name],
     numbers=list(range(len(chunks))) if numbers is None else numbers.tolist(),
     codecs=chunks['codec'].tolist(),
     lengths=chunks['length'].tolist(),
@@ -204,20 +165,23 @@ class _Apply:
 
   def __init__(self, fetcher, manifest, slots: list[_Slot]):
     self._fetcher, self._manifest, self._slots = fetcher, manifest, slots
-    self._stored = checkpoint_boxes.Boxes(fetcher, manifest)
 
   def run(self, threads: int) -> None:
+    for _ in threads_lib.in_order(self._decode, self._work(), threads):
+      pass
+
+  def _work(self) -> Iterator[tuple[list, memoryview | None, int]]:
+    """Yields chunks, their bytes, and where those begin in their object."""
     blobs, places = self._plan()
     jobs = fetch.pieces(blobs)
     arriving = self._fetcher.stream(jobs, self._fetcher.piece)
-    with crew_lib.Crew(threads) as crew:
-      for turn in crew_lib.later(self._turns(self._bare())):
-        crew.do(self._decode, turn, None, 0)
-      place = iter(places)
-      for piece, data in arriving:
-        boxes = ((*next(place), blob) for blob in piece.blobs)
-        for turn in self._turns(boxes):
-          crew.do(self._decode, turn, data, piece.start)
+    for turn in self._turns(self._bare()):
+      yield turn, None, 0
+    place = iter(places)
+    for piece, data in arriving:
+      boxes = ((*next(place), blob) for blob in piece.blobs)
+      for turn in self._turns(boxes):
+        yield turn, data, piece.start
 
   def _plan(self):
     """Returns the (object, blob) to fetch by place, and their (slot, box)."""
@@ -247,7 +211,7 @@ class _Apply:
     return blobs, [(row[2], row[3]) for row in found]
 
   def _bare(self) -> Iterator[tuple]:
-    """Yields chunks without a blob: unchanged, or those of a checkpoint."""
+    """Yields chunks without a blob, which are those of the base."""
     for slot in self._slots:
       for at, length in enumerate(slot.lengths):
         if not length:
@@ -257,8 +221,6 @@ class _Apply:
     turn, elements = [], 0
     for box in boxes:
       slot, at, _ = box
-      if slot.codecs[at] == codec.STORED:
-        self._stored.request(slot.tensor, slot.numbers[at], slot.made.grid)
       turn.append(box)
       elements += slot.bounds[at + 1] - slot.bounds[at]
       if elements >= _TURN_ELEMENTS:
@@ -267,7 +229,8 @@ class _Apply:
     if turn:
       yield turn
 
-  def _decode(self, turn: list, data: memoryview | None, start: int) -> None:
+  def _decode(self, work: tuple[list, memoryview | None, int]) -> None:
+    turn, data, start = work
     begun = time.perf_counter()
     for slot, at, blob in turn:
       encoded = memoryview(b'')
@@ -279,38 +242,25 @@ class _Apply:
   def _decode_box(self, slot: _Slot, at: int, blob: memoryview) -> None:
     low, high = slot.bounds[at], slot.bounds[at + 1]
     made = slot.made.buffer[low:high]
-    base = history = None
+    base = None
     if slot.base is not None:
       first, last = slot.base_bounds(at)
       base = slot.base.buffer[first:last]
-    if slot.history is not None:
-      history = slot.history[low:high]
     kind = slot.codecs[at]
     try:
-      if kind == codec.STORED:
-        made[...] = self._stored.read(
-          slot.tensor, slot.numbers[at], slot.made.grid
-        ).reshape(-1)
-      elif kind != codec.SAME:
-        codec.decode(
-          kind, blob, made.size, made.dtype, base, history=history, out=made
-        )
+      if kind != codec.SAME:
+        codec.decode(kind, blob, made.size, made.dtype, base, out=made)
       elif slot.base is not None and slot.made.buffer is not slot.base.buffer:
         made[...] = base
     except (ValueError, OSError) as error:
       self._check_rot(slot, at, base)
-      self._suspect(slot, at, error)
       raise fetch.named(self._where(slot, at), error) from error
     if identity.hash_box(made) != slot.made.posts[at].tobytes():
       self._check_rot(slot, at, base)
-      error = ValueError(
+      raise ValueError(
         f'{self._where(slot, at)}: does not decode to the weights that were '
         'published; blob and base do not belong together.'
       )
-      self._suspect(slot, at, error)
-      raise error
-    if history is not None and base is not None:
-      codec.update_history(history, base, made)
 
   def _check_rot(self, slot: _Slot, at: int, base: np.ndarray | None) -> None:
     if base is None or slot.base is None:
@@ -321,14 +271,6 @@ class _Apply:
         f'{slot.tensor.name} (box {slot.numbers[at]}): the weights that are '
         'held changed in memory since they were verified.'
       )
-
-  def _suspect(self, slot: _Slot, at: int, error: Exception) -> None:
-    fresh = self._manifest.history == self._manifest.base_version
-    if slot.codecs[at] == codec.HISTORY and not fresh:
-      raise SuspectHistory(
-        f'{self._where(slot, at)}: {error} Or the history that is held '
-        'changed in memory.'
-      ) from error
 
   def _where(self, slot: _Slot, at: int) -> str:
     return (

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from composer_jax.delta import identity
 
 _RUN_ID = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,127}')
 _MAX_NAME = 1024
+NO_FIELDS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def require(condition: bool | np.bool, what: str) -> None:
@@ -26,17 +29,34 @@ def run_id(value: Any) -> None:
     )
 
 
-def parse(data: bytes, record: type) -> dict[str, Any]:
+def parse(
+  data: bytes, record: type, idle: Mapping[str, Any] = NO_FIELDS
+) -> dict[str, Any]:
   """Returns the fields of a record that is in canonical JSON."""
-  return fields_of(identity.parse_canonical(data), record)
+  return fields_of(identity.parse_canonical(data), record, idle)
 
 
-def fields_of(value: Any, record: type) -> dict[str, Any]:
-  """Returns it, if a record is made of it; the record checks the types."""
-  names = {f.name for f in dataclasses.fields(record)}
+def fields_of(
+  value: Any, record: type, idle: Mapping[str, Any] = NO_FIELDS
+) -> dict[str, Any]:
+  """Returns it, if a record is made of it; the record checks the types.
+
+  Args:
+    value: what JSON had.
+    record: what it is to become.
+    idle: fields of the format that the record has no use for, and the one
+      value that each must have.
+  """
+  names = {f.name for f in dataclasses.fields(record)} | idle.keys()
   good = isinstance(value, dict) and value.keys() == names
   require(good, f'{record.__name__}: its fields must be {sorted(names)}')
-  return value
+  for name, empty in idle.items():
+    if value[name] != empty:
+      raise ValueError(
+        f'a bundle of an older version: its {name} is {value[name]!r:.99} and '
+        f'must be {empty!r}; publish the weights again.'
+      )
+  return {name: value[name] for name in value if name not in idle}
 
 
 def items(value: Any, what: str) -> list:
@@ -62,27 +82,12 @@ def num_elements(shape) -> int:
   return size
 
 
-def path(value: Any) -> None:
-  """A relative path that stays inside its folder on every system."""
-  good = isinstance(value, str) and len(value) <= _MAX_NAME
-  good = good and value.isprintable() and '\\' not in value
-  good = good and {'', '.', '..'}.isdisjoint(value.split('/'))
-  require(good, f'path {value!r:.200}')
-
-
-def start(
-  is_key: bool, version: Any, base_version: Any, history: Any, what: str
-) -> None:
+def start(is_key: bool, version: Any, base_version: Any, what: str) -> None:
   """What a bundle starts from: nothing, or an earlier version."""
   require(identity.is_count(version), f'version {version!r:.99} of {what}')
   if is_key:
-    good = base_version is None and history is None
-    require(good, f'base of {what}: a keyframe has neither base nor history')
+    require(base_version is None, f'base of {what}: a keyframe has none')
     return
   good = identity.is_count(base_version) and base_version < version
   rule = f'which must be before version {version}'
   require(good, f'base version {base_version!r:.99} of {what}, {rule}')
-  if history is not None:
-    good = identity.is_count(history) and history <= base_version
-    rule = f'which must be at most its base version {base_version}'
-    require(good, f'history {history!r:.99} of {what}, {rule}')

@@ -17,13 +17,13 @@ CHUNK = np.dtype(
     ('post', 'u1', identity.HASH_BYTES),
   ]
 )
-NO_PACK = 0xFFFFFFFF  # No blob: the box is that of the base, or in a file.
+NO_PACK = 0xFFFFFFFF  # No blob: the box is that of the base.
 
 # A codec never makes a blob longer than its box by more.
 MAX_BLOB_OVERHEAD = 64
 
 # The codec ids of `codec` that mean something to a manifest.
-SAME, RAW, PLANES, HISTORY, STORED = 0, 1, 2, 5, 6
+SAME, RAW, PLANES, CLASS = 0, 1, 2, 4
 
 
 def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
@@ -46,7 +46,7 @@ def check(
   """
   codecs, lengths = table['codec'], table['length']
   checks.require(np.isin(codecs, allowed).all(), 'codec of a chunk')
-  bare = (codecs == SAME) | (codecs == STORED)
+  bare = codecs == SAME
   in_pack = table['pack'] < len(packs)
   good = np.where(bare, table['pack'] == NO_PACK, in_pack).all()
   checks.require(good, 'pack of a chunk')

@@ -10,19 +10,14 @@ the fewest bytes, and named by a number in the manifest:
   CLASS    the same, separately for each exponent of the base weight: a step of
            the optimizer crosses a rounding boundary in inverse proportion to
            the distance between them, and both ends know the base
-  HISTORY  the same, separately also for what recent deltas did to the weight
-  STORED   not here: the value lies in the keyframe's checkpoint
 
-Steps are differences on the number line of `order`. `codec_model` describes the
-blobs of the last three, `codec_planes` those of PLANES. All are little-endian;
-machines that are not have never been tried. Kernels are compiled with numba
-where it is installed; the numpy tier gives the same bytes, slower.
+Numbers 5 and 6 were written by older versions and are refused. Steps are
+differences on the number line of `order`. `codec_model` describes the blobs of
+FLAT and CLASS, `codec_planes` those of PLANES. All are little-endian; machines
+that are not have never been tried. The kernels are compiled with numba;
+`tests/delta/codec_reference.py` is a plain decoder of the same format.
 """
 
-import functools
-import importlib
-import importlib.util
-import logging
 import types
 
 import numpy as np
@@ -30,52 +25,22 @@ import numpy as np
 from composer_jax.delta import codec_model as model
 from composer_jax.delta import codec_planes, order
 
-SAME, RAW, PLANES, FLAT, CLASS, HISTORY, STORED = range(7)
-_OF_STEPS = (FLAT, CLASS, HISTORY)
+SAME, RAW, PLANES, FLAT, CLASS = range(5)
+_OF_STEPS = (FLAT, CLASS)
 TIERS = ('fast', 'small')
 MAX_ELEMENTS = 2**20
 # What a blob may be longer than the raw bits, at most.
 MAX_OVERHEAD = 64
 # Few changes do not pay for a header with a class for each exponent.
 _FEW_BYTES = 2048
-HISTORY_MASK = 3
-
-_wanted = 'auto'
-
-
-def use(kernels: str) -> None:
-  """Picks the tier of kernels: 'auto', 'numba' or 'numpy'."""
-  global _wanted
-  if kernels not in ('auto', 'numba', 'numpy'):
-    raise ValueError(
-      f"kernels {kernels!r} are none of 'auto', 'numba', 'numpy'"
-    )
-  if kernels == 'numba' and importlib.util.find_spec('numba') is None:
-    raise ValueError(
-      'kernels of numba need it: pip install "composer_jax[codec]"'
-    )
-  _wanted = kernels
-
-
-def backend() -> str:
-  """Which tier of kernels is in use."""
-  return _kernels().NAME
 
 
 def _kernels() -> types.ModuleType:
-  return _load(_wanted)
+  # numba takes half a second to import, which a process that only moves
+  # bundles need not wait for.
+  from composer_jax.delta import codec_numba
 
-
-@functools.cache
-def _load(wanted: str) -> types.ModuleType:
-  if wanted == 'auto' and importlib.util.find_spec('numba') is None:
-    logging.getLogger(__name__).info(
-      'numba is not installed: deltas are coded by numpy, some twenty times '
-      'slower; pip install "composer_jax[codec]" makes them fast'
-    )
-    wanted = 'numpy'
-  name = 'codec_numpy' if wanted == 'numpy' else 'codec_numba'
-  return importlib.import_module(f'composer_jax.delta.{name}')
+  return codec_numba
 
 
 def count_changed(values: np.ndarray, base: np.ndarray) -> int:
@@ -90,7 +55,6 @@ def encode(
   base: np.ndarray | None,
   *,
   tier: str = 'small',
-  history: np.ndarray | None = None,
 ) -> tuple[int, bytes]:
   """Returns the number of the codec that serves best and its blob.
 
@@ -98,7 +62,6 @@ def encode(
     values: flat, of any dtype of `order.kind`.
     base: the same chunk of the base weights; None for a keyframe.
     tier: 'fast' or 'small'.
-    history: of `update_history`, for the 'small' tier.
   """
   if tier not in TIERS:
     raise ValueError(f'tier {tier!r} is not one of {TIERS}')
@@ -109,7 +72,7 @@ def encode(
   old = None
   if base is not None:
     bits, old = _both_bits(values, base)
-    found = _step_blobs(values, base, tier, history)
+    found = _step_blobs(values, base, tier)
   if found and found[0][0] == SAME:
     return found[0]
   if not found or 2 * min(len(blob) for _, blob in found) > bits.nbytes:
@@ -120,35 +83,26 @@ def encode(
   return min(found, key=lambda pair: (len(pair[1]), pair[0]))
 
 
-def _step_blobs(values, base, tier, history) -> list[tuple[int, bytes]]:
+def _step_blobs(values, base, tier) -> list[tuple[int, bytes]]:
   """Blobs of the codecs of steps worth a try; SAME first if nothing changed."""
   number = order.kind(values.dtype)
   if number.width > 32:
     return [] if count_changed(values, base) else [(SAME, b'')]
   by_class = tier == 'small' and number.exponent_mask
-  candidates: list[int] = [CLASS if by_class else FLAT]
-  if tier == 'small' and history is not None:
-    candidates.append(HISTORY)
-  found: list[tuple[int, bytes | None]] = []
-  for codec_id in candidates:
-    blob = encode_as(codec_id, values, base, history=history)
-    if blob == b'':
-      return [(SAME, b'')]
-    if blob is not None:
-      found.append((codec_id, blob))
-    if codec_id == CLASS and blob is not None and len(blob) < _FEW_BYTES:
-      found.append((FLAT, encode_as(FLAT, values, base)))
+  codec_id = CLASS if by_class else FLAT
+  blob = encode_as(codec_id, values, base)
+  if blob == b'':
+    return [(SAME, b'')]
+  found = [(codec_id, blob)]
+  if codec_id == CLASS and blob is not None and len(blob) < _FEW_BYTES:
+    found.append((FLAT, encode_as(FLAT, values, base)))
   return [(codec_id, blob) for codec_id, blob in found if blob is not None]
 
 
 def encode_as(
-  codec_id: int,
-  values: np.ndarray,
-  base: np.ndarray,
-  *,
-  history: np.ndarray | None = None,
+  codec_id: int, values: np.ndarray, base: np.ndarray
 ) -> bytes | None:
-  """The blob of FLAT, CLASS or HISTORY; empty if nothing changed.
+  """The blob of FLAT or CLASS; empty if nothing changed.
 
   None if it would outgrow the weights.
   """
@@ -157,12 +111,8 @@ def encode_as(
   _check_size(bits.size)
   if codec_id not in _OF_STEPS or number.width > 32:
     raise ValueError(f'codec {codec_id} does not code {values.dtype} by steps')
-  if codec_id == HISTORY:
-    if history is None:
-      raise ValueError('codec HISTORY needs the history and there is none')
-    history = _flat_bits('history', history, bits.size, np.dtype(np.uint8))
   low = 0 if codec_id == FLAT else order.window(old, number)
-  shape = _shape(codec_id, low, number, history)
+  shape = _shape(codec_id, low, number)
   kernels = _kernels()
   classes_W, ranks_W, steps_W, sizes = kernels.scan(bits, old, shape)
   if not classes_W.size:
@@ -175,21 +125,18 @@ def encode_as(
   for c in np.flatnonzero(counts):
     levels[c] = model.level(int(counts[c]), int(sizes[c]))
   head = b'' if codec_id == FLAT else bytes([low])
-  head += model.pack_counts(counts, levels, shape.num_contexts)
+  head += model.pack_counts(counts, levels)
   changes = kernels.arrange(classes_W, ranks_W, steps_W, starts)
   limit = bits.nbytes + MAX_OVERHEAD - len(head)
   body = kernels.code(starts, *changes, levels, shape, limit)
   return None if body is None else head + body
 
 
-def _shape(codec_id, low, number, history):
+def _shape(codec_id, low, number):
   """How the codec sorts weights into classes."""
   if codec_id == FLAT:
-    return order.Classes(number, 0, 1, None, 0)
-  exponents = _num_exponents(number)
-  if codec_id == CLASS:
-    return order.Classes(number, low, exponents, None, 0)
-  return order.Classes(number, low, exponents, history, HISTORY_MASK)
+    return order.Classes(number, 0, 1)
+  return order.Classes(number, low, _num_exponents(number))
 
 
 def _num_exponents(number):
@@ -203,7 +150,6 @@ def decode(
   dtype: np.dtype,
   base: np.ndarray | None,
   *,
-  history: np.ndarray | None = None,
   out: np.ndarray | None = None,
 ) -> np.ndarray:
   """Undoes `encode`; the base is never modified.
@@ -214,7 +160,6 @@ def decode(
     size: weights in the chunk.
     dtype: of the weights.
     base: the same chunk of the base; needed by all but RAW and keyframes.
-    history: what `encode` had; needed by HISTORY.
     out: a flat array of the dtype to write to, in place of a new one.
 
   Raises:
@@ -226,8 +171,8 @@ def decode(
     out = np.empty(size, dtype)
   new = _flat_bits('out', out, size, dtype)
   old = None if base is None else _flat_bits('base', base, size, dtype)
-  if codec_id not in range(STORED):
-    raise ValueError(f'codec {codec_id} is not one of 0 to {STORED - 1}')
+  if codec_id not in range(CLASS + 1):
+    raise ValueError(f'codec {codec_id} is not one of 0 to {CLASS}')
   if codec_id == RAW:
     _check_length(blob, number.bits.itemsize * size)
     new[:] = np.frombuffer(blob, number.bits.newbyteorder('<'))
@@ -239,17 +184,11 @@ def decode(
     _check_length(blob, 0)
     new[:] = old
   else:
-    if codec_id != HISTORY:
-      history = None
-    elif history is None:
-      raise ValueError('codec HISTORY needs the history and there is none')
-    else:
-      history = _flat_bits('history', history, size, np.dtype(np.uint8))
-    _decode_classes(codec_id, blob, number, old, history, new)
+    _decode_classes(codec_id, blob, number, old, new)
   return out
 
 
-def _decode_classes(codec_id, blob, number, old, history, new):
+def _decode_classes(codec_id, blob, number, old, new):
   if number.width > 32 or not old.size:
     raise ValueError(f'codec {codec_id} does not code such a chunk')
   low, at = 0, 0
@@ -259,10 +198,8 @@ def _decode_classes(codec_id, blob, number, old, history, new):
     low, at = blob[0], 1
     if low + _num_exponents(number) > number.exponent_mask + 1:
       raise ValueError(f'window of exponents at {low} leaves the dtype')
-  shape = _shape(codec_id, low, number, history)
-  counts, levels, at = model.unpack_counts(
-    blob, at, shape.num_classes, shape.num_contexts
-  )
+  shape = _shape(codec_id, low, number)
+  counts, levels, at = model.unpack_counts(blob, at, shape.num_classes)
   if not 0 < counts.sum() <= old.size:
     raise ValueError(f'{counts.sum()} changes in a chunk of {old.size}')
   starts = np.concatenate([[0], np.cumsum(counts)])
@@ -273,35 +210,6 @@ def _decode_classes(codec_id, blob, number, old, history, new):
   found = kernels.decode(blob, at, old.size, starts, levels, shape)
   if found is None or not kernels.apply(old, shape, starts, *found, new):
     raise ValueError(f'blob of {len(blob)} bytes is not a coded delta')
-
-
-def update_history(
-  history: np.ndarray, base: np.ndarray, values: np.ndarray
-) -> None:
-  """Moves the history of each weight past one delta, in place.
-
-  Zeros know nothing. The two low bits, by which HISTORY tells weights apart,
-  say how many deltas ago the weight changed last: 1 for the last one, 2 for up
-  to four, 3 for up to sixteen, 0 for longer ago or never. The five above count
-  those deltas, up to 31; the top bit is set if that change was downwards.
-  """
-  bits, old = _both_bits(values, base)
-  np.take(_aged(), history, out=history)
-  at_W = np.flatnonzero(bits != old)
-  steps_W = order.steps(bits[at_W], old[at_W], order.kind(base.dtype).is_float)
-  history[at_W] = np.where(steps_W < 0, 128 | 1 << 2 | 1, 1 << 2 | 1)
-
-
-@functools.cache
-def _aged() -> np.ndarray:
-  """What each state of a history becomes where nothing changed."""
-  states = np.arange(256)
-  ages = states >> 2 & 31
-  ages = np.where(ages == 0, 0, np.minimum(ages + 1, 31))
-  recent = np.select(
-    [ages == 0, ages < 2, ages < 5, ages < 17], [0, 1, 2, 3], 0
-  )
-  return (states & 128 | ages << 2 | recent).astype(np.uint8)
 
 
 def _both_bits(values, base):

@@ -1,6 +1,6 @@
 """Compiled kernels from changes by class to bytes.
 
-`codec_model` says what is coded and how; `codec_numpy` does the same in numpy.
+`codec_model` says what is coded and how.
 """
 
 import numpy as np
@@ -75,7 +75,7 @@ def _bit_length(value):
 
 @compiler.kernel(
   types.int64(
-    *(_I64, _I64, _I64, _I64, types.int64, _I64_2, _I64_2, _I64_2),
+    *(_I64, _I64, _I64, _I64, _I64_2, _I64_2, _I64_2),
     *(types.uint32[::1], types.uint8[::1], types.uint8[::1]),
   )
 )
@@ -84,7 +84,6 @@ def operations(
   ranks_W,
   steps_W,
   levels,
-  num_contexts,
   gaps,
   nears,
   fars,
@@ -97,7 +96,7 @@ def operations(
   The plain bits of gaps go to `bits`, which `model.plain_bytes` measures.
   """
   num_ops = num_bytes = held = num_held = 0
-  lean = np.zeros((num_contexts, 2), np.int64)
+  negatives = changed = 0
   for c in range(starts.size - 1):
     begin, end = starts[c], starts[c + 1]
     if begin == end:
@@ -136,7 +135,7 @@ def operations(
           num_bytes += 1
           held >>= 8
           num_held -= 8
-    guess = tables.leaning(nears[level], lean, c % num_contexts)
+    guess = tables.leaning(nears[level], negatives, changed)
     num_far = negatives = 0
     for n in range(begin, end):
       step = abs(steps_W[n])
@@ -147,8 +146,7 @@ def operations(
       else:
         symbols[n - begin] = STEP_ESCAPE + negative
         num_far += 1
-    lean[c % num_contexts, 0] = negatives
-    lean[c % num_contexts, 1] = end - begin
+    changed = end - begin
     num_ops = _symbol_operations(symbols, end - begin, guess, ops, num_ops)
     if num_far:
       count = 0

@@ -105,7 +105,7 @@ def _rebuilt_symbols(
 
 @compiler.kernel(
   types.int64(
-    *(_U8, _U16, types.uint32[::1], types.int64, _I64, _I64, types.int64),
+    *(_U8, _U16, types.uint32[::1], types.int64, _I64, _I64),
     *(_I64_2, _I64_2, _I64_2),
     *(types.int64[::1], types.int64[::1], types.uint8[::1]),
   )
@@ -117,7 +117,6 @@ def decode(
   size,
   starts,
   levels,
-  num_contexts,
   gaps,
   nears,
   fars,
@@ -130,7 +129,7 @@ def decode(
   `bits` are the plain bits of the gaps and two bytes more.
   """
   at = 0
-  lean = np.zeros((num_contexts, 2), np.int64)
+  negatives = before = 0
   slots = np.zeros(SCALE, np.uint8)
   ranges = np.zeros(256, np.uint32)
   frequencies = np.empty(GAP_SYMBOLS, np.int64)
@@ -182,7 +181,7 @@ def decode(
       return -2
     # No two classes share a weight, nor the patience with escapes.
     size -= ranks_W[end - 1] + 1
-    guess = tables.leaning(nears[level], lean, c % num_contexts)
+    guess = tables.leaning(nears[level], negatives, before)
     at = _rebuilt_symbols(
       words, at, states, lane, guess, slots, ranges, changed, symbols
     )
@@ -198,8 +197,7 @@ def decode(
       else:
         num_far += 1
         steps_W[begin + n] = -_FAR if symbol & 1 else _FAR
-    lean[c % num_contexts, 0] = negatives
-    lean[c % num_contexts, 1] = changed
+    before = changed
     if num_far:
       at = _rebuilt_symbols(
         words,

@@ -1,4 +1,4 @@
-"""The format of FLAT, CLASS and HISTORY, and the model that they code by.
+"""The format of FLAT and CLASS, and the model that they code by.
 
 Each class of weights (`order.Classes`) has two sequences: how many weights of
 the class lie between two changed ones, and the changed ones' steps. Both are
@@ -18,8 +18,7 @@ then its far steps, then the plain bits of those:
 
   gap g      ESCAPE for every 31 << k of it, then (g >> k) % 31; its k lowest
              bits are gap bits; k is `plain_bits` of the class's level
-  step s     2 * (|s| - 1) + (s < 0) up to 7, else STEP_ESCAPE + (s < 0); of
-             HISTORY, s has the other sign where the history's top bit is set
+  step s     2 * (|s| - 1) + (s < 0) up to 7, else STEP_ESCAPE + (s < 0)
   far step   |s| = (2 | b) << k | r has the symbol 2 * (k - 2) + b; then r is
              plain, its 15 lowest bits at most before the others
 
@@ -30,7 +29,7 @@ holds x % 4096 = range start + n, and goes on with x = frequency * (x // 4096)
 then under 2**16 it becomes x << 16 | word. All lanes end at 2**16, without
 words to spare. Each sequence has tables of its own: from its guess (`guesses`
 of the level; `leaning` for steps) and, after 32, 128, 512, ... symbols, from
-the guess plus 16 for each symbol seen.
+the guess plus 16 for each symbol seen. The code of both is in `codec_tables`.
 
 Everything here is integers: a table that differs by one in the encoder and the
 decoder would garble all that follows.
@@ -75,10 +74,6 @@ _ROOTS = (1.0, math.sqrt(math.sqrt(2)), math.sqrt(2), math.sqrt(math.sqrt(8)))
 EVEN = 24
 LEVELS = 128
 COUNT_BITS = 21
-
-
-def far_symbols(width: int) -> int:
-  return 2 * (width - 3)
 
 
 def level(changed: int, size: int) -> int:
@@ -126,7 +121,7 @@ def guesses(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     pairs = _geometric(ratio, STEP_SYMBOLS // 2, STEP_GUESS)
     near.append(np.repeat(pairs, 2))
     far_ratio = min(0.8, max(0.2, 1 - 4 / (spread + 4)))
-    far.append(_geometric(far_ratio, far_symbols(width), STEP_GUESS))
+    far.append(_geometric(far_ratio, 2 * (width - 3), STEP_GUESS))
   tables = np.stack(gaps), np.stack(near), np.stack(far)
   for table_ in tables:
     table_.flags.writeable = False
@@ -142,30 +137,7 @@ def _geometric(ratio: float, size: int, total: int) -> np.ndarray:
   return np.array([round(total * share) for share in (*shares, rest)])
 
 
-def leaning(guess: np.ndarray, negative: int, changed: int) -> np.ndarray:
-  """A guess of near steps whose signs fall as they did one exponent below.
-
-  Of `changed` steps there, `negative` were. With a history, signs are relative
-  to the last change, and most steps of sparse classes go back.
-  """
-  counts = np.empty_like(guess)
-  pairs = guess[0::2] + guess[1::2]
-  counts[1::2] = pairs * (negative + LEAN) // (changed + 2 * LEAN)
-  counts[0::2] = pairs - counts[1::2]
-  return counts
-
-
-def table(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Frequencies that sum to SCALE, none of them zero, and their starts."""
-  spare = SCALE - counts.size
-  frequencies = 1 + counts * spare // counts.sum()
-  frequencies[np.argmax(counts)] += SCALE - frequencies.sum()
-  return frequencies, np.cumsum(frequencies) - frequencies
-
-
-def pack_counts(
-  counts: np.ndarray, levels: np.ndarray, num_contexts: int
-) -> bytes:
+def pack_counts(counts: np.ndarray, levels: np.ndarray) -> bytes:
   """Changes and level of each class, by their distance from the last exponent.
 
   A count is its length in bits, then those below the highest; levels, which
@@ -184,21 +156,20 @@ def pack_counts(
     put((1 << bits) - 1, bits + 1)
     put(rest & ((1 << bits) - 1), bits)
 
-  lengths, guesses_ = [0] * num_contexts, [0] * num_contexts
-  for c, count in enumerate(counts.tolist()):
-    context = c % num_contexts
+  before = guess = 0
+  for count, level_ in zip(counts.tolist(), levels.tolist(), strict=True):
     length = count.bit_length()
-    put_signed(length - lengths[context])
-    lengths[context] = length
+    put_signed(length - before)
+    before = length
     if length:
       put(count & ((1 << length - 1) - 1), length - 1)
-      put_signed(int(levels[c]) - guesses_[context])
-      guesses_[context] = int(levels[c]) + OCTAVE
+      put_signed(level_ - guess)
+      guess = level_ + OCTAVE
   return total.to_bytes((place + 7) // 8, 'little')
 
 
 def unpack_counts(
-  blob: bytes | memoryview, at: int, num_classes: int, num_contexts: int
+  blob: bytes | memoryview, at: int, num_classes: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
   """Counts, levels and the place after them."""
   # No class takes more than 64 bits.
@@ -223,19 +194,18 @@ def unpack_counts(
 
   counts = np.zeros(num_classes, np.int64)
   levels = np.zeros(num_classes, np.int64)
-  lengths, guesses_ = [0] * num_contexts, [0] * num_contexts
+  length = guess = 0
   for c in range(num_classes):
-    context = c % num_contexts
-    length = lengths[context] = lengths[context] + take_signed()
+    length += take_signed()
     if not 0 <= length <= COUNT_BITS:
       raise ValueError(f'count of {length} bits of class {c}')
     if length:
       counts[c] = 1 << length - 1 | take(length - 1)
-      level_ = guesses_[context] + take_signed()
+      level_ = guess + take_signed()
       if not 0 <= level_ < LEVELS:
         raise ValueError(f'level {level_} of class {c}')
       levels[c] = level_
-      guesses_[context] = level_ + OCTAVE
+      guess = level_ + OCTAVE
   at += (place + 7) // 8
   if at > len(blob):
     raise ValueError(f'blob of {len(blob)} bytes ends inside its counts')

@@ -1,7 +1,6 @@
 """The compiled kernels of the codec; imported on first use.
 
-They release the GIL and are cached on disk. `codec_numpy` has the same
-functions and gives the same bytes.
+They release the GIL and are cached on disk.
 """
 
 import numpy as np
@@ -11,7 +10,6 @@ from composer_jax.delta import codec_decoder as decoder
 from composer_jax.delta import codec_model as model
 from composer_jax.delta import codec_scan as scanner
 
-NAME = 'numba'
 # Most deltas change fewer than one in so many weights.
 _FEW = 16
 
@@ -28,7 +26,7 @@ def _pieces(arrays, size):
   whole = size - size % scanner.BLOCK
   pieces = [([a[:whole] for a in arrays], whole)] if whole else []
   if whole < size:
-    tails = [_padded(a, whole) if a.size else a for a in arrays]
+    tails = [_padded(a, whole) for a in arrays]
     pieces.append((tails, size - whole))
   return pieces
 
@@ -43,12 +41,8 @@ def _arguments(shape, base):
   number, t = shape.number, base.dtype.type
   return (
     *(t(number.shift), t(number.exponent_mask), t(shape.low)),
-    *(t(shape.num_exponents - 1), number.is_float, shape.history_mask),
+    *(t(shape.num_classes - 1), number.is_float),
   )
-
-
-def _history(shape):
-  return np.zeros(0, np.uint8) if shape.history is None else shape.history
 
 
 def scan(values, base, shape):
@@ -56,7 +50,7 @@ def scan(values, base, shape):
   is_flat = shape.num_classes == 1
   which = scanner.scan_flat if is_flat else scanner.scan
   kernel = scanner.kernel(which, base.dtype)
-  pieces = _pieces((values, base, _history(shape)), base.size)
+  pieces = _pieces((values, base), base.size)
   changed = base.size // _FEW
   while True:
     room = changed + scanner.WORD
@@ -67,7 +61,7 @@ def scan(values, base, shape):
     for piece, valid in pieces:
       if is_flat:
         to = (int(sizes[0]), shape.number.is_float, changed, ranks_W, steps_W)
-        changed = kernel(*piece[:2], *to)
+        changed = kernel(*piece, *to)
         sizes += valid
       else:
         about = (valid, *_arguments(shape, base))
@@ -96,14 +90,14 @@ def apply(base, shape, starts, ranks_W, steps_W, out):
   left = np.full(cursors.size, scanner.NEVER)
   some = np.flatnonzero(starts[:-1] < starts[1:])
   left[some] = ranks_W[cursors[some]]
-  for piece, valid in _pieces((base, _history(shape), out), base.size):
+  for piece, valid in _pieces((base, out), base.size):
     kernel(
       *(*piece, valid, *_arguments(shape, base)),
       *(starts, ranks_W, steps_W, cursors, left),
     )
   if base.size % scanner.BLOCK:
     # The last piece was a copy.
-    out[-valid:] = piece[2][:valid]
+    out[-valid:] = piece[1][:valid]
   return bool((cursors == starts[1:]).all())
 
 
@@ -119,7 +113,7 @@ def code(starts, ranks_W, steps_W, levels, shape, limit):
   ops = np.empty(5 * changed + escapes, np.uint32)
   bits = np.empty(model.plain_bytes(starts, levels), np.uint8)
   num_ops = coder.operations(
-    *(starts, ranks_W, steps_W, levels, shape.num_contexts),
+    *(starts, ranks_W, steps_W, levels),
     *(*model.guesses(shape.number.width), ops, symbols, bits),
   )
   assert num_ops >= 0, 'more coding operations than there can be'
@@ -158,7 +152,6 @@ def decode(blob, at, size, starts, levels, shape):
     size,
     starts,
     levels,
-    shape.num_contexts,
     *model.guesses(shape.number.width),
     ranks_W,
     steps_W,

@@ -23,15 +23,10 @@ _one = np.uint64(1)
 
 
 @compiler.part(inline='always')
-def _classify(
-  base, history, start, valid, shift, mask, low, top, history_mask, classes
-):
+def _classify(base, start, valid, shift, mask, low, top, classes):
   """Fills `classes` for a block; 255 is padding, from `valid` on."""
   for to in range(0, BLOCK, WORD):
     vectors.classify(base, start + to, shift, mask, low, top, classes, to)
-  if history_mask:
-    for to in range(0, BLOCK, WORD):
-      vectors.add_contexts(history, start + to, history_mask, classes, to)
   if valid < start + BLOCK:
     for at in range(valid - start, BLOCK):
       classes[at] = 255
@@ -102,14 +97,12 @@ def scan_flat(values, base, before, is_float, count, ranks_W, steps_W):
 def scan(
   values,
   base,
-  history,
   valid,
   shift,
   mask,
   low,
   top,
   is_float,
-  history_mask,
   seen,
   count,
   classes_W,
@@ -124,14 +117,11 @@ def scan(
   and the caller comes back with more.
   """
   top_bit = 8 * base.itemsize - 1
-  half = np.int64(1) << top_bit
   classes = np.zeros(BLOCK, np.uint8)
   found = np.zeros(BLOCK + WORD, np.int64)
-  num_classes = (np.int64(top) + 1) * (np.int64(history_mask) + 1)
+  num_classes = np.int64(top) + 1
   for start in range(0, base.size, BLOCK):
-    _classify(
-      base, history, start, valid, shift, mask, low, top, history_mask, classes
-    )
+    _classify(base, start, valid, shift, mask, low, top, classes)
     num_found = 0
     for word in range(0, BLOCK, WORD):
       changed = vectors.differ(values, base, start + word)
@@ -145,8 +135,6 @@ def scan(
       at = start + place
       new, old = np.int64(values[at]), np.int64(base[at])
       step = _step(new, old, is_float, top_bit)
-      if history_mask and history[at] & 128:
-        step = -step if step != -half else step
       which = classes[place]
       word = place & -WORD
       earlier = vectors.match(classes, word, which)
@@ -179,7 +167,6 @@ def _select(bits, number):
 
 def apply(
   base,
-  history,
   out,
   valid,
   shift,
@@ -187,7 +174,6 @@ def apply(
   low,
   top,
   is_float,
-  history_mask,
   starts,
   ranks_W,
   steps_W,
@@ -201,11 +187,9 @@ def apply(
   """
   top_bit = 8 * base.itemsize - 1
   classes = np.zeros(BLOCK, np.uint8)
-  num_classes = (np.int64(top) + 1) * (np.int64(history_mask) + 1)
+  num_classes = np.int64(top) + 1
   for start in range(0, base.size, BLOCK):
-    _classify(
-      base, history, start, valid, shift, mask, low, top, history_mask, classes
-    )
+    _classify(base, start, valid, shift, mask, low, top, classes)
     vectors.copy(out, base, start, start + BLOCK)
     for group in range(0, num_classes, 64):
       due = np.uint64(0)
@@ -230,8 +214,6 @@ def apply(
           members = vectors.match(classes, word, which)
           at = start + word + _select(members, rank - passed)
           step = steps_W[cursor]
-          if history_mask and history[at] & 128:
-            step = -step
           out[at] = _moved(np.int64(base[at]), step, is_float, top_bit)
           cursor += 1
           if cursor < starts[c + 1]:
@@ -279,16 +261,16 @@ def kernel(which, bits):
   t = numba.from_dtype(bits)
   array = types.Array(t, 1, 'C', readonly=True)
   u8, i64 = types.uint8, types.int64
-  shape = (i64, t, t, t, t, i64, u8)
+  shape = (i64, t, t, t, t, i64)
   changes = (_I64, _I64)
   signature = {
     count: (array, array),
     scan: (
-      *(array, array, _U8, *shape),
+      *(array, array, *shape),
       *(i64[::1], i64, u8[::1], i64[::1], i64[::1]),
     ),
     scan_flat: (*(array, array, i64, i64, i64), *(i64[::1], i64[::1])),
-    apply: (array, _U8, t[::1], *shape, _I64, *changes, i64[::1], i64[::1]),
+    apply: (array, t[::1], *shape, _I64, *changes, i64[::1], i64[::1]),
     apply_flat: (array, t[::1], i64, *changes),
   }
   return compiler.kernel(i64(*signature[which]))(which)

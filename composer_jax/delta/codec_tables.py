@@ -14,13 +14,13 @@ EVEN = model.EVEN
 
 @compiler.part
 def plain_bits(level):
-  """`model.plain_bits`."""
+  """`model.plain_bits`, compiled."""
   return min(RAW_BITS, max(0, (level - EVEN) // OCTAVE - 2))
 
 
 @compiler.part
 def table(counts, frequencies, first):
-  """`model.table`."""
+  """Fills in frequencies that sum to SCALE, none of them zero, and starts."""
   total = 0
   most = 0
   for s in range(counts.size):
@@ -40,12 +40,14 @@ def table(counts, frequencies, first):
 
 
 @compiler.part
-def leaning(guess, lean, context):
-  """`model.leaning`."""
+def leaning(guess, negative, changed):
+  """A guess of near steps whose signs fall as they did one exponent below.
+
+  Of `changed` steps there, `negative` were.
+  """
   counts = np.empty(guess.size, np.int64)
-  changed = lean[context, 1] + 2 * LEAN
   for s in range(0, guess.size, 2):
     pair = guess[s] + guess[s + 1]
-    counts[s + 1] = pair * (lean[context, 0] + LEAN) // changed
+    counts[s + 1] = pair * (negative + LEAN) // (changed + 2 * LEAN)
     counts[s] = pair - counts[s + 1]
   return counts

@@ -94,24 +94,6 @@ def classify(typingctx, bits, start, shift, mask, low, top, classes, to):
 
 
 @intrinsic
-def add_contexts(typingctx, history, start, mask, classes, to):
-  """classes[to:] = classes * (mask + 1) + (history & mask), of 64 weights."""
-
-  def code(context, builder, signature, args):
-    x = _load(context, builder, signature.args[0], args[0], args[1])
-    mask = _everywhere(builder, args[2])
-    ones = ir.Constant(mask.type, [1] * WORD)
-    pointer = _pointer(
-      context, builder, signature.args[3], args[3], args[4], WORD
-    )
-    old = builder.mul(builder.load(pointer, align=1), builder.add(mask, ones))
-    builder.store(builder.add(old, builder.and_(x, mask)), pointer, align=1)
-    return context.get_dummy_value()
-
-  return types.void(history, types.intp, types.uint8, classes, types.intp), code
-
-
-@intrinsic
 def copy(typingctx, to, source, start, stop):
   """to[start:stop] = source[start:stop] of arrays that do not overlap."""
 

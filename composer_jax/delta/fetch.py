@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple, TypeVar
 
-from composer_jax.delta import identity, retries
+from composer_jax.delta import identity
 from composer_jax.delta import store as store_lib
 
 # What one request asks for, more only if a single blob is larger.
 PIECE_BYTES = 8 * 2**20
 # Requests on their way at once: enough to fill 10 Gbit/s at a round trip of
 # 200 ms, and a quarter of a GiB of memory at most.
-IN_FLIGHT = 32
+IN_FLIGHT: int = 32
 
 # What another way through the same store will hardly cure.
-UNREACHED = (ConnectionError, TimeoutError, retries.GaveUp)
+UNREACHED = (ConnectionError, TimeoutError)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar('_T')
@@ -45,6 +45,10 @@ class Blob(NamedTuple):
   start: int
   stop: int
   short_hash: bytes
+
+
+class _DamagedBlob(ValueError):
+  pass
 
 
 class Piece(NamedTuple):
@@ -219,16 +223,9 @@ class Fetcher:
         if hashlib.sha256(data).hexdigest() == name:
           return data
         self._cache.forget(name, 'whole')
-
-    def get() -> bytes:
-      return self._moved(lambda: self._store.get(name, length, limit))
-
-    try:
-      data = get()
-    except ValueError as error:
-      # What a link or a mirror damaged once may arrive whole.
-      _log.warning('Asked for again: %s', error)
-      data = get()
+    data = self._twice(
+      lambda store: self._moved(lambda: store.get(name, length, limit))
+    )
     if self._cache is not None:
       self._cache.write(name, 'whole', data)
     return data
@@ -249,18 +246,11 @@ class Fetcher:
         self._cache.forget(piece.name, part)
     first = piece.blobs[0]
     try:
-      data = self._part(piece)
-      bad = _damaged(piece, data)
-      if bad is not None:
-        _log.warning('Asked for again: %s is damaged', _where(piece, bad))
-        data = self._part(piece)
-        bad = _damaged(piece, data)
+      data = self._twice(lambda store: self._part(piece, store))
+    except _DamagedBlob:
+      raise
     except (ValueError, OSError) as error:
       raise named(f'{first.tensor} (box {first.number})', error) from error
-    if bad is not None:
-      raise ValueError(
-        f'{_where(piece, bad)}: its blob is damaged, the hash is wrong.'
-      )
     if self._cache is not None:
       self._cache.write(piece.name, part, data)
     return memoryview(data)
@@ -290,10 +280,26 @@ class Fetcher:
 
     return read()
 
-  def _part(self, piece: Piece) -> bytes:
-    return self._moved(
-      lambda: self._store.get_range(piece.name, piece.start, piece.stop)
+  def _twice(self, read: Callable[[store_lib.Store], bytes]) -> bytes:
+    """Reads; what comes damaged or cut once more, past caches on the way."""
+    try:
+      return read(self._store)
+    except (ValueError, store_lib.CutShort) as error:
+      # What a link or a cache damaged may arrive whole. Not after any failure:
+      # past a cache that is slow, all its followers would ask the store.
+      _log.warning('Asked for again: %s', error)
+      return read(self._store.past_caches)
+
+  def _part(self, piece: Piece, store: store_lib.Store) -> bytes:
+    data = self._moved(
+      lambda: store.get_range(piece.name, piece.start, piece.stop)
     )
+    bad = _damaged(piece, data)
+    if bad is not None:
+      raise _DamagedBlob(
+        f'{_where(piece, bad)}: its blob is damaged, the hash is wrong.'
+      )
+    return data
 
   def _moved(self, read: Callable[[], bytes]) -> bytes:
     begun = time.perf_counter()
@@ -304,9 +310,7 @@ class Fetcher:
 
 def named(where: str, error: Exception) -> Exception:
   """Returns an error that says where; a store that is away stays one."""
-  kind = ValueError
-  if isinstance(error, (*UNREACHED, retries.Cancelled)):
-    kind = type(error)
+  kind = type(error) if isinstance(error, UNREACHED) else ValueError
   return kind(f'{where}: {error}')
 
 

@@ -9,7 +9,6 @@ ValueError that costs no more memory than a small multiple of its bytes.
 """
 
 import dataclasses
-import itertools
 import struct
 from typing import Any
 
@@ -31,6 +30,9 @@ MAX_POINTER_BYTES = 4096
 _MAGIC = FORMAT.encode() + b'\n'
 _LENGTH = struct.Struct('<I')
 _SEAL = FORMAT.encode() + b'P'
+# Of codecs and of keyframes, orbax checkpoints, that older versions had.
+_IDLE: dict[str, Any] = {'history': None}
+_IDLE_BUNDLE = _IDLE | {'files': []}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,11 +85,8 @@ class Manifest:
     base_version: what a DELTA starts from; several versions back for a skip.
     base_id: identity of those weights; '' for a KEY.
     target_id: identity of the resulting weights.
-    history: the version since which a decoder must have followed every single
-      delta to use the bundle; None where it need not.
     packs: (sha256, bytes) of the objects that hold the blobs. Blobs lie in
       each in ascending (tensor, box) order, without gaps, and fill it.
-    files: (path, sha256, bytes) of the orbax checkpoint of a KEY.
     tensors: sorted by name.
   """
 
@@ -97,9 +96,7 @@ class Manifest:
   base_version: int | None
   base_id: str
   target_id: str
-  history: int | None
   packs: tuple[tuple[str, int], ...]
-  files: tuple[tuple[str, str, int], ...]
   tensors: tuple[Tensor, ...]
 
   def __post_init__(self):
@@ -107,10 +104,9 @@ class Manifest:
     names = [t.name for t in self.tensors]
     checks.require(names == sorted(set(names)), 'order of the tensors')
     if self.kind == KEY:
-      stored = [chunks.STORED] if self.files else []
-      allowed = [chunks.RAW, chunks.PLANES, *stored]
+      allowed = [chunks.RAW, chunks.PLANES]
     else:
-      allowed = list(range(chunks.HISTORY + (self.history is not None)))
+      allowed = list(range(chunks.CLASS + 1))
     raw_bytes = [np.zeros(0, np.int64), *(t.raw_bytes for t in self.tensors)]
     packs = [length for _, length in self.packs]
     chunks.check(self._table, np.concatenate(raw_bytes), allowed, packs)
@@ -132,8 +128,8 @@ class Manifest:
 
   @property
   def bundle_bytes(self) -> int:
-    """Bytes of its packs and files, without the manifest itself."""
-    return sum(length for *_, length in (*self.packs, *self.files))
+    """Bytes of its packs, without the manifest itself."""
+    return sum(length for _, length in self.packs)
 
   def signature(self) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns {name: (dtype, shape)}."""
@@ -150,7 +146,7 @@ class Manifest:
   def to_bytes(self) -> bytes:
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     fields['tensors'] = [[t.name, t.dtype, t.shape] for t in self.tensors]
-    header = identity.canonical_json(fields)
+    header = identity.canonical_json(fields | _IDLE_BUNDLE)
     tables = (t.chunks.tobytes() for t in self.tensors)
     return b''.join([_MAGIC, _LENGTH.pack(len(header)), header, *tables])
 
@@ -167,11 +163,10 @@ class Manifest:
     (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
     good = length <= min(MAX_HEADER_BYTES, len(data) - start)
     checks.require(good, 'length of its header')
-    fields = checks.parse(data[start : start + length], cls)
+    fields = checks.parse(data[start : start + length], cls, _IDLE_BUNDLE)
     fields['tensors'] = _read_tensors(fields['tensors'], data, start + length)
-    for name in ('packs', 'files'):
-      rows = checks.items(fields[name], name)
-      fields[name] = tuple(tuple(checks.items(row, name)) for row in rows)
+    rows = checks.items(fields['packs'], 'packs')
+    fields['packs'] = tuple(tuple(checks.items(row, 'packs')) for row in rows)
     return cls(**fields)
 
 
@@ -206,29 +201,17 @@ def _check_header(manifest: Manifest) -> None:
     manifest.kind == KEY,
     manifest.version,
     manifest.base_version,
-    manifest.history,
     'a manifest',
   )
   if manifest.kind == KEY:
     checks.require(manifest.base_id == '', 'base_id of a keyframe')
   else:
     checks.require(identity.is_hash(manifest.base_id), 'base_id')
-    checks.require(not manifest.files, 'delta with files')
   checks.require(identity.is_hash(manifest.target_id), 'target_id')
   for pack in manifest.packs:
     good = len(pack) == 2 and identity.is_hash(pack[0])
     good = good and identity.is_count(pack[1]) and pack[1] > 0
     checks.require(good, 'pack')
-  for file in manifest.files:
-    good = len(file) == 3 and identity.is_hash(file[1])
-    checks.require(good and identity.is_count(file[2]), 'file')
-    checks.path(file[0])
-  paths = [path for path, _, _ in manifest.files]
-  checks.require(paths == sorted(set(paths)), 'order of the files')
-  # In this order what is inside a folder would follow it.
-  paths = sorted(path.replace('/', '\0') for path in paths)
-  good = not any(b.startswith(a + '\0') for a, b in itertools.pairwise(paths))
-  checks.require(good, 'file that is a folder too')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,10 +222,9 @@ class Edge:
     version: where it leads.
     base_version: where it starts; None for a keyframe.
     kind: KEY or DELTA.
-    bytes: of its packs, files and manifest.
+    bytes: of its packs and manifest.
     manifest: sha256 of it.
     target: the first 16 digits of the identity it leads to.
-    history: as in the manifest.
   """
 
   version: int
@@ -251,14 +233,11 @@ class Edge:
   bytes: int
   manifest: str
   target: str
-  history: int | None
 
   def __post_init__(self):
     checks.require(self.kind in KINDS, 'kind of an edge')
     is_key = self.kind == KEY
-    checks.start(
-      is_key, self.version, self.base_version, self.history, 'an edge'
-    )
+    checks.start(is_key, self.version, self.base_version, 'an edge')
     checks.require(identity.is_count(self.bytes), 'bytes of an edge')
     checks.require(identity.is_hash(self.manifest), 'manifest of an edge')
     good = isinstance(self.target, str) and identity.is_hash(self.target * 4)
@@ -288,7 +267,8 @@ class Index:
     checks.require(good, 'index: a version with two targets')
 
   def to_bytes(self) -> bytes:
-    return identity.canonical_json(dataclasses.asdict(self))
+    edges = [dataclasses.asdict(edge) | _IDLE for edge in self.edges]
+    return identity.canonical_json({'run_id': self.run_id, 'edges': edges})
 
   @classmethod
   def from_bytes(cls, data: bytes) -> 'Index':
@@ -296,7 +276,7 @@ class Index:
     checks.require(len(data) <= MAX_INDEX_BYTES, 'length of an index')
     fields = checks.parse(data, cls)
     rows = checks.items(fields['edges'], 'edges')
-    edges = tuple(Edge(**checks.fields_of(row, Edge)) for row in rows)
+    edges = tuple(Edge(**checks.fields_of(row, Edge, _IDLE)) for row in rows)
     index = cls(run_id=fields['run_id'], edges=edges)
     checks.require(index.edges == edges, 'order of the edges')
     return index

@@ -115,39 +115,14 @@ def window(base: np.ndarray, number: Kind) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Classes:
-  """How weights are sorted into classes, the exponent first.
+  """How weights are sorted into classes, by the exponent of the base.
 
   Attributes:
     number: the dtype.
     low: exponents up to it share a class.
-    num_exponents: classes of exponents; those beyond share the highest.
-    history: u8 of each weight, whose bits `history_mask` are a class, too, and
-      whose top bit turns the sign of its step around; None for no history.
-    history_mask: 0 for no history.
+    num_classes: classes of exponents; those beyond share the highest.
   """
 
   number: Kind
   low: int
-  num_exponents: int
-  history: np.ndarray | None
-  history_mask: int
-
-  @property
-  def num_contexts(self) -> int:
-    return self.history_mask + 1
-
-  @property
-  def num_classes(self) -> int:
-    return self.num_exponents * self.num_contexts
-
-  def of(self, base: np.ndarray) -> np.ndarray:
-    """The class of each weight, as u8."""
-    exponents = (base >> self.number.shift) & self.number.exponent_mask
-    highest = self.low + self.num_exponents - 1
-    classes = (np.clip(exponents, self.low, highest) - self.low).astype(
-      np.uint8
-    )
-    if self.history is not None:
-      classes *= np.uint8(self.num_contexts)
-      classes += self.history & np.uint8(self.history_mask)
-    return classes
+  num_classes: int

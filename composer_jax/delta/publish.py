@@ -29,7 +29,6 @@ from composer_jax.delta import (
   publish_encode,
   publish_gc,
   publish_index,
-  publish_keyframe,
   publish_local,
   publish_others,
   publish_parts,
@@ -55,7 +54,7 @@ class BundleInfo:
     kind: manifest.KEY or manifest.DELTA.
     target_id: identity of the weights.
     base_id: identity of the version before; '' for a keyframe.
-    bytes: of the bundle that followers read: manifest, packs and files.
+    bytes: of the bundle that followers read: manifest and packs.
     full_bytes: of the weights, uncompressed.
     changed: elements that differ from the version before; all of them in a
       keyframe; 0, like what follows, if the version had been published before.
@@ -109,14 +108,11 @@ class Publisher:
     keyframe_every: versions from one keyframe to the next.
     skip_levels: at the multiples of each, a delta from the multiple before, of
       whose weights a copy is kept in memory. All are multiples of the least.
-    history: encode with what each weight did since the last reset: a keyframe,
-      a multiple of the least skip level, or a new publisher.
     expires_s: after which receivers believe the pointer no more; 0 for never.
     keep: so many last versions stay listed whole (see `publish_index`).
     grace_s: younger objects are not deleted by `gc`.
     threads: that encode.
-    verify: decode each blob again and compare before anything is committed,
-      and read a checkpoint back before it becomes a keyframe.
+    verify: decode each blob again and compare before anything is committed.
     parts: which of several processes this is; None if it is alone. All call
       `publish` and `rewind` alike, each with its own blocks; the other methods
       do something in process 0 only.
@@ -135,7 +131,6 @@ class Publisher:
     tier: str = 'small',
     keyframe_every: int = 400,
     skip_levels: Iterable[int] = (8,),
-    history: bool = False,
     expires_s: float = EXPIRES_S,
     keep: int = 64,
     grace_s: float = stores.GRACE_S,
@@ -156,13 +151,11 @@ class Publisher:
       publish_encode.Coder(tier, verify),
       threads=threads,
       levels=levels,
-      history=history,
     )
     self._run = publish_run.Run(
       store, run_id, signer, self._verifier, expires_s=expires_s, now=now
     )
-    crew = (store, self._team, self._local, self._run)
-    self._crew = publish_crew.Crew(*crew, verify=verify)
+    self._crew = publish_crew.Crew(self._team, self._local, self._run)
     if base_blocks is not None and self._run.head is not None:
       head = restore.read_manifest(store, self._run.head.manifest)
       with self._team.round():
@@ -182,17 +175,12 @@ class Publisher:
     self,
     blocks: Iterable[identity.Block | tuple],
     version: int,
-    *,
-    write_full: publish_keyframe.WriteFull | None = None,
   ) -> BundleInfo:
     """Commits the weights of a version, or finds that they already are.
 
     Args:
       blocks: all pieces of all tensors that this process has; copied.
       version: above the last one, or one published before.
-      write_full: writes the same weights as a checkpoint into a folder that is
-        absent or empty; called where a keyframe is due. None for keyframes of
-        packs.
 
     Raises:
       ValueError: other weights stand under this version, another publisher
@@ -212,11 +200,11 @@ class Publisher:
           blocks = self._load_base(blocks)
         share = self._local.stage(blocks, self._team, as_delta=not again)
         if not self._team.leads:
-          return BundleInfo(**self._crew.follow(share, write_full))
+          return BundleInfo(**self._crew.follow(share))
         whole = self._crew.gather(share)
         info = self._published(version, whole) if again else None
         if info is None:
-          info = self._commit(version, whole, write_full, started)
+          info = self._commit(version, whole, started)
         self._crew.end(dataclasses.asdict(info))
         return info
       finally:
@@ -331,14 +319,13 @@ class Publisher:
     self,
     version: int,
     whole: publish_share.Whole,
-    write_full: publish_keyframe.WriteFull | None,
     started: float,
   ) -> BundleInfo:
     run, base = self._run, None
     if run.head is not None and whole.base_id == run.head.target_id:
       base = run.head.version, run.head.target_id
     if base is None or whole.specs != run.specs:
-      keyframe, base = self._crew.keyframe(write_full), None
+      keyframe, base = self._crew.keyframe(), None
       whole = dataclasses.replace(keyframe, cut_bytes=whole.cut_bytes)
     encoded = time.monotonic()
     edge = run.write(whole, version, base)
@@ -354,9 +341,7 @@ class Publisher:
     )
     moved = time.monotonic()
     run.specs = whole.specs
-    self._crew.commit(base is None or due)
-    with publish_others.forgiven(version):
-      publish_others.lay_out(self._store, edge, whole)
+    self._crew.commit()
     info = BundleInfo(
       version=version,
       kind=edge.kind,
@@ -374,10 +359,8 @@ class Publisher:
     others = publish_others.add(
       run,
       self._crew,
-      self._store,
       starts=self._local.skip_starts(version, base_id),
       is_due=due,
-      write_full=write_full,
       keep=self._keep,
     )
     return dataclasses.replace(

@@ -1,64 +1,47 @@
 """What the processes of a publisher do, each with its own boxes, when ordered.
 
 Process 0 orders and does its share of it, too; where it is alone, nobody else
-is told. The orders of one version: `key`, or `write`, `check` and `files` where
-there is no base; `commit` when the pointer has moved; `skip` and a keyframe
-where they are due; `end`.
+is told. The orders of one version: `key` where there is no base; `commit` when
+the pointer has moved; `skip` and a keyframe where they are due; `end`.
 """
 
 import dataclasses
-import pathlib
 from typing import Any
 
 from composer_jax.delta import (
   manifest,
-  publish_keyframe,
   publish_local,
   publish_parts,
   publish_run,
   publish_share,
 )
-from composer_jax.delta import store as stores
 
 
 class Crew:
   """Gives orders in process 0, and carries them out in all.
 
   Args:
-    store: where to write.
     team: the processes.
     local: the boxes of this one.
     run: where the run stands.
-    verify: whether a checkpoint is read back before it becomes a keyframe.
   """
 
   def __init__(
     self,
-    store: stores.Store,
     team: publish_parts.Team,
     local: publish_local.Local,
     run: publish_run.Run,
-    *,
-    verify: bool,
   ):
-    self._store, self._team, self._verify = store, team, verify
-    self._local, self._run = local, run
+    self._team, self._local, self._run = team, local, run
 
   def gather(self, share: publish_share.Share) -> publish_share.Whole:
     """Returns this share and those of all others as one."""
     others = map(publish_share.Share.from_bytes, self._team.gather())
     return publish_share.merge([share, *others])
 
-  def keyframe(
-    self, write_full: publish_keyframe.WriteFull | None
-  ) -> publish_share.Whole:
+  def keyframe(self) -> publish_share.Whole:
     """Makes a bundle that stands alone of what is staged, else of the base."""
-    if write_full is None:
-      return self._request({'do': 'key'})
-    with publish_keyframe.folder(self._store, self._team) as folder:
-      for action in ('write', 'check') if self._verify else ('write',):
-        self._request({'do': action, 'folder': str(folder)}, write_full)
-      return self._request({'do': 'files', 'folder': str(folder)})
+    return self._request({'do': 'key'})
 
   def skip(self, start: int, target_id: str) -> publish_share.Whole:
     """Makes a bundle that leads from an older version to the base.
@@ -67,24 +50,20 @@ class Crew:
     """
     return self._request({'do': 'skip', 'start': start, 'from': target_id})
 
-  def commit(self, is_key: bool) -> None:
+  def commit(self) -> None:
     """Makes what is staged, to which the pointer now leads, the base."""
     assert self._run.head is not None
     head = dataclasses.asdict(self._run.head)
-    order = {'do': 'commit', 'head': head, 'is_key': is_key}
+    order = {'do': 'commit', 'head': head}
     # Before anyone can fail: the pointer has moved.
-    self._do(order, None)
+    self._do(order)
     self._team.order(order)
 
   def end(self, info: dict[str, Any]) -> None:
     self._team.order({'do': 'end', 'info': info})
     self._take_snapshots()
 
-  def follow(
-    self,
-    share: publish_share.Share,
-    write_full: publish_keyframe.WriteFull | None,
-  ) -> dict[str, Any]:
+  def follow(self, share: publish_share.Share) -> dict[str, Any]:
     """Hands in a share and does what process 0 orders.
 
     Returns:
@@ -98,7 +77,7 @@ class Crew:
           self._take_snapshots()
           return order['info']
         try:
-          made = self._do(order, write_full)
+          made = self._do(order)
         except OSError as error:
           # Process 0 knows whether this is the end of it.
           self._team.give_failure(error)
@@ -110,44 +89,23 @@ class Crew:
       self._run.is_unsure = True
       raise
 
-  def _request(
-    self,
-    order: dict[str, Any],
-    write_full: publish_keyframe.WriteFull | None = None,
-  ) -> publish_share.Whole:
+  def _request(self, order: dict[str, Any]) -> publish_share.Whole:
     self._team.order(order)
-    share = self._do(order, write_full)
+    share = self._do(order)
     assert share is not None
     return self.gather(share)
 
-  def _do(
-    self,
-    order: dict[str, Any],
-    write_full: publish_keyframe.WriteFull | None,
-  ) -> publish_share.Share | None:
+  def _do(self, order: dict[str, Any]) -> publish_share.Share | None:
     """Carries out an order; returns what process 0 waits for."""
-    folder = pathlib.Path(order.get('folder', ''))
-    nothing = publish_share.Share(specs={})
     match order['do']:
       case 'commit':
         self._run.head = manifest.Pointer(**order['head'])
-        self._local.commit(self._run.head, order['is_key'])
+        self._local.commit(self._run.head)
         return None
       case 'key':
         return self._local.encode_key()
       case 'skip':
         return self._local.encode_skip(order['start'], order['from'])
-      case 'write':
-        if write_full is None:
-          raise ValueError('write_full must be given in every process or none.')
-        write_full(folder)
-        return nothing
-      case 'check':
-        self._local.check_stored(folder)
-        return nothing
-      case 'files':
-        files = publish_keyframe.upload(self._store, folder, self._team)
-        return self._local.name_stored(files)
     raise AssertionError(order)
 
   def _take_snapshots(self) -> None:

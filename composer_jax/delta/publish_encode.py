@@ -1,14 +1,13 @@
-"""Encodes boxes in threads and packs their blobs in the order of the boxes.
+"""Encodes boxes, and packs their blobs in the order of the boxes.
 
 What is made here depends on the weights, the base and the tier alone: boxes are
 encoded in any order by any number of threads, and packed in one.
 """
 
-import collections
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Iterable
 from concurrent import futures
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,14 +15,13 @@ from composer_jax.delta import codec, identity, manifest, publish_boxes
 from composer_jax.delta import store as stores
 
 # Blobs share objects up to this size: few requests for a small policy, and
-# pieces that a relay can pass on early for a large one.
+# pieces that a cache can pass on early for a large one.
 PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4
 NO_BLOB = bytes(identity.SHORT_HASH_BYTES)
-
-In = TypeVar('In')
-Out = TypeVar('Out')
+# In place of a codec, of a box that is hashed and not encoded.
+UNCODED = 255
 
 
 class Coded(NamedTuple):
@@ -62,7 +60,6 @@ class Coder(NamedTuple):
     key: publish_boxes.Key,
     values: np.ndarray,
     base: np.ndarray | None,
-    history: np.ndarray | None = None,
     post: bytes | None = None,
   ) -> Coded:
     """Encodes a box.
@@ -71,20 +68,17 @@ class Coder(NamedTuple):
       key: of the box.
       values: of the box, in any memory order.
       base: flat values of the base, None for a keyframe.
-      history: of the box, None where nothing is known.
       post: hash of the values, None if it has to be found.
 
     Raises:
       ValueError: what was encoded does not decode to the values.
     """
     values = publish_boxes.flat(values)
-    kind, blob = codec.encode(values, base, tier=self.tier, history=history)
+    kind, blob = codec.encode(values, base, tier=self.tier)
     if kind == codec.SAME and base is not None:
       kept = base
     elif self.verify:
-      kept = codec.decode(
-        kind, blob, values.size, values.dtype, base, history=history
-      )
+      kept = codec.decode(kind, blob, values.size, values.dtype, base)
     else:
       kept = values.copy()
     if self.verify and not same_bits(kept, values):
@@ -108,33 +102,12 @@ class Coder(NamedTuple):
     if np.may_share_memory(kept, values):
       kept = kept.copy()
     post = identity.hash_box(kept)
-    return Coded(key, codec.STORED, b'', post, kept, kept.size)
+    return Coded(key, UNCODED, b'', post, kept, kept.size)
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
   bits = identity.bits_dtype(left.dtype)
   return np.array_equal(left.view(bits), right.view(bits))
-
-
-def in_threads(
-  work: Callable[[In], Out], items: Iterable[In], threads: int
-) -> Generator[Out, None, None]:
-  """Yields work(item) in the order of the items, a few at a time in flight.
-
-  Bounded, because each item in flight holds the block it came from.
-  """
-  flying: collections.deque[futures.Future] = collections.deque()
-  with futures.ThreadPoolExecutor(threads, 'delta-encode') as pool:
-    try:
-      for item in items:
-        flying.append(pool.submit(work, item))
-        if len(flying) > 3 * threads:
-          yield flying.popleft().result()
-      while flying:
-        yield flying.popleft().result()
-    finally:
-      for future in flying:
-        future.cancel()
 
 
 class Made(NamedTuple):

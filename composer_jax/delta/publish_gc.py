@@ -63,5 +63,4 @@ def _needed(store, verifier, run_id: str) -> set[str]:
   for name in names:
     bundle = restore.read_manifest(store, name)
     needed |= {pack for pack, _ in bundle.packs}
-    needed |= {file for _, file, _ in bundle.files}
   return needed

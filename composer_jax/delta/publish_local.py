@@ -8,24 +8,21 @@ not change are the same array in all of them.
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
 
 from composer_jax.delta import (
-  codec,
   identity,
   manifest,
-  orbax_files,
   publish_boxes,
   publish_encode,
   publish_parts,
   publish_share,
   weights_held,
 )
-from composer_jax.delta import grid as grids
 from composer_jax.delta import store as stores
+from composer_jax.delta import threads as threads_lib
 
 Boxes = dict[publish_boxes.Key, np.ndarray]
 
@@ -38,7 +35,6 @@ class Local:
     coder: how boxes are encoded.
     threads: that encode.
     levels: of skips.
-    history: whether singles are encoded with the history of each weight.
   """
 
   def __init__(
@@ -48,10 +44,9 @@ class Local:
     *,
     threads: int,
     levels: tuple[int, ...],
-    history: bool,
   ):
     self._store, self._coder, self._threads = store, coder, threads
-    self._levels, self._has_history = levels, history
+    self._levels = levels
     self.forget()
     self.unstage()
 
@@ -60,10 +55,7 @@ class Local:
     self._base: Boxes | None = None
     self._specs: publish_share.Specs = {}
     self._posts: dict[publish_boxes.Key, bytes] = {}
-    self._history: Boxes = {}
     self._base_id = ''
-    # The version since which followers have collected it.
-    self._since: int | None = None
     # By level: version, identity and boxes.
     self._snapshots: dict[int, tuple[int, str, Boxes]] = {}
 
@@ -81,7 +73,7 @@ class Local:
     """Takes verified weights, whole or its own part, as the base."""
     self.forget()
     self._base, self._specs = {}, held.signature()
-    self._since, self._base_id = held.version, held.target_id
+    self._base_id = held.target_id
     for name in held.names:
       tensor = held.tensors[name]
       numbers = tensor.numbers
@@ -102,7 +94,7 @@ class Local:
     self.forget()
     tensors, specs = {t.name: t for t in head.tensors}, head.signature()
     cutter = publish_boxes.Cutter()
-    coded = publish_encode.in_threads(
+    coded = threads_lib.in_order(
       lambda item: self._coder.keep(*item),
       _boxes(blocks, cutter, team),
       self._threads,
@@ -118,7 +110,7 @@ class Local:
       base[one.key], posts[one.key] = one.values, one.post
     if good:
       self._base, self._posts, self._specs = base, posts, cutter.signature
-      self._since, self._base_id = head.version, head.target_id
+      self._base_id = head.target_id
     return good
 
   def stage(
@@ -145,12 +137,11 @@ class Local:
       spec = self._specs.get(key[0])
       if base is None or key not in base or spec != cutter.signature[key[0]]:
         return self._coder.keep(key, values)
-      history = self._history.get(key)
-      return self._coder.encode(key, values, base[key], history)
+      return self._coder.encode(key, values, base[key])
 
     with publish_encode.Packer(self._store, sorted(base or ())) as packer:
       share = self._gather(
-        publish_encode.in_threads(
+        threads_lib.in_order(
           encode, _boxes(blocks, cutter, team), self._threads
         ),
         packer,
@@ -164,7 +155,6 @@ class Local:
       share,
       specs=cutter.signature,
       cut_bytes=cutter.cut_bytes,
-      history=self._since if share.base_id and self._has_history else None,
     )
 
   def encode_key(self) -> publish_share.Share:
@@ -179,64 +169,21 @@ class Local:
       if (version, base_id) == (start, target_id):
         return self._encode(boxes, posts, specs, base.__getitem__, base_id)
     # After a failure this process had to ask the store where the run stands.
-    return self.name_stored(())
-
-  def name_stored(
-    self, files: tuple[publish_share.File, ...]
-  ) -> publish_share.Share:
-    """Says of each box that it lies in a checkpoint that has these files."""
-    boxes, posts, specs = self._newest()
+    none = publish_encode.UNCODED, 0, publish_encode.NO_BLOB
     made = {
-      key: publish_encode.Made(codec.STORED, 0, publish_encode.NO_BLOB, post)
-      for key, post in posts.items()
+      key: publish_encode.Made(*none, post) for key, post in posts.items()
     }
-    elements = sum(values.size for values in boxes.values())
     return publish_share.Share(
-      specs=specs,
-      changed=elements,
-      elements=elements,
-      files=files,
-      chunks=publish_encode.tables(made, {}),
+      specs=specs, chunks=publish_encode.tables(made, {})
     )
 
-  def check_stored(self, folder: pathlib.Path) -> None:
-    """Refuses a checkpoint that holds other values than these boxes."""
-    _, posts, specs = self._newest()
-    files = orbax_files.open_folder(folder)
-
-    def check(key) -> None:
-      name, number = key
-      dtype, shape = specs[name]
-      dtype = identity.DTYPES[dtype]
-      box = grids.of(shape, dtype).box(number)
-      found = identity.hash_box(files.read(name, dtype, shape, box))
-      if found != posts[key]:
-        raise ValueError(
-          f'{name} (box {number}): the checkpoint that was written for a '
-          'keyframe holds other values; it is not published.'
-        )
-
-    for _ in publish_encode.in_threads(check, sorted(posts), self._threads):
-      pass
-
-  def commit(self, head: manifest.Pointer, is_key: bool) -> None:
-    """Makes what is staged the base.
-
-    Args:
-      head: that leads to it.
-      is_key: whether there is or will be a keyframe of it.
-    """
+  def commit(self, head: manifest.Pointer) -> None:
+    """Makes what is staged, to which `head` leads, the base."""
     assert self._staged is not None
     base = self._base or {}
     # Blocks may go round the processes, and the boxes with them.
     if self._specs != self._staged_specs or self._staged.keys() - base:
       self._snapshots = {}
-    # Who enters the chain by a keyframe or a skip knows no history.
-    is_skip = bool(self._levels) and head.version % self._levels[0] == 0
-    if is_key or is_skip or not self._has_history:
-      self._history, self._since = {}, head.version
-    else:
-      self._update_history(base, self._staged)
     self._base, self._posts = self._staged, self._staged_posts
     self._specs, self._base_id = self._staged_specs, head.target_id
     self.unstage()
@@ -273,7 +220,7 @@ class Local:
 
     with publish_encode.Packer(self._store, keys) as packer:
       share = self._gather(
-        publish_encode.in_threads(encode, keys, self._threads),
+        threads_lib.in_order(encode, keys, self._threads),
         packer,
         base_id=base_id,
       )
@@ -295,7 +242,7 @@ class Local:
         if staged is not None:
           staged[one.key] = one.values
           self._staged_posts[one.key] = one.post
-        is_coded = is_coded and one.codec != codec.STORED
+        is_coded = is_coded and one.codec != publish_encode.UNCODED
         changed += one.changed
         elements += one.values.size
         made[one.key] = publish_encode.Made.of(one)
@@ -310,16 +257,6 @@ class Local:
       packs=packs,
       chunks=publish_encode.tables(made, places),
     )
-
-  def _update_history(self, base: Boxes, staged: Boxes) -> None:
-    def update(key) -> None:
-      values = staged[key]
-      if key not in self._history:
-        self._history[key] = np.zeros(values.size, np.uint8)
-      codec.update_history(self._history[key], base[key], values)
-
-    for _ in publish_encode.in_threads(update, staged, self._threads):
-      pass
 
 
 def _boxes(

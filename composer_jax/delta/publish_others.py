@@ -13,11 +13,8 @@ from composer_jax.delta import (
   manifest,
   publish_crew,
   publish_index,
-  publish_keyframe,
   publish_run,
-  publish_share,
 )
-from composer_jax.delta import store as stores
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +22,9 @@ _log = logging.getLogger(__name__)
 def add(
   run: publish_run.Run,
   crew: publish_crew.Crew,
-  store: stores.Store,
   *,
   starts: dict[int, str],
   is_due: bool,
-  write_full: publish_keyframe.WriteFull | None,
   keep: int,
 ) -> dict[str, int]:
   """Writes what is due of the head.
@@ -37,10 +32,8 @@ def add(
   Args:
     run: whose head it is.
     crew: that encodes.
-    store: where to write.
     starts: version and identity of each that a skip starts from.
     is_due: whether there is to be a keyframe.
-    write_full: as for `Publisher.publish`.
     keep: versions that stay listed whole.
 
   Returns:
@@ -55,9 +48,8 @@ def add(
         added.append(run.write(whole, version, base))
   if is_due:
     with forgiven(version):
-      whole = crew.keyframe(write_full)
+      whole = crew.keyframe()
       added.append(run.write(whole, version, None))
-      lay_out(store, added[-1], whole)
   if added:
     with forgiven(version):
       run.point_again(publish_index.pruned((*run.edges, *added), keep))
@@ -65,14 +57,6 @@ def add(
   for edge in added:
     sizes[edge.kind] += edge.bytes if edge in run.edges else 0
   return sizes
-
-
-def lay_out(
-  store: stores.Store, edge: manifest.Edge, whole: publish_share.Whole
-) -> None:
-  """Lets orbax open a checkpoint of a local store where it lies."""
-  if whole.files and store.is_local:
-    store.link_tree(edge.manifest, whole.files, verify=False)
 
 
 @contextlib.contextmanager

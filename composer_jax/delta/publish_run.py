@@ -119,7 +119,7 @@ class Run:
     """Writes the manifest of a bundle, to which nothing points yet.
 
     Args:
-      whole: whose packs and files are objects already.
+      whole: whose packs are objects already.
       version: of the policy.
       base: version and identity it starts from; None for a keyframe.
     """
@@ -131,9 +131,7 @@ class Run:
       base_version=base_version,
       base_id=base_id,
       target_id=whole.target_id(),
-      history=whole.history,
       packs=whole.packs,
-      files=whole.files,
       tensors=whole.tensors,
     )
     data = bundle.to_bytes()
@@ -144,7 +142,6 @@ class Run:
       bytes=bundle.bundle_bytes + len(data),
       manifest=self._store.put(data),
       target=bundle.target_id[:16],
-      history=whole.history,
     )
 
   def point(

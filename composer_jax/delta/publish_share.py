@@ -16,8 +16,6 @@ from composer_jax.delta import grid as grids
 from composer_jax.delta import identity, manifest, publish_boxes
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
-# Path relative to the checkpoint's folder, sha256, bytes.
-File = tuple[str, str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,24 +26,19 @@ class Share:
     specs: {name: (dtype, shape)} of the tensors of which it has blocks.
     base_id: identity of what every box was encoded against; '' if they were
       not, and the chunks hold hashes alone or stand alone.
-    history: since when they were encoded with what each weight did; None if
-      they were not.
     changed: elements that differ from the base.
     elements: of all its boxes.
     cut_bytes: of boxes that no block held whole.
     packs: (sha256, bytes) of the objects that hold its blobs.
-    files: of a checkpoint, where that is what it wrote.
     chunks: {name: (numbers of boxes, ascending, and their chunks)}.
   """
 
   specs: Specs
   base_id: str = ''
-  history: int | None = None
   changed: int = 0
   elements: int = 0
   cut_bytes: int = 0
   packs: tuple[tuple[str, int], ...] = ()
-  files: tuple[File, ...] = ()
   chunks: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
     default_factory=dict
   )
@@ -81,8 +74,7 @@ class Share:
       name: (dtype, tuple(shape))
       for name, (dtype, shape) in fields['specs'].items()
     }
-    for field in ('packs', 'files'):
-      fields[field] = tuple(tuple(row) for row in fields[field])
+    fields['packs'] = tuple(tuple(row) for row in fields['packs'])
     return cls(chunks=chunks, **fields)
 
 
@@ -92,23 +84,18 @@ class Whole:
 
   Attributes:
     base_id: what all of it was encoded against, '' if there is no such thing.
-    history: since when it was encoded with what each weight did, as in the
-      manifest.
     changed: elements that differ from the base.
     elements: of all tensors.
     cut_bytes: of boxes that no block held whole.
     packs: as in the manifest.
-    files: as in the manifest.
     tensors: as in the manifest.
   """
 
   base_id: str
-  history: int | None
   changed: int
   elements: int
   cut_bytes: int
   packs: tuple[tuple[str, int], ...]
-  files: tuple[File, ...]
   tensors: tuple[manifest.Tensor, ...]
 
   @property
@@ -172,16 +159,13 @@ def merge(shares: Sequence[Share]) -> Whole:
     tensors.append(
       manifest.Tensor(name=name, dtype=dtype, shape=shape, chunks=tables[name])
     )
-  # A process that had to ask the store where the run stands knows no history.
-  starts = {(share.base_id, share.history) for share in shares}
-  base_id, history = starts.pop() if len(starts) == 1 else ('', None)
+  # A process that had to ask the store where the run stands may have no base.
+  starts = {share.base_id for share in shares}
   return Whole(
-    base_id=base_id,
-    history=history,
+    base_id=starts.pop() if len(starts) == 1 else '',
     changed=sum(share.changed for share in shares),
     elements=sum(share.elements for share in shares),
     cut_bytes=sum(share.cut_bytes for share in shares),
     packs=tuple(packs),
-    files=tuple(sorted(file for share in shares for file in share.files)),
     tensors=tuple(tensors),
   )

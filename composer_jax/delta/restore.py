@@ -12,7 +12,7 @@ import logging
 from concurrent import futures
 
 from composer_jax.delta import apply as applying
-from composer_jax.delta import fetch, retries, route, weights_held
+from composer_jax.delta import fetch, route, weights_held
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import store as store_lib
 
@@ -134,12 +134,7 @@ class _Walk:
   def to_head(self) -> _Held:
     pointer = self._pointer
     held = self._starts[0] if self._starts else None
-    if (
-      held is not None
-      and held.target_id == pointer.target_id
-      # Where a history is followed it also grows by what did not change.
-      and (held.history is None or held.target_id != pointer.base_id)
-    ):
+    if held is not None and held.target_id == pointer.target_id:
       return _relabelled(held, pointer.version)
     if pointer.base_id in ('', held.target_id if held else ''):
       # The usual case: the next delta, and no need of the index.
@@ -157,8 +152,7 @@ class _Walk:
       raise self._no_way(version) from error
     while len(self._failures) < MAX_FAILURES:
       starts = [
-        route.Start(held.version, held.target_id, held.history_since)
-        for held in self._starts
+        route.Start(held.version, held.target_id) for held in self._starts
       ]
       way = route.cheapest(index.edges, version, starts, self._banned)
       if way is None:
@@ -208,9 +202,6 @@ class _Walk:
       )
     except applying.DamagedBase as error:
       # The bundle may be good: what it was applied to is not.
-      walked = all(held is not base for held in self._from)
-      if walked and isinstance(error, applying.SuspectHistory):
-        self._banned.add(name)  # Its history is as new as can be.
       self._from = [held for held in self._from if held is not base]
       self._starts = [held for held in self._starts if held is not base]
       self._note(error)
@@ -240,7 +231,6 @@ class _Walk:
         ('base version', manifest.base_version, edge.base_version),
         ('kind', manifest.kind, edge.kind),
         ('target_id', manifest.target_id[:16], edge.target),
-        ('history', manifest.history, edge.history),
       ]
     for what, found, named in pairs:
       if found != named:
@@ -251,7 +241,7 @@ class _Walk:
 
   def _note(self, error: Exception) -> None:
     self._unreached += isinstance(error, fetch.UNREACHED)
-    if isinstance(error, retries.Cancelled) or self._unreached == MAX_UNREACHED:
+    if self._unreached == MAX_UNREACHED:
       raise error
     _log.warning(
       'Run %r, version %d: another way is tried: %s',
@@ -274,12 +264,10 @@ class _Walk:
 
 
 def _relabelled(held: _Held, version: int) -> _Held:
-  """The same weights under another version; its history is not theirs."""
+  """The same weights under another version."""
   if held.version == version:
     return held
-  return dataclasses.replace(
-    held, version=version, history=None, history_since=None
-  )
+  return dataclasses.replace(held, version=version)
 
 
 def _name_of(manifest: manifests.Manifest) -> str:

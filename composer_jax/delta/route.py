@@ -1,9 +1,7 @@
 """Plans the way from what is held to a version that costs fewest bytes.
 
-Versions are towns and bundles are roads: a delta leads from its base, a
-keyframe from anywhere. A delta coded with history can be walked only by who
-came along all deltas since that history began, so a town is entered in as many
-states as there are histories.
+A delta leads from its base to its version, a keyframe from anywhere: the way is
+the shortest path by bytes.
 """
 
 import heapq
@@ -20,12 +18,10 @@ class Start(NamedTuple):
   Attributes:
     version: of the weights.
     target_id: of the weights.
-    history_since: when their history context began, None without one.
   """
 
   version: int
   target_id: str
-  history_since: int | None = None
 
 
 class Way(NamedTuple):
@@ -62,39 +58,35 @@ def cheapest(
   edges = [edge for edge in edges if edge.manifest not in banned]
   targets = {edge.version: edge.target for edge in edges}
   leaving: dict[int, list[manifests.Edge]] = {}
-  # (bytes, edges, order of entry, version, history since, start, path); the
-  # path is linked backwards so that a step costs the same however long it is.
+  # (bytes, edges, order of entry, version, start, path); the path is linked
+  # backwards so that a step costs the same however long it is.
   order = itertools.count()
   queue: list[tuple] = []
   for number, start in enumerate(starts):
     short = start.target_id[:16]
     if targets.get(start.version, short) == short:
-      state = start.version, start.history_since
-      queue.append((0, 0, next(order), *state, number, None))
+      queue.append((0, 0, next(order), start.version, number, None))
     for other, target in targets.items():
       if target == short and other != start.version:
-        queue.append((0, 0, next(order), other, None, number, None))
+        queue.append((0, 0, next(order), other, number, None))
   for edge in edges:
     if edge.base_version is None:
       path = edge, None
-      queue.append((edge.bytes, 1, next(order), edge.version, None, None, path))
+      queue.append((edge.bytes, 1, next(order), edge.version, None, path))
     else:
       leaving.setdefault(edge.base_version, []).append(edge)
   heapq.heapify(queue)
   seen = set()
   while queue:
-    cost, hops, _, town, since, start, path = heapq.heappop(queue)
-    if town == version:
+    cost, hops, _, reached, start, path = heapq.heappop(queue)
+    if reached == version:
       return Way(cost, start, _unlink(path))
-    if (town, since) in seen:
+    if reached in seen:
       continue
-    seen.add((town, since))
-    for edge in leaving.get(town, ()):
-      if edge.history in (None, town, since):
-        entry = edge.version, edge.history, start, (edge, path)
-        heapq.heappush(
-          queue, (cost + edge.bytes, hops + 1, next(order), *entry)
-        )
+    seen.add(reached)
+    for edge in leaving.get(reached, ()):
+      entry = edge.version, start, (edge, path)
+      heapq.heappush(queue, (cost + edge.bytes, hops + 1, next(order), *entry))
   return None
 
 

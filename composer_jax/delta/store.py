@@ -1,10 +1,8 @@
 """A place of write-once objects and one pointer for each run.
 
-  objects/<sha256>     never changed: packs of blobs, manifests, keyframe files
+  objects/<sha256>     never changed: packs of blobs, manifests, indices
   refs/<run>/latest    the sealed pointer, replaced last and atomically
   parts/<run>/...      what the processes of one publisher hand to each other
-  keyframes/<sha256>   of a local store: a keyframe's objects as the folder that
-                       they came from, named by the keyframe's manifest
 
 Objects are named by what they hold, so any mirror may serve them, writing one
 twice is harmless, and what was read is checked by its name. Nothing here trusts
@@ -12,27 +10,26 @@ the place, but for `get_range`, whose caller checks; and nothing here knows who
 signed a pointer.
 
 How the pointer moves without losing another's move: a local store compares
-under a lock, S3 and its kin by If-Match, gs by its generation, memory under a
-lock. Elsewhere it is a look and then a write, and one publisher must be alone.
+under a lock, the others write under a condition. A server like S3 that minds
+none is found out: there it is a look and then a write, and one publisher must
+be alone.
 """
 
+import copy
+import functools
 import hashlib
 import os
-import pathlib
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from composer_jax.delta import (
   checks,
   identity,
   store_backend,
-  store_download,
   store_local,
   store_places,
 )
-from composer_jax.delta import retries as retries_lib
 
 MAX_POINTER_BYTES = 4096
 # The most that `get` takes without a word: the longest manifest.
@@ -42,6 +39,7 @@ GRACE_S = 3600.0
 _MOST_PART_BYTES = 2**36
 
 Conflict = store_backend.Conflict
+CutShort = store_backend.CutShort
 Traffic = store_backend.Traffic
 
 _PART = re.compile('[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*')
@@ -76,29 +74,21 @@ class Store:
     self,
     url: str | os.PathLike,
     *,
-    retries: retries_lib.Policy | None = None,
-    sleep: Callable[[float], None] = time.sleep,
     options: dict[str, Any] | None = None,
   ):
     """Opens a place; nothing is asked of it before the first use.
 
     Args:
-      url: a directory, or file://, s3://, gs://, memory://, http(s):// (to read
-        alone), or any other that fsspec knows.
-      retries: patience with a remote place.
-      sleep: waits between two attempts; what it raises ends them (see
-        `retries.until`).
-      options: for the fsspec file system, such as its endpoint.
+      url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
+        alone, http(s)://.
+      options: for a remote place, in the words of obstore: `retry_config`,
+        `client_options`, and what else its class of store takes, such as
+        `endpoint`.
     """
     self.url = store_places.clean(os.fspath(url))
     self.traffic = store_backend.Traffic()
-    backend = store_places.open_backend(
-      self.url,
-      self.traffic,
-      retries or retries_lib.Policy(),
-      sleep,
-      options or {},
-    )
+    self._options = options or {}
+    backend = store_places.open_backend(self.url, self.traffic, self._options)
     self._backend: Any = backend
     is_local = isinstance(backend, store_local.LocalBackend)
     self.root = backend.root if is_local else None
@@ -113,6 +103,24 @@ class Store:
   @property
   def is_writable(self) -> bool:
     return self._backend.is_writable
+
+  @functools.cached_property
+  def past_caches(self) -> 'Store':
+    """This place, read so that an HTTP cache on the way asks it anew.
+
+    A cache may keep what came to it damaged, or its disk damages what it keeps.
+    The store itself where no such cache can be.
+    """
+    if not self.url.startswith(('http://', 'https://')):
+      return self
+    client = self._options.get('client_options', {})
+    headers = {**client.get('default_headers', {}), 'Cache-Control': 'no-cache'}
+    options = {'client_options': {**client, 'default_headers': headers}}
+    fresh = copy.copy(self)
+    fresh._backend = store_places.open_backend(
+      self.url, self.traffic, {**self._options, **options}
+    )
+    return fresh
 
   def _writer(self) -> Any:
     if not self.is_writable:
@@ -131,23 +139,6 @@ class Store:
     name = hashlib.sha256(data).hexdigest()
     self._writer().put(_object(name), data)
     return name
-
-  def put_file(
-    self, path: str | os.PathLike, *, give: bool = False
-  ) -> tuple[str, int]:
-    """Like `put`, of a file that need not fit in memory.
-
-    Args:
-      path: of the file.
-      give: a store on the same disk takes the file itself, without a copy.
-
-    Returns:
-      The object's name and length.
-    """
-    path = pathlib.Path(path)
-    name, length = store_local.hash_file(path), path.stat().st_size
-    self._writer().put_file(_object(name), path, name, give)
-    return name, length
 
   def get(
     self, name: str, length: int | None = None, limit: int | None = None
@@ -190,51 +181,6 @@ class Store:
       )
     return data
 
-  def get_file(
-    self,
-    name: str,
-    length: int | None,
-    path: str | os.PathLike,
-    *,
-    limit: int | None = None,
-  ) -> int:
-    """Reads an object into a file, which appears when it is verified.
-
-    Pieces that came before a failure, or before the process died, stay beside
-    the file and are not asked for again. An intact file is left alone.
-
-    Args:
-      name: its sha256.
-      length: what it must be; None if unknown.
-      path: of the file.
-      limit: the most that it may be, where the length is unknown.
-
-    Returns:
-      The object's length.
-    """
-    path = pathlib.Path(path)
-    if (
-      path.exists()
-      and length in (None, path.stat().st_size)
-      and store_local.hash_file(path) == name
-    ):
-      return path.stat().st_size
-    most = _most(length, limit)
-    key = _object(name)
-    done = store_download.to_file(
-      lambda start, stop: self._backend.read(key, start, stop),
-      name,
-      length,
-      most,
-      path,
-    )
-    if not done:
-      raise ValueError(
-        f'{self._where(key)}: the object is damaged, its length or hash is '
-        'wrong.'
-      )
-    return path.stat().st_size
-
   def length(self, name: str) -> int:
     """Bytes of an object; FileNotFoundError when there is none."""
     return self._backend.stat(_object(name)).length
@@ -255,10 +201,7 @@ class Store:
   def delete(
     self, names: Iterable[str], *, grace_s: float = GRACE_S
   ) -> list[str]:
-    """Deletes objects, and sweeps up what belongs to nothing any more.
-
-    That is: half-written files whose writer died, and the folders of keyframes
-    whose manifest is no longer an object.
+    """Deletes objects, and half-written files whose writer died.
 
     Args:
       names: of the objects that no pointer needs.
@@ -271,39 +214,7 @@ class Store:
     """
     backend = self._writer()
     gone = backend.delete([_object(name) for name in names], grace_s)
-    if self.is_local:
-      backend.delete_trees(grace_s)
     return [key.removeprefix('objects/') for key in gone]
-
-  def link_tree(
-    self,
-    name: str,
-    members: Iterable[tuple[str, str, int]],
-    *,
-    verify: bool = True,
-  ) -> pathlib.Path:
-    """Lays objects of a local store out as a folder, without copying them.
-
-    Args:
-      name: of the manifest that lists them, with which they are deleted.
-      members: relative path, sha256 and length of each file.
-      verify: hashes each file; without it only lengths are compared.
-
-    Returns:
-      The folder, to be read only: its files are the objects themselves.
-    """
-    if self.root is None:
-      raise ValueError(f'{self.url} is not local; use get_file for each file.')
-    _object(name)
-    members = list(members)
-    for relative, digest, _ in members:
-      _object(digest)
-      parts = relative.split('/')
-      if not all(parts) or {'.', '..'} & set(parts) or '\0' in relative:
-        raise ValueError(f'{relative!r} must be a plain relative path.')
-    return self._writer().link_tree(name, members, verify)
-
-  # Pointers.
 
   def run_ids(self) -> list[str]:
     keys = [key.split('/') for key in self._writer().find('refs')]

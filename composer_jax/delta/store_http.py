@@ -1,89 +1,63 @@
-"""A store behind a web server, to be read alone: a relay, or a public bucket.
+"""A store behind a web server or an HTTP cache, to be read alone.
 
-The server is not trusted: no more is read of an answer than was asked for.
+The server is not trusted: no more is read of an answer than was asked for, and
+nothing of one that tells of an error. That is why obstore does not read here:
+it takes the text of an error whole, and a server that states a length of a
+terabyte for it ends the process. Redirects are refused, too: headers that let
+this process in are for one server.
 """
 
+import errno
 import hashlib
-import pathlib
-from collections.abc import Callable, Iterable
+import logging
+import random
+import time
 from typing import Any
 
-from composer_jax.delta import retries, store_backend, store_remote
+from composer_jax.delta import store_backend
 
 _PIECE_BYTES = 2**18
+_log = logging.getLogger(__name__)
 
 
-class HttpBackend(store_remote.RemoteBackend):
-  """Objects and pointers by GET, with ranges; nothing can be listed."""
+class HttpBackend:
+  """Objects and pointers by GET; see `store_backend.Reader`."""
 
   is_writable = False
 
   def __init__(
-    self,
-    url: str,
-    traffic: store_backend.Traffic,
-    policy: retries.Policy,
-    sleep: Callable[[float], None],
-    options: dict[str, Any],
+    self, url: str, traffic: store_backend.Traffic, options: dict[str, Any]
   ):
-    super().__init__(url, traffic, policy, sleep, options)
-    import aiohttp  # an extra, of whose absence the line above tells
-
-    self._timeout = aiohttp.ClientTimeout(
-      total=None,
-      sock_connect=store_remote.CONNECT_S,
-      sock_read=store_remote.SILENCE_S,
+    try:
+      import urllib3
+    except ImportError as error:
+      raise store_backend.no_package(url, error) from error
+    self.url = url
+    self._traffic = traffic
+    client = store_backend.CLIENT | options.get('client_options', {})
+    self._retry = store_backend.RETRY | options.get('retry_config', {})
+    self._headers = client.get('default_headers', {})
+    self._network_error = urllib3.exceptions.HTTPError
+    self._protocol_error = urllib3.exceptions.ProtocolError
+    self._pool = urllib3.PoolManager(
+      maxsize=store_backend.CONNECTIONS,
+      retries=False,
+      timeout=urllib3.Timeout(
+        connect=client['connect_timeout'].total_seconds(),
+        read=client['read_timeout'].total_seconds(),
+      ),
     )
-
-  async def _fetch(self, url: str, start: int, stop: int) -> bytes:
-    session = await self.fs.set_session()
-    headers = {
-      'Range': f'bytes={start}-{stop - 1}',
-      'Accept-Encoding': 'identity',
-    }
-    async with session.get(
-      self.fs.encode_url(url),
-      headers=headers,
-      timeout=self._timeout,
-      # A server that compresses all the same would have us unpack a bomb.
-      auto_decompress=False,
-    ) as response:
-      if response.status == 416:
-        return b''
-      response.raise_for_status()
-      # 200 is the whole of it: a server may know no ranges.
-      skip = start if response.status == 200 else 0
-      data = bytearray()
-      async for piece in response.content.iter_chunked(_PIECE_BYTES):
-        self._traffic.count(read=len(piece))
-        data += piece[skip:]
-        skip = max(0, skip - len(piece))
-        if len(data) >= stop - start:
-          break
-      return bytes(data[: stop - start])
-
-  async def _head(self, url: str) -> int:
-    session = await self.fs.set_session()
-    async with session.head(
-      self.fs.encode_url(url),
-      headers={'Accept-Encoding': 'identity'},
-      timeout=self._timeout,
-      allow_redirects=True,
-    ) as response:
-      response.raise_for_status()
-      length = response.headers.get('Content-Length', '')
-      if not length.isdecimal():
-        raise OSError(f'{url}: the server does not tell its length')
-      return int(length)
 
   def read(self, key: str, start: int, stop: int) -> bytes:
-    return self._await(
-      'reading', key, self._fetch, self._path(key), start, stop
-    )
+    return self._ask('GET', key, start, stop)
 
   def stat(self, key: str) -> store_backend.Found:
-    length = self._await('looking', key, self._head, self._path(key))
-    return store_backend.Found(length, None)
+    length = self._ask('HEAD', key, 0, 0).decode()
+    if not length.isdecimal():
+      raise OSError(
+        errno.EIO, 'the server does not tell its length', f'{self.url}/{key}'
+      )
+    return store_backend.Found(int(length), None)
 
   def read_tagged(self, key: str, limit: int) -> tuple[bytes, str] | None:
     try:
@@ -92,25 +66,67 @@ class HttpBackend(store_remote.RemoteBackend):
       return None
     return data, hashlib.sha256(data).hexdigest()
 
-  def _refuse(self) -> ValueError:
-    return ValueError(
-      f'{self.url} can only be read, by name; publish to, list and clean up '
-      'the store behind it.'
+  def _ask(self, method: str, key: str, start: int, stop: int) -> bytes:
+    """The answer to a GET, or the length that one to a HEAD states."""
+    url, last = f'{self.url}/{key}', self._retry['max_retries']
+    is_cut = False
+    for attempt in range(last + 1):
+      try:
+        status, data = self._ask_once(method, url, start, stop)
+        trouble = f'the server answered {status}'
+      except (self._network_error, store_backend.CutShort) as error:
+        status, data, trouble = None, b'', str(error)
+        is_cut = isinstance(error, store_backend.CutShort)
+      if status is not None and status not in store_backend.PASSING:
+        break
+      if attempt < last:
+        _log.warning('%s: %s failed: %s; again soon', url, method, trouble)
+        self._wait(attempt)
+    if status in (200, 206, 416):
+      return data
+    raise store_backend.refusal(
+      'reading', url, status, trouble, is_cut=is_cut and status is None
     )
 
-  def put(self, key: str, data: bytes) -> None:
-    raise self._refuse()
+  def _ask_once(
+    self, method: str, url: str, start: int, stop: int
+  ) -> tuple[int, bytes]:
+    headers = {'Accept-Encoding': 'identity'} | self._headers
+    if method == 'GET':
+      headers['Range'] = f'bytes={start}-{stop - 1}'
+    self._traffic.count(requests=1)
+    answer = self._pool.request(
+      method, url, headers=headers, preload_content=False, redirect=False
+    )
+    try:
+      data = bytearray()
+      if method == 'HEAD':
+        data += answer.headers.get('Content-Length', '').encode()
+      elif answer.status in (200, 206):
+        # 200 is the whole of it: a server may know no ranges.
+        skip = start if answer.status == 200 else 0
+        while len(data) < stop - start:
+          # Not unpacked, if it comes packed all the same: it may be a bomb.
+          piece = answer.read(
+            min(_PIECE_BYTES, skip + stop - start - len(data)),
+            decode_content=False,
+          )
+          if not piece:
+            break
+          self._traffic.count(read=len(piece))
+          data += piece[skip:]
+          skip = max(0, skip - len(piece))
+      return answer.status, bytes(data)
+    except self._protocol_error as error:
+      raise store_backend.CutShort(str(error)) from error
+    finally:
+      answer.close()  # what was read to its end is another request's already
 
-  def put_file(
-    self, key: str, path: pathlib.Path, digest: str, give: bool
-  ) -> None:
-    raise self._refuse()
-
-  def swap(self, key: str, data: bytes, tag: str | None) -> str:
-    raise self._refuse()
-
-  def find(self, folder: str) -> dict[str, store_backend.Found]:
-    raise self._refuse()
-
-  def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
-    raise self._refuse()
+  def _wait(self, failed: int) -> None:
+    backoff = self._retry['backoff']
+    longest_s = min(
+      backoff['init_backoff'].total_seconds() * 2**failed,
+      backoff['max_backoff'].total_seconds(),
+    )
+    # At random: a fleet that failed together does not return together.
+    time.sleep(longest_s * random.uniform(0.5, 1))

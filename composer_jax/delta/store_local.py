@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import pathlib
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 
@@ -94,30 +93,6 @@ class LocalBackend:
       files.write_atomic(path, data)
       self._traffic.count(written=len(data))
 
-  def put_file(
-    self, key: str, path: pathlib.Path, digest: str, give: bool
-  ) -> None:
-    self._traffic.count(requests=1)
-    to = self.path(key)
-    length = path.stat().st_size
-    if self._keep(to, length, digest):
-      return
-    to.parent.mkdir(parents=True, exist_ok=True)
-    if give:
-      with open(path, 'rb') as source:
-        os.fsync(source.fileno())
-      try:
-        os.utime(path)
-        os.replace(path, to)
-      except OSError as error:
-        if error.errno != errno.EXDEV:  # another disk: copied below
-          raise
-    if path.exists():
-      with open(path, 'rb') as source, files.writing(to) as file:
-        shutil.copyfileobj(source, file, store_backend.PIECE_BYTES)
-    files.fsync_directory(to.parent)
-    self._traffic.count(written=length)
-
   def read_tagged(self, key: str, limit: int) -> tuple[bytes, str] | None:
     try:
       data = self.read(key, 0, limit)
@@ -174,70 +149,6 @@ class LocalBackend:
   def _sweep(self) -> None:
     for folder in ('objects', 'refs', 'parts'):
       files.sweep(self.path(folder), older_than_s=TORN_S)
-
-  def link_tree(
-    self, name: str, members: Iterable[tuple[str, str, int]], verify: bool
-  ) -> pathlib.Path:
-    """Lays objects out as a folder; see `store.Store.link_tree`."""
-    tree = self.path('keyframes') / name
-    members = list(members)
-    if self._is_tree(tree, members, verify):
-      return tree
-    building = tree.with_name(f'.{name}.{os.urandom(8).hex()}.tmp')
-    try:
-      for relative, digest, length in members:
-        source, to = self.path(f'objects/{digest}'), building / relative
-        if source.stat().st_size != length or (
-          verify and hash_file(source) != digest
-        ):
-          raise ValueError(
-            f'{source}: the object is damaged; the next keyframe replaces it.'
-          )
-        to.parent.mkdir(parents=True, exist_ok=True)
-        try:
-          os.link(source, to)
-        except OSError as error:
-          # No such links here, or too many of them to one file.
-          if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-            raise
-          shutil.copyfile(source, to)
-      building.mkdir(parents=True, exist_ok=True)
-      shutil.rmtree(tree, ignore_errors=True)
-      try:
-        os.rename(building, tree)
-      except OSError:
-        # Another process laid out the same tree in the meantime.
-        if not self._is_tree(tree, members, verify):
-          raise
-    finally:
-      shutil.rmtree(building, ignore_errors=True)
-    files.fsync_directory(tree.parent)
-    return tree
-
-  def _is_tree(self, tree, members, verify) -> bool:
-    try:
-      return tree.is_dir() and all(
-        (tree / relative).stat().st_size == length
-        and (not verify or hash_file(tree / relative) == digest)
-        for relative, digest, length in members
-      )
-    except FileNotFoundError:
-      return False
-
-  def delete_trees(self, older_than_s: float) -> None:
-    """Deletes folders whose manifest is gone, and those never finished."""
-    folder = self.path('keyframes')
-    if not folder.is_dir():
-      return
-    for tree in folder.iterdir():
-      torn = tree.name.startswith('.')
-      patience_s = max(older_than_s, TORN_S) if torn else older_than_s
-      if torn or not self.path(f'objects/{tree.name}').exists():
-        # What is being written changes the files and not the folder.
-        inside = tree.rglob('*') if torn else ()
-        with contextlib.suppress(FileNotFoundError):
-          if min(map(_age_s, (tree, *inside))) >= patience_s:
-            shutil.rmtree(tree)
 
 
 def _remove_empty(folder: pathlib.Path, top: pathlib.Path) -> None:

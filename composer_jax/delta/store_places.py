@@ -2,30 +2,21 @@
 
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 from composer_jax.delta import (
-  retries,
   store_backend,
-  store_gs,
   store_http,
   store_local,
   store_remote,
-  store_s3,
 )
 
-_REMOTE = {
-  's3': store_s3.S3Backend,
-  's3a': store_s3.S3Backend,
-  'gs': store_gs.GsBackend,
-  'gcs': store_gs.GsBackend,
-  'http': store_http.HttpBackend,
-  'https': store_http.HttpBackend,
-}
+_REMOTE = dict.fromkeys(('http', 'https'), store_http.HttpBackend) | (
+  dict.fromkeys(store_remote.KINDS, store_remote.RemoteBackend)
+)
 
 # What was meant as a URL must not become a folder of that name.
-_ALMOST_A_URL = re.compile('(s3a?|gc?s|https?|file|memory):')
+_ALMOST_A_URL = re.compile('(s3a?|gc?s|az|https?|file|memory):')
 
 
 def clean(url: str) -> str:
@@ -37,11 +28,13 @@ def clean(url: str) -> str:
   else:
     # A query would end up in the middle of each object's address.
     bad = not path.strip('/') or (is_web and {'?', '#'} & set(path))
+    bad = bad or protocol not in (*_REMOTE, 'file', 'local')
     bad = bad or (protocol in _REMOTE and '//' in f'/{path.rstrip("/")}')
   if bad:
     raise ValueError(
       f'{url!r} names no store; take a directory, s3://BUCKET/PREFIX, '
-      'gs://BUCKET/PREFIX or http://HOST:PORT.'
+      'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
+      'http://HOST:PORT.'
     )
   return url.rstrip('/') or '/'
 
@@ -49,14 +42,11 @@ def clean(url: str) -> str:
 def open_backend(
   url: str,
   traffic: store_backend.Traffic,
-  policy: retries.Policy,
-  sleep: Callable[[float], None],
   options: dict[str, Any],
-) -> store_backend.Backend:
+) -> store_backend.Reader:
   protocol, mark, path = url.partition('://')
   if not mark:
     return store_local.LocalBackend(pathlib.Path(url), traffic)
   if protocol in ('file', 'local'):
     return store_local.LocalBackend(pathlib.Path(path), traffic)
-  kind = _REMOTE.get(protocol, store_remote.RemoteBackend)
-  return kind(url, traffic, policy, sleep, options)
+  return _REMOTE[protocol](url, traffic, options)

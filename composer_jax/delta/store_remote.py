@@ -1,225 +1,259 @@
-"""A store in any file system that fsspec knows, and what all remote ones share.
+"""A store in a bucket: S3 and servers like it, Google Cloud, Azure, memory.
 
-Every request is retried alone (`retries`), so that a long transfer does not
-begin again for one lost connection. Below that, aiohttp repeats a request once,
-at once and unseen, when a connection is lost; and gcsfs has retries of its own.
+obstore does the requests and repeats them. Credentials, endpoint and region
+come from the environment under the names that it documents (AWS_ENDPOINT_URL,
+AWS_SKIP_SIGNATURE=true, AZURE_STORAGE_ACCOUNT_NAME, ...) or from `options`.
+
+An object is known to be intact by an ETag that is the MD5 of its content: good
+enough against damage, and against malice readers have the object's name. Where
+the ETag is something else (Azure, SSE-KMS), what exists is sent again.
 """
 
 import contextlib
-import datetime
+import functools
 import hashlib
-import pathlib
+import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-import fsspec
-import fsspec.asyn
+from composer_jax.delta import store_backend
 
-from composer_jax.delta import retries, store_backend
-
-T = TypeVar('T')
-
-EXTRAS = {
-  's3': 's3',
-  's3a': 's3',
-  'gs': 'gs',
-  'gcs': 'gs',
-  'http': 'relay',
-  'https': 'relay',
-}
-# An object found older than this is made young again; well below any grace.
+# An object found older than this is written again, which makes it young; well
+# below any grace.
 RENEW_S = 600.0
-# Then an attempt has failed; the silence is that between two pieces of an
-# answer, not all of it.
-CONNECT_S, SILENCE_S = 10.0, 60.0
-# The only order among the threads of this process, where the place has none.
+# Class of obstore, and what marks a content for a conditional write.
+KINDS = {
+  's3': ('S3Store', 'e_tag'),
+  's3a': ('S3Store', 'e_tag'),
+  'gs': ('GCSStore', 'version'),
+  'gcs': ('GCSStore', 'version'),
+  'az': ('AzureStore', 'e_tag'),
+  'memory': ('MemoryStore', 'e_tag'),
+}
+# Where a machine in a cloud says who it is.
+_METADATA = re.compile(
+  '/latest/(api|meta-data)/|/computeMetadata/|/metadata/identity'
+)
+_memory: dict[str, Any] = {}
+# The only order among publishers where the server has none.
 _one_at_a_time = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
-def file_system(url: str, options: dict[str, Any]) -> Any:
-  """The fsspec file system of a URL, not shared with other users of it."""
-  protocol = url.partition('://')[0]
+def _open(url: str, options: dict[str, Any]) -> Any:
+  """obstore's store of a URL; all of one memory:// URL are one."""
   try:
-    return fsspec.filesystem(
-      protocol, skip_instance_cache=True, use_listings_cache=False, **options
-    )
+    import obstore
+    import obstore.store
   except ImportError as error:
-    extra = EXTRAS.get(protocol)
-    cure = f'pip install "composer_jax[{extra}]"' if extra else str(error)
+    raise store_backend.no_package(url, error) from error
+  protocol, _, path = url.partition('://')
+  if protocol == 'memory':
+    return _memory.setdefault(url, obstore.store.MemoryStore())
+  bucket, _, prefix = path.partition('/')
+  options = options | {
+    'client_options': store_backend.CLIENT | options.get('client_options', {}),
+    'retry_config': store_backend.RETRY | options.get('retry_config', {}),
+  }
+  kind = getattr(obstore.store, KINDS[protocol][0])
+  try:
+    return kind(bucket, prefix=prefix or None, **options)
+  except (obstore.exceptions.BaseError, ValueError) as error:
     raise ValueError(
-      f'{url}: stores of {protocol}:// need a package that is not installed '
-      f'({error.name or error}): {cure}'
-    ) from error
-  except ValueError as error:
-    raise ValueError(
-      f'{url}: no store has this protocol; take a directory or one of s3://, '
-      f'gs://, http://, https://, memory:// ({error}).'
+      f'{url}: this store cannot be opened: {_text(error)}. Set the variables '
+      'of the environment by which obstore knows account and credentials.'
     ) from error
 
 
-def seconds(value: Any) -> float | None:
-  """A time of a listing, in whatever form its file system gives it."""
-  if isinstance(value, datetime.datetime):
-    return value.timestamp()
-  return float(value) if isinstance(value, int | float) else None
-
-
-def is_young(found: store_backend.Found) -> bool:
-  """Whether clean-up will spare it for long enough without a renewal."""
-  return found.modified is not None and time.time() - found.modified < RENEW_S
+def _text(error: Exception) -> str:
+  return ' '.join(str(error).partition('Debug source')[0].split())[:500]
 
 
 class RemoteBackend:
-  """Reads, writes and lists through fsspec; see `store_backend.Backend`.
-
-  The pointer moves by a look and a write, in one process under a lock: in
-  memory:// that is a compare-and-swap, elsewhere one publisher must be alone.
-  """
+  """Bucket and prefix of a URL; see `store_backend.Backend`."""
 
   is_writable = True
 
   def __init__(
-    self,
-    url: str,
-    traffic: store_backend.Traffic,
-    policy: retries.Policy,
-    sleep: Callable[[float], None],
-    options: dict[str, Any],
+    self, url: str, traffic: store_backend.Traffic, options: dict[str, Any]
   ):
     self.url = url
-    self.fs = file_system(url, options)
+    self.store = _open(url, options)
     self._traffic = traffic
-    self._policy = policy
-    self._sleep = sleep
+    self._mark = KINDS[url.partition('://')[0]][1]
 
-  def _path(self, key: str) -> str:
-    return f'{self.url}/{key}'
+  @contextlib.contextmanager
+  def _asking(self, doing: str, key: str) -> Iterator[Any]:
+    """Gives obstore; its errors become built-in ones that name the URL."""
+    import obstore
 
-  def _ask(
-    self, doing: str, key: str, operation: Callable[..., T], *args, **kwargs
-  ) -> T:
-    """One request, with patience."""
+    self._traffic.count(requests=1)
+    try:
+      yield obstore
+    except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+      raise self._named(error, doing, f'{self.url}/{key}') from error
 
-    def attempt() -> T:
-      self._traffic.count(requests=1)
-      return operation(*args, **kwargs)
+  def _named(self, error: Exception, doing: str, url: str) -> Exception:
+    text, status = _text(error), _status(error)
+    if re.search('NoSuchBucket|ContainerNotFound|bucket does not exist', text):
+      # Not a FileNotFoundError, which would read as "nothing published yet".
+      return ValueError(
+        f'{url}: there is no such bucket; make it, or correct its name.'
+      )
+    if type(error).__name__ in ('AlreadyExistsError', 'PreconditionError'):
+      return store_backend.Conflict(f'{url} holds another value')
+    if isinstance(error, FileNotFoundError):
+      status = 404
+    elif _METADATA.search(text):
+      # Who has no credentials is sent to ask the machine that it runs on.
+      status = 401
+    elif status is None and 'HTTP error' not in text:
+      status = 400  # obstore's own refusal
+    return store_backend.refusal(doing, url, status, text)
 
-    return retries.call(
-      attempt,
-      doing=doing,
-      url=self._path(key),
-      policy=self._policy,
-      sleep=self._sleep,
-    )
-
-  def _await(
-    self, doing: str, key: str, operation: Callable[..., Any], *args
-  ) -> Any:
-    """The same of a coroutine, on the loop of the file system."""
-    return self._ask(
-      doing, key, fsspec.asyn.sync, self.fs.loop, operation, *args
-    )
+  # Objects.
 
   def read(self, key: str, start: int, stop: int) -> bytes:
-    try:
-      data = self._ask(
-        'reading', key, self.fs.cat_file, self._path(key), start=start, end=stop
-      )
-    except OSError as error:
-      if retries.status(error) == 416:  # nothing of it begins so late
-        return b''
-      raise
+    return self._read(key, {'range': (start, stop)}, stop - start)[0]
+
+  def _read(
+    self, key: str, options: dict[str, Any], limit: int
+  ) -> tuple[bytes, str]:
+    """At most `limit` bytes, whatever the server sends, and their mark."""
+    with self._asking('reading', key) as obstore:
+      try:
+        answer = obstore.get(self.store, key, options=options)
+      except obstore.exceptions.GenericError as error:
+        if _status(error) == 416 or 'Wanted range starting' in str(error):
+          return b'', ''  # nothing of it begins so late
+        raise
+      data = next(answer.stream(min_chunk_size=limit), b'')[:limit]
     self._traffic.count(read=len(data))
-    return data
+    return data, answer.meta[self._mark] or ''
+
+  def _head(self, key: str) -> dict[str, Any]:
+    with self._asking('looking', key) as obstore:
+      return obstore.head(self.store, key)
 
   def stat(self, key: str) -> store_backend.Found:
-    return self._found(self._ask('looking', key, self.fs.info, self._path(key)))
-
-  def _found(self, info: dict[str, Any]) -> store_backend.Found:
-    names = ('LastModified', 'mtime', 'updated', 'created')
-    times = (seconds(info.get(name)) for name in names)
-    modified = next((t for t in times if t is not None), None)
-    return store_backend.Found(int(info['size']), modified)
+    return _found(self._head(key))
 
   def put(self, key: str, data: bytes) -> None:
-    # Unconditionally: nothing cheaper than writing tells that it is intact.
-    self._ask('writing', key, self.fs.pipe_file, self._path(key), data)
-    self._traffic.count(written=len(data))
+    if not self._is_intact(key, data):
+      self._write('writing', key, data)
 
-  def put_file(
-    self, key: str, path: pathlib.Path, digest: str, give: bool
-  ) -> None:
-    del digest, give
-    self._ask('writing', key, self.fs.put_file, str(path), self._path(key))
-    self._traffic.count(written=path.stat().st_size)
+  def _write(self, doing: str, key: str, data: bytes, mode: Any = None) -> str:
+    with self._asking(doing, key) as obstore:
+      # In one request: a pack is one, and conditions are for one.
+      put = obstore.put(self.store, key, data, mode=mode, use_multipart=False)
+    self._traffic.count(written=len(data))
+    return put[self._mark] or ''
+
+  def _is_intact(self, key: str, data: bytes) -> bool:
+    """Returns true if the object is there, intact and young."""
+    try:
+      meta = self._head(key)
+    except FileNotFoundError:
+      return False
+    age_s = time.time() - meta['last_modified'].timestamp()
+    if age_s >= RENEW_S or meta['size'] != len(data) or not meta['e_tag']:
+      return False
+    # S3's mark of a content that came in one request.
+    md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    return meta['e_tag'].strip('"') == md5
+
+  # Pointers.
 
   def read_tagged(self, key: str, limit: int) -> tuple[bytes, str] | None:
     try:
-      data = self.read(key, 0, limit)
+      return self._read(key, {}, limit)
     except FileNotFoundError:
       return None
-    return data, hashlib.sha256(data).hexdigest()
 
   def swap(self, key: str, data: bytes, tag: str | None) -> str:
-    with _one_at_a_time:
-      found = self.read_tagged(key, 2**20)
-      if (found and found[1]) != tag:
-        raise store_backend.Conflict(f'{self._path(key)} holds another value')
-      self.put(key, data)
-      moved = self.read_tagged(key, 2**20)
-    if moved is None or moved[0] != data:
-      raise store_backend.Conflict(f'{self._path(key)} was changed meanwhile')
-    return moved[1]
+    mode = 'create' if tag is None else {self._mark: tag}
+    if not self._minds_conditions:
+      with _one_at_a_time:
+        found = self.read_tagged(key, len(data) + 1)
+        if (found and found[1]) != tag:
+          raise store_backend.Conflict(f'{self.url}/{key} holds another value')
+        return self._write('writing', key, data)
+    for is_last in (False, False, True):
+      try:
+        return self._write('writing', key, data, mode)
+      except (store_backend.Conflict, ConnectionError) as error:
+        found = self.read_tagged(key, len(data) + 1)
+        # An attempt whose answer was lost may have been the one that won.
+        if found is not None and found[0] == data:
+          return found[1]
+        is_refused = isinstance(error, store_backend.Conflict)
+        if is_last or not is_refused or (found and found[1]) != tag:
+          raise
+        # Two writers at one key: the server asks the loser to send again.
+    raise AssertionError('unreachable')
 
-  def _who_won(self, key: str, data: bytes, error: OSError) -> str:
-    """Returns the tag of a conditional write that was refused but was ours.
+  @functools.cached_property
+  def _minds_conditions(self) -> bool:
+    """Whether the server minds conditions, put to the test once.
 
-    Raises:
-      Conflict: another's value stands there.
+    One like S3 that does not would silently let two publishers overwrite each
+    other.
     """
-    found = self.read_tagged(key, len(data) + 1)
-    # An attempt whose answer was lost may have been the one that won; not all
-    # attempts are ours to count, as HTTP clients repeat some unseen.
-    if found is None or found[0] != data:
-      raise store_backend.Conflict(
-        f'{self._path(key)} holds another value'
-      ) from error
-    return found[1]
+    if not self.url.startswith('s3'):
+      return True
+    key = 'refs/.conditions'  # beside the pointers
+    self._write('writing', key, b'1')
+    try:
+      self._write('writing', key, b'2', {'e_tag': '"0"'})
+    except store_backend.Conflict:
+      return True
+    except OSError as error:
+      # Some say that they do not know it, others just write.
+      if _status(error.__cause__) not in (400, 501):
+        raise
+    _log.warning(
+      '%s does not mind If-Match: nothing stops two publishers of one run from '
+      'overwriting each other; run only one.',
+      self.url,
+    )
+    return False
+
+  # Upkeep.
 
   def find(self, folder: str) -> dict[str, store_backend.Found]:
-    root = self.fs._strip_protocol(self.url)
-    found = self._ask(
-      'listing', folder, self.fs.find, self._path(folder), detail=True
-    )
-    return {
-      path[len(root) :].lstrip('/'): self._found(info)
-      for path, info in found.items()
-    }
+    with self._asking('listing', folder) as obstore:
+      pages = obstore.list(self.store, folder, chunk_size=1000)
+      return {meta['path']: _found(meta) for page in pages for meta in page}
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
-    gone = []
-    for key in self._old_enough(keys, older_than_s):
-      with contextlib.suppress(FileNotFoundError):
-        self._ask('deleting', key, self.fs.rm_file, self._path(key))
-      gone.append(key)
-    return gone
-
-  def _old_enough(self, keys: Iterable[str], older_than_s: float) -> list[str]:
     keys = list(keys)
-    if older_than_s <= 0 or not keys:
-      return keys
-    found: dict[str, store_backend.Found] = {}
-    for folder in {key.split('/')[0] for key in keys}:
-      found |= self.find(folder)
-    newest = time.time() - older_than_s
+    if older_than_s > 0:
+      newest = time.time() - older_than_s
+      found: dict[str, store_backend.Found] = {}
+      for folder in {key.split('/')[0] for key in keys}:
+        found |= self.find(folder)
+      young = {k for k, f in found.items() if (f.modified or 0) > newest}
+      keys = [key for key in keys if key not in young]
+    if not keys:
+      return []
+    with self._asking('deleting', keys[0]) as obstore:
+      try:
+        obstore.delete(self.store, keys)
+      except FileNotFoundError:  # S3 does not tell, others do
+        for key in keys:
+          with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.store, key)
+    return keys
 
-    def is_old(key: str) -> bool:
-      if key not in found:
-        return True
-      modified = found[key].modified
-      # Of unknown age: it may be young.
-      return modified is not None and modified <= newest
 
-    return [key for key in keys if is_old(key)]
+def _status(error: BaseException | None) -> int | None:
+  """Status of the server's answer, None where it did not answer."""
+  answered = re.search(r'status code: (\d+)', str(error))
+  return int(answered[1]) if answered else None
+
+
+def _found(meta: dict[str, Any]) -> store_backend.Found:
+  return store_backend.Found(meta['size'], meta['last_modified'].timestamp())

@@ -146,16 +146,11 @@ class Held:
     version: of the policy.
     target_id: identity of the whole weights, also where a part is held.
     tensors: by name.
-    history: context of history-coded chunks, flat uint8 as the buffers; None
-      where the way here gave none.
-    history_since: the version at which that context was empty.
   """
 
   version: int
   target_id: str
   tensors: Mapping[str, HeldTensor]
-  history: Mapping[str, np.ndarray] | None = None
-  history_since: int | None = None
 
   @property
   def names(self) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 REST = 'rest'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Layout:
-  """The sharding of parameters and tokens.
+  """The sharding of parameters and tokens; compared by identity.
 
   Attributes:
     name: name in configs.

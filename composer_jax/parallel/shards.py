@@ -81,7 +81,12 @@ def check_tokens(
   """Raises a ValueError for a batch that does not divide over the mesh."""
   if plan is None:
     return
-  assert set(plan.token_axes) == set(plan.mesh.shape), plan
+  if set(plan.token_axes) != set(plan.mesh.shape):
+    raise ValueError(
+      f'Tokens are sharded over {plan.token_axes} and the mesh has the axes '
+      f'{tuple(plan.mesh.shape)}. Train in a layout whose tokens use all axes, '
+      'such as layouts.TRAIN or layouts.REPLICATED.'
+    )
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):
     shardings.check_divides(f'{name} size', size, axes, plan.mesh)

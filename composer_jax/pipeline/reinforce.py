@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import optax
 
 from composer_jax.core import files, records, seams
 from composer_jax.models import decoder
@@ -25,8 +26,10 @@ from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import policy_loss, update
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import distill
 from composer_jax.telemetry import progress
 from composer_jax.train import compiler_options
+from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager
 
@@ -48,31 +51,48 @@ class StartOfRL:
   teacher: Any
 
 
+@functools.lru_cache(maxsize=2)
+def _programs(
+  placement: placements.Placement,
+  optimizer_options: optim_groups.OptimizerOptions,
+  total_steps: int,
+  loss: policy_loss.LossOptions,
+  hints: distill.HintLossOptions,
+) -> tuple[optax.GradientTransformation, steps.Functions]:
+  """Jits the functions of a step; cached, so compiled once in a process."""
+  shapes, axes = decoder.abstract(placement.model)
+  optimizer = optim_groups.optimizer(
+    optimizer_options,
+    params=shapes['params'],
+    axes=axes['params'],
+    shardings=placement.variables['params'],
+    total_steps=total_steps,
+  )
+  device = placement.mesh.devices.flat[0]
+  functions = steps.build(
+    decoder.Decoder(placement.model, placement.plan),
+    optimizer,
+    loss=functools.partial(policy_loss.loss, options=loss),
+    hints=hints,
+    placement=placement,
+    compiler_options=compiler_options.of(device.platform, device.device_kind),
+  )
+  return optimizer, functions
+
+
 def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   """Builds the step functions and the state: restored, or made from SFT."""
   spec, placement = job.spec, job.rl_placement
   for line in placement.lines:
     progress.teller('rl')(line)
-  model = decoder.Decoder(spec.model, placement.plan)
-  shapes, axes = decoder.abstract(spec.model)
-  optimizer = optim_groups.optimizer(
-    spec.rl.optimizer_options(),
-    params=shapes['params'],
-    axes=axes['params'],
-    shardings=placement.variables['params'],
-    total_steps=max(spec.rl.steps, 1),
-  )
-  device = placement.mesh.devices.flat[0]
-  functions = steps.build(
-    model,
-    optimizer,
-    loss=functools.partial(policy_loss.loss, options=spec.rl.loss),
-    hints=spec.hints,
-    placement=placement,
-    compiler_options=compiler_options.of(device.platform, device.device_kind),
-  )
-
   hints = spec.hints
+  optimizer, functions = _programs(
+    placement,
+    spec.rl.optimizer_options(),
+    max(spec.rl.steps, 1),
+    spec.rl.loss,
+    hints,
+  )
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):

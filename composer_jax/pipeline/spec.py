@@ -256,6 +256,7 @@ class Spec:
     )
 
   def __post_init__(self):
+    checks.at_least(self, 0, 'seed')
     # Build what each stage will need, to find an impossible value before
     # anything is trained.
     for name, make in (

@@ -1,6 +1,7 @@
 """Placement of a training stage's arrays on the mesh."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -132,6 +133,7 @@ class Placement:
     return sequence.to_device(array, context, axis)
 
 
+@functools.lru_cache(maxsize=8)
 def build(
   model: model_config.ModelConfig,
   *,
@@ -140,7 +142,7 @@ def build(
   options: ParallelOptions = ParallelOptions(),
   num_tokens: int = 2**20,
 ) -> Placement:
-  """Places a model by a layout table.
+  """Places a model by a layout table; cached, as programs are by placement.
 
   `num_tokens` of a microbatch determine the printed bytes of the transport.
 

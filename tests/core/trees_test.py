@@ -4,6 +4,7 @@ from typing import Any
 
 import flax.struct
 import jax
+import pytest
 
 from composer_jax.core import trees
 
@@ -29,6 +30,11 @@ NAMES = {
 def test_names_join_keys_fields_and_indices():
   assert trees.flatten_names(TREE) == NAMES
   assert trees.flatten_names(7) == {'': 7}
+
+
+def test_two_leaves_of_one_name_are_an_error():
+  with pytest.raises(ValueError, match=r'leaves .* called a/b\. Rename one'):
+    trees.flatten_names({'a/b': 1, 'a': {'b': 2}, 'c': 3})
 
 
 def test_names_come_in_the_order_of_leaves():

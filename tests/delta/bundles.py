@@ -59,11 +59,9 @@ class Run:
     self.edges: list[manifests.Edge] = []
     self.pointer: manifests.Pointer | None = None
 
-  def add(self, version, base=None, history=None, pack_bytes=1000):
+  def add(self, version, base=None, pack_bytes=1000):
     """Writes a keyframe, or a delta from `base`; returns its edge."""
     self._hold(version)
-    if history is not None:
-      contexts = self._contexts(history, base)
     packs, pack, tensors = [], b'', []
     new, old = self.held[version], self.held.get(base)
     for name, tensor in new.tensors.items():
@@ -74,7 +72,6 @@ class Run:
         kind, blob = codec.encode(
           tensor.buffer[start:stop],
           None if base is None else old.buffer(name)[start:stop],
-          history=None if history is None else contexts[name][start:stop],
         )
         if pack and len(pack) + len(blob) > pack_bytes:
           packs.append((self.store.put(pack), len(pack)))
@@ -102,9 +99,7 @@ class Run:
       base_version=base,
       base_id='' if base is None else old.target_id,
       target_id=new.target_id,
-      history=history,
       packs=tuple(packs),
-      files=(),
       tensors=tuple(tensors),
     )
     data = manifest.to_bytes()
@@ -115,7 +110,6 @@ class Run:
       bytes=manifest.bundle_bytes + len(data),
       manifest=self.store.put(data),
       target=new.target_id[:16],
-      history=history,
     )
     self.edges.append(edge)
     return edge
@@ -156,18 +150,6 @@ class Run:
   def _hold(self, version):
     if version not in self.held:
       self.held[version] = weights_held.from_arrays(self.make(version), version)
-
-  def _contexts(self, since, base):
-    """What a receiver knows at `base` that followed all singles of `since`."""
-    contexts = {
-      name: np.zeros(tensor.buffer.size, np.uint8)
-      for name, tensor in self.held[base].tensors.items()
-    }
-    for version in range(since, base):
-      for name, history in contexts.items():
-        old, new = self.held[version], self.held[version + 1]
-        codec.update_history(history, old.buffer(name), new.buffer(name))
-    return contexts
 
 
 def damage(path, at=-1):

@@ -47,11 +47,8 @@ def packs_of(store):
   return [store.root / 'objects' / name for name, _ in head.packs]
 
 
-@pytest.mark.parametrize('history', [False, True])
-def test_follower_and_late_joiner_get_the_same_bits(store, history):
-  publisher = publisher_of(
-    store, keyframe_every=3, skip_levels=(4,), history=history
-  )
+def test_follower_and_late_joiner_get_the_same_bits(store):
+  publisher = publisher_of(store, keyframe_every=3, skip_levels=(4,))
   follower = follow(store)
   lagging = follow(store)
   assert follower.poll() is None and follower.problem is None
@@ -100,7 +97,7 @@ def test_identity_does_not_depend_on_the_path(tmp_path):
     (
       {'keyframe_every': 1},
       {'keyframe_every': 2, 'tier': 'fast'},
-      {'skip_levels': (2, 4), 'history': True},
+      {'skip_levels': (2, 4)},
     )
   ):
     store = store_lib.Store(tmp_path / str(number))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from composer_jax.delta import codec, codec_model, codec_planes, order
+from tests.delta import codec_reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [
@@ -24,42 +25,28 @@ DTYPES = [
     *(ml_dtypes.int4, np.int8, np.uint8, np.int32, np.int64, np.bool_),
   )
 ]
-STEP_CODECS = (codec.FLAT, codec.CLASS, codec.HISTORY)
+STEP_CODECS = (codec.FLAT, codec.CLASS)
 few = hypothesis.settings(max_examples=60, deadline=None, database=None)
 
 
-@pytest.fixture(autouse=True)
-def automatic_kernels():
-  yield
-  codec.use('auto')
-
-
-def both_tiers(function):
-  results = []
-  for kernels in ('numba', 'numpy'):
-    codec.use(kernels)
-    results.append(function())
-  assert results[0] == results[1]
-  return results[0]
+def check_decoded(kind, blob, values, base):
+  """The library and, where it has the time, the plain decoder agree."""
+  before = None if base is None else base.tobytes()
+  chunk = kind, blob, values.size, values.dtype, base
+  found = [codec.decode(*chunk)]
+  if values.size <= 2000:
+    found.append(codec_reference.decode(*chunk))
+  for decoded in found:
+    assert decoded.dtype == values.dtype
+    assert decoded.tobytes() == values.tobytes()
+  assert base is None or base.tobytes() == before
 
 
 def roundtrip(values, base, **options):
-  """Encodes and decodes with both kernels; they must agree."""
-
-  def once():
-    kind, blob = codec.encode(values, base, **options)
-    history = options.get('history')
-    before = None if base is None else base.tobytes()
-    decoded = codec.decode(
-      kind, blob, values.size, values.dtype, base, history=history
-    )
-    assert decoded.dtype == values.dtype
-    assert decoded.tobytes() == values.tobytes()
-    assert base is None or base.tobytes() == before
-    assert len(blob) <= values.nbytes + codec.MAX_OVERHEAD
-    return kind, blob
-
-  return both_tiers(once)
+  kind, blob = codec.encode(values, base, **options)
+  check_decoded(kind, blob, values, base)
+  assert len(blob) <= values.nbytes + codec.MAX_OVERHEAD
+  return kind, blob
 
 
 def pair(rng, dtype, size, share):
@@ -116,7 +103,6 @@ def test_every_bit_pattern_survives(seed, dtype, size, share, tier, has_base):
 def test_each_codec_of_steps_survives(seed, dtype, size, share, kind, near):
   rng = np.random.default_rng(seed)
   values, base = pair(rng, dtype, size, share)
-  history = rng.integers(0, 256, size, np.uint8)
   if near and dtype != np.bool_:
     # Steps as an optimizer makes them, up to the escape and beyond.
     bits = order.to_bits(base)
@@ -126,15 +112,35 @@ def test_each_codec_of_steps_survives(seed, dtype, size, share, kind, near):
     values = order.moved(bits, steps, is_float).view(dtype)
   if not codec.count_changed(values, base):
     return
+  blob = codec.encode_as(kind, values, base)
+  if blob is not None:
+    check_decoded(kind, blob, values, base)
 
-  def once():
-    blob = codec.encode_as(kind, values, base, history=history)
-    if blob is not None:
-      decoded = codec.decode(kind, blob, size, dtype, base, history=history)
-      assert decoded.tobytes() == values.tobytes()
-    return blob
 
-  both_tiers(once)
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+def test_the_plain_decoder_reads_what_the_kernels_wrote(dtype):
+  rng = np.random.default_rng(5)
+  values, base = pair(rng, dtype, 6000, 0.4)
+  blobs = [
+    *(codec.encode(values, old, tier='fast') for old in (None, base)),
+    (codec.SAME, b''),
+  ]
+  for kind in (codec.FLAT, codec.CLASS) if dtype.itemsize <= 4 else ():
+    blobs.append((kind, codec.encode_as(kind, values, base)))
+  near = np.where(rng.random(6000) < 0.4, 1, 0).astype(np.uint8)
+  bits = order.to_bits(base)
+  few = (bits ^ near.astype(bits.dtype)).view(dtype)
+  number = order.kind(dtype)
+  planes = codec_planes.encode(order.to_bits(few), bits, number)
+  for new, coded in (
+    *((base if kind == codec.SAME else values, (kind, b)) for kind, b in blobs),
+    (few, (codec.PLANES, planes)),
+    (few, codec.encode(few, base)),
+  ):
+    if coded[1] is not None:
+      chunk = (*coded, 6000, dtype, base)
+      assert codec.decode(*chunk).tobytes() == new.tobytes()
+      assert codec_reference.decode(*chunk).tobytes() == new.tobytes()
 
 
 def test_special_values_are_bits_like_any_other():
@@ -148,12 +154,10 @@ def test_special_values_are_bits_like_any_other():
     assert (kind == codec.SAME) == (shift == 0)
   every = np.arange(2**16, dtype=np.uint16).view(BF16)
   for kind in STEP_CODECS:
-    history = np.arange(2**16).astype(np.uint8)
     values = every[::-1].copy()
-    blob = codec.encode_as(kind, values, every, history=history)
+    blob = codec.encode_as(kind, values, every)
     assert blob is None or (
-      codec.decode(kind, blob, 2**16, BF16, every, history=history).tobytes()
-      == values.tobytes()
+      codec.decode(kind, blob, 2**16, BF16, every).tobytes() == values.tobytes()
     )
 
 
@@ -213,47 +217,6 @@ def test_small_is_close_to_the_bound_and_beats_xor(rms, excess):
   assert fast == codec.FLAT and len(flat) < 0.55 * len(peer)
 
 
-def test_history_makes_a_chain_smaller():
-  rng = np.random.default_rng(1)
-  masters = rng.normal(0, 0.02, 2**18).astype(np.float32)
-  push = np.zeros_like(masters)
-  history = np.zeros(masters.size, np.uint8)
-  values = masters.astype(BF16)
-  for _ in range(12):
-    base = values
-    push = 0.9 * push + moved(np.zeros_like(push), rng, 5e-7)
-    masters = masters + push.astype(np.float32)
-    values = masters.astype(BF16)
-    past = history.copy()
-    codec.update_history(history, base, values)
-  kind, blob = roundtrip(values, base, history=past)
-  assert kind == codec.HISTORY
-  assert len(blob) < 0.97 * len(codec.encode(values, base)[1])
-  other = past ^ 1
-  try:
-    decoded = codec.decode(
-      kind, blob, values.size, BF16, base, history=other
-    ).tobytes()
-  except ValueError:
-    decoded = None
-  assert decoded != values.tobytes()
-
-
-def test_history_counts_deltas_since_the_last_change():
-  history = np.zeros(4, np.uint8)
-  zero = np.zeros(4, BF16)
-  step = np.array([0, 1, -1, 0], BF16)
-  codec.update_history(history, zero, step)
-  up, down = 1 << 2, 128 | 1 << 2
-  np.testing.assert_array_equal(history, [0, up | 1, down | 1, 0])
-  for age in range(2, 40):
-    codec.update_history(history, step, step)
-    seen = min(age, 31)
-    recent = 2 if seen < 5 else 3 if seen < 17 else 0
-    at = seen << 2 | recent
-    np.testing.assert_array_equal(history, [0, at, 128 | at, 0])
-
-
 def test_noise_falls_back_to_raw():
   noise = np.random.default_rng(0).integers(0, 2**16, 5000, np.uint16)
   assert roundtrip(noise, None) == (codec.RAW, noise.tobytes())
@@ -282,19 +245,14 @@ def test_bytes_are_pinned():
 
 def test_limit_of_bytes_is_exact():
   places = np.array([0, 40]), np.arange(40) * 17, np.ones(40, np.int64)
-  shape = order.Classes(order.kind(BF16), 0, 1, None, 0)
+  shape = order.Classes(order.kind(BF16), 0, 1)
   levels = np.array([codec_model.level(40, 680)])
-
-  def once():
-    code = codec._kernels().code
-    body = code(*places, levels, shape, 10**6)
-    length = len(body)
-    assert code(*places, levels, shape, length) == body
-    assert code(*places, levels, shape, length - 1) is None
-    assert code(*places, levels, shape, 3) is None
-    return body
-
-  both_tiers(once)
+  code = codec._kernels().code
+  body = code(*places, levels, shape, 10**6)
+  length = len(body)
+  assert code(*places, levels, shape, length) == body
+  assert code(*places, levels, shape, length - 1) is None
+  assert code(*places, levels, shape, 3) is None
 
 
 def test_guesses_need_nothing_that_differs_between_machines():
@@ -343,25 +301,10 @@ def test_package_does_not_import_numba():
   subprocess.run([sys.executable, '-c', code], check=True)
 
 
-def test_missing_numba_is_said_once(monkeypatch, caplog):
-  monkeypatch.setattr(codec.importlib.util, 'find_spec', lambda name: None)
-  codec._load.cache_clear()
-  with caplog.at_level('INFO'):
-    assert codec.backend() == codec.backend() == 'numpy'
-  codec._load.cache_clear()
-  assert ['composer_jax[codec]' in r.getMessage() for r in caplog.records] == [
-    True
-  ]
-  with pytest.raises(ValueError, match=r'composer_jax\[codec\]'):
-    codec.use('numba')
-
-
 def test_misuse_is_refused_by_name():
   ten = np.zeros(10, BF16)
   with pytest.raises(ValueError, match="tier 'tiny' is not one of"):
     codec.encode(ten, ten, tier='tiny')
-  with pytest.raises(ValueError, match="kernels 'c' are none of"):
-    codec.use('c')
   with pytest.raises(ValueError, match='at most 1048576'):
     codec.encode(np.zeros(2**20 + 1, np.int8), None)
   with pytest.raises(ValueError, match=r'base is float32\[10\] and must be'):
@@ -377,16 +320,10 @@ def test_misuse_is_refused_by_name():
     for function in (codec.encode, codec.count_changed):
       with pytest.raises(ValueError, match='base is .* must be bfloat16'):
         function(ten, other)
-    with pytest.raises(ValueError, match='base is .* must be bfloat16'):
-      codec.update_history(np.zeros(10, np.uint8), other, ten)
   with pytest.raises(ValueError, match=r'base is float32\[10\] and must be'):
     codec.encode(np.zeros(10), np.zeros(10, np.float32))
   with pytest.raises(ValueError, match='does not code float64 by steps'):
     codec.encode_as(codec.FLAT, np.zeros(10), np.zeros(10))
-  with pytest.raises(ValueError, match=r'history is uint8\[9\] and must be'):
-    codec.encode(ten + 1, ten, history=np.zeros(9, np.uint8))
-  with pytest.raises(ValueError, match='needs the history'):
-    codec.decode(codec.HISTORY, b'', 10, BF16, ten)
 
 
 def test_decode_writes_where_it_is_told():

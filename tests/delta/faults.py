@@ -8,15 +8,11 @@ some version. Boxes, packs and pieces are so small that tiny tensors have many.
 import contextlib
 import copy
 import dataclasses
-import functools
-import json
-import pathlib
 import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-import zstandard
 
 from composer_jax.delta import (
   fetch,
@@ -118,34 +114,6 @@ def blocks(arrays):
     yield identity.Block(name, str(array.dtype), array.shape, ends, array)
 
 
-def write_zarr(arrays, folder):
-  """A checkpoint as `keyframes.write` makes it, without orbax."""
-  compressor = zstandard.ZstdCompressor()
-  for name, array in arrays.items():
-    if not array.size:
-      continue
-    to = pathlib.Path(folder) / name.replace('/', '.')
-    to.mkdir(parents=True)
-    dtype = array.dtype
-    sides = [max(1, length // 2) for length in array.shape]
-    metadata = {
-      'zarr_format': 2, 'shape': list(array.shape), 'chunks': sides,
-      'dtype': dtype.str if dtype.isbuiltin == 1 else str(dtype),
-      'compressor': {'id': 'zstd', 'level': 1}, 'fill_value': None,
-      'order': 'C', 'filters': None, 'dimension_separator': '.',
-    }  # fmt: skip
-    (to / '.zarray').write_text(json.dumps(metadata))
-    counts = [-(-n // side) for n, side in zip(array.shape, sides, strict=True)]
-    for at in np.ndindex(*counts):
-      chunk = np.zeros(sides, dtype)
-      part = array[
-        tuple(slice(k * s, (k + 1) * s) for k, s in zip(at, sides, strict=True))
-      ]
-      chunk[tuple(slice(0, n) for n in part.shape)] = part
-      path = to / ('.'.join(map(str, at)) or '0')
-      path.write_bytes(compressor.compress(chunk.tobytes()))
-
-
 # Worlds.
 
 
@@ -224,20 +192,17 @@ def publisher_of(store, run_id=RUN, key=KEY, **options):
   )
 
 
-def _publish(publisher, kind, version, write, seed=0):
-  arrays = weights(kind, version, seed)
-  full = None if write is None else functools.partial(write, arrays)
-  return publisher.publish(blocks(arrays), version, write_full=full)
+def _publish(publisher, kind, version, seed=0):
+  return publisher.publish(blocks(weights(kind, version, seed)), version)
 
 
-def build(kind, *, write=None, versions=VERSIONS, **options):
+def build(kind, *, versions=VERSIONS, **options):
   """Publishes versions from 0, followed by receivers of all sorts.
 
   Beside it the run is forked, under the same key.
 
   Args:
     kind: of the weights, in SHAPES.
-    write: (weights, folder) -> None, of keyframes that are checkpoints.
     versions: how many.
     **options: of the publisher.
   """
@@ -249,7 +214,7 @@ def build(kind, *, write=None, versions=VERSIONS, **options):
   for name, follower in followers.items():
     world.receivers[name, None] = copy.copy(follower)
   for version in range(versions):
-    info = _publish(publisher, kind, version, write)
+    info = _publish(publisher, kind, version)
     _learn(world, info, weights(kind, version))
     for name, follower in followers.items():
       check(world, follower, follower.held, follower.poll())
@@ -261,12 +226,12 @@ def build(kind, *, write=None, versions=VERSIONS, **options):
     world.needs[name] = _needs(world, name)
   forker = publisher_of(fork, **options)
   for version in range(start, start + 2):
-    info = _publish(forker, kind, version, write, seed=9)
+    info = _publish(forker, kind, version, seed=9)
     _learn(world, info, weights(kind, version, seed=9))
   other, stranger = faults_store.Store(), faults_store.Store()
-  _publish(publisher_of(other, 'other', **options), kind, 0, None, seed=3)
+  _publish(publisher_of(other, 'other', **options), kind, 0, seed=3)
   enemy = signing.Hmac(b'the key of others')
-  _publish(publisher_of(stranger, key=enemy), kind, 0, None, seed=4)
+  _publish(publisher_of(stranger, key=enemy), kind, 0, seed=4)
   for store, label in (fork, 'fork'), (other, 'other'), (stranger, 'enemy'):
     for key, data in store.files.items():
       if key not in world.files or key == LATEST:

@@ -98,7 +98,7 @@ def publish(publisher, published, version, seed):
 )
 def test_readers_never_see_a_wrong_or_torn_state(tmp_path, rounds):
   """Objects are deleted under their hands; that is a refusal at worst."""
-  publisher = faults.publisher_of(stores.Store(tmp_path), history=True)
+  publisher = faults.publisher_of(stores.Store(tmp_path))
   published, version = [], 0
   publish(publisher, published, version, 0)
   with reading(tmp_path, published) as readers:

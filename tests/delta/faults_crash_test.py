@@ -15,13 +15,11 @@ FEWEST = {
   'first': 25,
   'delta': 25,
   'packed': 60,
-  'orbax': 250,
   'collect': 120,
   'rewind': 80,
   'heal': 40,
   'follow': 70,
-  'follow orbax': 150,
-  'store': 70,
+  'store': 38,
 }
 
 
@@ -60,16 +58,15 @@ def test_torn_at_any_byte(tmp_path, scenario):
 
 def test_at_some_file_operations(tmp_path):
   jobs = [
-    ('packed', 'kill', 11, 1),
-    ('orbax', 'error', 61, 5),
-    ('rewind', 'full', 29, 3),
-    ('collect', 'kill', 41, 2),
-    ('heal', 'error', 17, 4),
-    ('follow', 'kill', 19, 1),
-    ('follow orbax', 'error', 41, 6),
-    ('store', 'kill', 17, 10),
-    ('first', 'tear', 150, 1),
-    ('follow', 'tear', 200, 0),
+    ('packed', 'kill', 23, 1),
+    ('rewind', 'full', 59, 3),
+    ('collect', 'kill', 83, 2),
+    ('heal', 'error', 35, 4),
+    ('follow', 'kill', 39, 1),
+    ('packed', 'error', 27, 6),
+    ('store', 'kill', 19, 3),
+    ('first', 'tear', 300, 1),
+    ('follow', 'tear', 400, 0),
   ]
   found = points(tmp_path, jobs)
   for (scenario, action, step, first), number in zip(jobs, found, strict=True):

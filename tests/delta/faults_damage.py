@@ -83,12 +83,16 @@ def damage_bytes(world, rng, name):
   return how
 
 
+def _several(rng, keys):
+  return rng.sample(keys, min(len(keys), rng.randrange(2, 3 + len(keys))))
+
+
 def lose(world, rng, name):
   files = world.store.files
   if rng.random() < 0.8:
     del files[_pick(world, rng, name)]
     return 'lose'
-  for key in rng.sample(sorted(files), rng.randrange(2, len(files))):
+  for key in _several(rng, sorted(files)):
     del files[key]
   return 'lose many'
 
@@ -191,27 +195,19 @@ def noise(world, rng, name):
 
 
 def rot(receiver, rng):
-  """A bit of the held weights, or of their history, changes in memory."""
+  """A bit of the held weights changes in memory."""
   update = receiver.held
   if update is None:
     return 'nothing held'
   held = update.weights
-  if held.history is not None and rng.random() < 0.4:
-    history = {name: array.copy() for name, array in held.history.items()}
-    array = history[rng.choice([n for n in history if history[n].size])]
-    array[rng.randrange(array.size)] ^= 1 << rng.randrange(8)
-    held = dataclasses.replace(held, history=history)
-    what = 'rotten history'
-  else:
-    tensors = dict(held.tensors)
-    name = rng.choice([n for n in tensors if tensors[n].buffer.size])
-    buffer = tensors[name].buffer.copy()
-    buffer.view(np.uint8)[rng.randrange(buffer.nbytes)] ^= 1 << rng.randrange(8)
-    tensors[name] = dataclasses.replace(tensors[name], buffer=buffer)
-    held = dataclasses.replace(held, tensors=tensors)
-    what = 'rot'
+  tensors = dict(held.tensors)
+  name = rng.choice([n for n in tensors if tensors[n].buffer.size])
+  buffer = tensors[name].buffer.copy()
+  buffer.view(np.uint8)[rng.randrange(buffer.nbytes)] ^= 1 << rng.randrange(8)
+  tensors[name] = dataclasses.replace(tensors[name], buffer=buffer)
+  held = dataclasses.replace(held, tensors=tensors)
   receiver.held = update._replace(weights=held)
-  return what
+  return 'rot'
 
 
 # Most often what is done to files.

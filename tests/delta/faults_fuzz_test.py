@@ -26,20 +26,17 @@ def quiet():
 def worlds():
   with faults.small_boxes():
     yield [
-      faults.build('floats', history=True),
-      faults.build('codes', write=faults.write_zarr),
+      faults.build('floats'),
+      faults.build('codes'),
       faults.build('words', tier='fast'),
       # Singles alone: nothing leads around a broken one.
       faults.build(
         'floats',
-        history=True,
         keyframe_every=100,
         skip_levels=(),
         versions=5,
       ),
-      faults.build(
-        'words', write=faults.write_zarr, keyframe_every=100, versions=6
-      ),
+      faults.build('words', keyframe_every=100, versions=6),
     ]
 
 
@@ -81,9 +78,9 @@ def run_many(worlds, once, first, count):
 
 def test_many_seeds(worlds):
   """What chance finds in a second, more evenly than hypothesis looks."""
-  counts = run_many(worlds, faults_damage.run_case, 0, 500)
-  assert counts['refused'] > 50 and counts['served'] > 50
-  run_many(worlds, faults_hostile.lie, 0, 150)
+  counts = run_many(worlds, faults_damage.run_case, 0, 250)
+  assert counts['refused'] > 25 and counts['served'] > 25
+  run_many(worlds, faults_hostile.lie, 0, 75)
 
 
 @pytest.mark.slow
@@ -100,18 +97,6 @@ def test_no_wrong_accept_among_a_hundred_thousand_faults(worlds):
 def test_no_wrong_accept_among_twenty_thousand_lies(worlds):
   counts = run_many(worlds, faults_hostile.lie, 10**6, 20_000)
   print(dict(counts))
-
-
-@pytest.mark.slow
-def test_keyframes_that_orbax_wrote(worlds):
-  from composer_jax.delta.device import keyframes
-
-  world = faults.build(
-    'floats', write=lambda arrays, folder: keyframes.write(arrays)(folder)
-  )
-  counts = run_many([world], faults_damage.run_case, 0, 4000)
-  assert counts['refused'] > 500 and counts['served'] > 500
-  run_many([world], faults_hostile.lie, 0, 2000)
 
 
 # Small cases, all of them.
@@ -190,7 +175,8 @@ def test_every_bit_of_the_pointer_counts_for_a_follower(tiny):
 
 def test_every_truncation_is_refused(tiny):
   for key in paths_of(tiny).values():
-    for length in range(len(tiny.files[key])):
+    # Every third, at another offset in each file.
+    for length in range(len(key) % 3, len(tiny.files[key]), 3):
       assert refuses(tiny, key, tiny.files[key][:length], None), (key, length)
 
 

@@ -291,30 +291,6 @@ def _exchange(world, rng, pointer):
   _replace(world, rng, old, _join(header, table), pointer)
 
 
-def _files(world, rng, pointer):
-  """Changes a file of a checkpoint under a hash that fits."""
-  names = [
-    name
-    for name in {_a_manifest(world, rng) for _ in range(8)}
-    if _parse(_read(world, name))[0]['files']
-  ]
-  if not names:
-    return
-  old = rng.choice(sorted(names))
-  header, table = _parse(_read(world, old))
-  row = rng.choice(header['files'])
-  data = _read(world, row[1])
-  if row[0].endswith('.zarray') and rng.random() < 0.8:
-    fields = json.loads(data)
-    _spoil(fields, rng)
-    data = json.dumps(fields).encode()
-  else:
-    how = rng.choice(sorted(faults_damage.BYTES))
-    data = faults_damage.BYTES[how](data, rng)
-  row[1:] = [_put(world, data), len(data)]
-  _replace(world, rng, old, _join(header, table), pointer)
-
-
 _LIES = {
   'table': _table,
   'header': _header,
@@ -323,5 +299,4 @@ _LIES = {
   'pointer': _pointer,
   'blob': _blob,
   'exchange': _exchange,
-  'files': _files,
 }

@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def drifting(version):
-  """Large enough for the codec that looks at a weight's history."""
+  """Weights that move a little each version."""
   rng = np.random.default_rng(0)
   masters = rng.normal(0, 0.02, (300, 400))
   masters += 3e-5 * version * np.sign(rng.normal(size=masters.shape))
@@ -32,21 +32,16 @@ def drifting(version):
 
 @pytest.fixture
 def followed(tmp_path):
-  """A receiver at version 3 of a run whose singles are coded with history."""
+  """A receiver at version 3 of a run whose singles are deltas."""
   store = stores.Store(tmp_path)
   publisher = publish.Publisher(
-    store, faults.RUN, faults.KEY, threads=1, skip_levels=(), history=True
+    store, faults.RUN, faults.KEY, threads=1, skip_levels=()
   )
   follower = subscribe.Subscriber(store, faults.RUN, faults.KEY, threads=1)
   for version in range(5):
     publisher.publish(faults.blocks(drifting(version)), version)
     if version < 4:
       follower.poll()
-  pointer = manifests.unseal(
-    store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
-  )
-  head = restore.read_manifest(store, pointer.manifest)
-  assert head.tensors[0].chunks['codec'].tolist() == [codec.HISTORY]
   return follower
 
 
@@ -56,27 +51,21 @@ def assert_at(follower, version):
   assert found.tobytes() == drifting(version)['kernel'].tobytes()
 
 
-@pytest.mark.parametrize('what', ['history', 'weights'])
-def test_what_rotted_in_memory_is_rebuilt(followed, what):
+def test_what_rotted_in_memory_is_rebuilt(followed):
   held = followed.held.weights
-  if what == 'history':
-    history = {name: array.copy() for name, array in held.history.items()}
-    history['kernel'][::7] ^= 1
-    held = dataclasses.replace(held, history=history)
-  else:
-    tensor = held.tensors['kernel']
-    buffer = tensor.buffer.copy()
-    buffer.view(np.uint8)[4321] ^= 4
-    tensor = dataclasses.replace(tensor, buffer=buffer)
-    held = dataclasses.replace(held, tensors={'kernel': tensor})
+  tensor = held.tensors['kernel']
+  buffer = tensor.buffer.copy()
+  buffer.view(np.uint8)[4321] ^= 4
+  tensor = dataclasses.replace(tensor, buffer=buffer)
+  held = dataclasses.replace(held, tensors={'kernel': tensor})
   followed.held = followed.held._replace(weights=held)
   followed.poll()
   assert_at(followed, 4)
   assert followed.stats.route[0] == 'key 0'
 
 
-def test_a_wrong_history_bundle_is_given_up(followed, caplog):
-  """Rot is suspected once; a bundle that fails after a new start is banned."""
+def test_a_wrong_bundle_is_given_up(followed, caplog):
+  """One that fails is not tried again."""
   caplog.set_level(logging.WARNING)
   store = stores.Store(followed._store.root)
   pointer = manifests.unseal(
@@ -103,7 +92,7 @@ def test_a_wrong_history_bundle_is_given_up(followed, caplog):
   store.move_pointer(faults.RUN, sealed, store.read_pointer(faults.RUN)[1])
   assert followed.poll() is None
   assert 'kernel (box 0, version 4)' in followed.problem
-  assert caplog.text.count('another way is tried') == 2
+  assert caplog.text.count('another way is tried') == 1
   assert_at(followed, 3)
 
 
@@ -212,40 +201,6 @@ def _text_bombs(world):
   yield 'long pointer'
 
 
-def _file_bombs(world):
-  """A checkpoint whose files are other than their manifest needs them."""
-  header, table = _key(world)
-  header['version'] = world.head.version
-  size = 8 * MIB
-  header['tensors'] = [['kernel', 'uint8', [size]]]
-  rows = np.repeat(table[:1], size // MIB)
-  for field, value in ('codec', 6), ('pack', 2**32 - 1), ('length', 0):
-    rows[field] = value
-  rows['blob'] = 0
-  header['target_id'] = identity.root(
-    {
-      'kernel': identity.tensor_node(
-        'kernel', 'uint8', [size], rows['post'].tobytes()
-      )
-    }
-  )
-  frame = _bomb(128 * MIB)
-  for sides in ([MIB], [size], [2**62], [0], [-1], []):
-    fields = {
-      'zarr_format': 2, 'shape': [size], 'chunks': sides, 'dtype': '|u1',
-      'compressor': {'id': 'zstd', 'level': 1}, 'fill_value': None,
-      'order': 'C', 'filters': None, 'dimension_separator': '.',
-    }  # fmt: skip
-    files = {'kernel/.zarray': json.dumps(fields).encode()}
-    files |= {f'kernel/{number}': frame for number in range(8)}
-    lie = dict(header, packs=[], files=[])
-    for path, data in sorted(files.items()):
-      name = faults_hostile._put(world, data)
-      lie['files'].append([path, name, len(data)])
-    _signed(world, lie, rows.copy())
-    yield f'chunks {sides}'
-
-
 def test_texts_of_any_depth_are_refused():
   """One depth that parses may be too deep to be written again."""
   for depth in range(300, 1400):
@@ -262,7 +217,7 @@ def tell_lies():
   world = faults.build('one', keyframe_every=9, skip_levels=(), versions=2)
   refused = 0
   zstandard.ZstdDecompressor().decompress(_bomb(MIB), max_output_size=MIB)
-  for number, bombs in enumerate([_bundle_bombs, _file_bombs, _text_bombs]):
+  for number, bombs in enumerate([_bundle_bombs, _text_bombs]):
     world.store.files = dict(world.files)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for what in bombs(world):
@@ -289,7 +244,7 @@ def test_bombs_take_no_memory():
   )
   assert done.returncode == 0, done.stderr[-3000:]
   rows = [json.loads(line) for line in done.stdout.splitlines()]
-  assert rows[-1][1] > 25
+  assert rows[-1][1] > 20
   # The bombs hold 128 MiB and more each. Texts of up to 16 MiB are parsed, to
   # objects that take some fifteen times as much.
-  assert rows[0][2] < 64 and rows[1][2] < 64 and rows[2][2] < 350, rows
+  assert rows[0][2] < 64 and rows[1][2] < 350, rows

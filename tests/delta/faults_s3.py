@@ -3,34 +3,34 @@
   python -m tests.delta.faults_s3 STEP FIRST
 
 One child serves moto; others are forked for each point, from a process that
-never had another thread. They count the calls of their S3 client and kill
-themselves before one is sent, or when it was done and its answer is lost. The
-last line of output is JSON: the points, and how many of them had moved the
-pointer.
+never had another thread. The server counts their requests and kills them before
+it does one, or when it was done, so that its answer is lost. The last line of
+output is JSON: the points, and how many of them had moved the pointer.
 """
 
 import json
 import logging
+import mmap
 import os
 import signal
+import struct
 import sys
 import time
 
-import aiobotocore.client
-import s3fs  # noqa: F401  (imported before anything is forked)
-
 from composer_jax.delta import manifest as manifests
-from composer_jax.delta import retries, subscribe
 from composer_jax.delta import store as stores
+from composer_jax.delta import subscribe
 from tests.delta import faults, faults_crash, s3_server
 
 KIND = 'floats'
+# A process and after how many points it is to be killed, for the server.
+_VICTIM, _PAIR = mmap.mmap(-1, 16), struct.Struct('qq')
 
 
 def _store(number):
   return stores.Store(
     f's3://{s3_server.BUCKET}/{number}',
-    retries=retries.Policy(attempts=2, base_s=0.01, max_s=0.01),
+    options={'retry_config': {'max_retries': 1}},
   )
 
 
@@ -42,30 +42,24 @@ def _publish(publisher, version):
   publisher.publish(faults.blocks(faults.weights(KIND, version)), version)
 
 
-def _kill_at(at):
-  """Every call is two points: before it is sent, and after it was done."""
-  call, seen = aiobotocore.client.AioBaseClient._make_api_call, [0]
-
-  def count():
-    seen[0] += 1
-    if seen[0] == at:
-      os.kill(os.getpid(), signal.SIGKILL)
-
-  async def counted(self, operation, parameters):
-    count()
-    answer = await call(self, operation, parameters)
-    count()
-    return answer
-
-  aiobotocore.client.AioBaseClient._make_api_call = counted
+def _kill():
+  """Every request is two points: before it is done, and after."""
+  process, left = _PAIR.unpack(_VICTIM[:])
+  if not process:
+    return False
+  _VICTIM[:] = _PAIR.pack(process if left > 1 else 0, left - 1)
+  if left == 1:
+    os.kill(process, signal.SIGKILL)
+  return left == 1
 
 
 def _crash(number):
   publisher = _publisher(number)
   for version in range(2):
     _publish(publisher, version)
-  _kill_at(number)
+  _VICTIM[:] = _PAIR.pack(os.getpid(), number)
   _publish(publisher, 2)  # A delta, then a skip and a keyframe.
+  _VICTIM[:] = _PAIR.pack(0, 0)
   os._exit(faults_crash._NO_MORE)
 
 
@@ -102,6 +96,7 @@ def _assert_exact(update):
 
 def _serve(write):
   with s3_server.run() as server:
+    server.kill = _kill
     os.write(write, f'{server.port}\n'.encode())
     signal.pause()
 

@@ -22,9 +22,6 @@ class _Backend:
   def put(self, key, data):
     self.store.files[key] = bytes(data)
 
-  def put_file(self, key, path, digest, give):
-    self.put(key, path.read_bytes())
-
   def stat(self, key):
     return store_backend.Found(len(self.store.files[key]), None)
 

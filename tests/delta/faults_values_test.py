@@ -9,22 +9,12 @@ from composer_jax.delta import store as stores
 from tests.delta import faults
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-OPTIONS = [('fast', False), ('small', False), ('small', True)]
 
 
-@pytest.fixture(params=['numba', 'numpy'])
-def kernels(request):
-  codec.use(request.param)
-  yield request.param
-  codec.use('auto')
-
-
-def assert_survives(values, base, tier='small', history=None):
+def assert_survives(values, base, tier='small'):
   before = None if base is None else base.tobytes()
-  kind, blob = codec.encode(values, base, tier=tier, history=history)
-  found = codec.decode(
-    kind, blob, values.size, values.dtype, base, history=history
-  )
+  kind, blob = codec.encode(values, base, tier=tier)
+  found = codec.decode(kind, blob, values.size, values.dtype, base)
   assert found.dtype == values.dtype
   assert found.tobytes() == values.tobytes(), (kind, tier, values.dtype)
   assert base is None or base.tobytes() == before
@@ -39,24 +29,22 @@ def random_bits(rng, dtype, size):
   return raw.view(dtype)
 
 
-@pytest.mark.parametrize('tier, has_history', OPTIONS)
-def test_every_bfloat16_becomes_any_other(kernels, tier, has_history):
+@pytest.mark.parametrize('tier', codec.TIERS)
+def test_every_bfloat16_becomes_any_other(tier):
   rng = np.random.default_rng(0)
   every = np.arange(2**16, dtype=np.uint16)
-  history = rng.integers(0, 256, 2**16, np.uint8) if has_history else None
   partners = rng.permutation(every)
   few = np.where(rng.random(2**16) < 0.03, partners, every).astype(np.uint16)
   steps = [every ^ 0x8000, every ^ 1, every + 1, every - 200]
-  # The slow tier has its bytes compared with the other's elsewhere.
-  for new in (partners, few, *(steps if kernels == 'numba' else steps[:1])):
+  for new in (partners, few, *steps):
     for values, base in (new, every), (every, new):
       base = base.astype(np.uint16).view(BF16)
-      assert_survives(values.astype(np.uint16).view(BF16), base, tier, history)
+      assert_survives(values.astype(np.uint16).view(BF16), base, tier)
   assert_survives(every.view(BF16), None, tier)
 
 
-@pytest.mark.parametrize('tier, has_history', OPTIONS)
-def test_every_nan_payload_among_ordinary_weights(kernels, tier, has_history):
+@pytest.mark.parametrize('tier', codec.TIERS)
+def test_every_nan_payload_among_ordinary_weights(tier):
   """In a sea of small steps, so that the codecs of steps are the smallest."""
   rng = np.random.default_rng(1)
   nans = np.concatenate(
@@ -71,17 +59,13 @@ def test_every_nan_payload_among_ordinary_weights(kernels, tier, has_history):
   values[places] = nans  # They appear,
   base_bits[places[::2]] = rng.permutation(nans)[::2]  # or are there before,
   kinds = set()
-  history = np.zeros(values.size, np.uint8) if has_history else None
   for pair in ((values, base_bits), (base_bits, values)):  # and go.
-    kinds.add(
-      assert_survives(*(bits.view(BF16) for bits in pair), tier, history)
-    )
-  if not has_history:
-    assert kinds == {codec.FLAT if tier == 'fast' else codec.CLASS}
+    kinds.add(assert_survives(*(bits.view(BF16) for bits in pair), tier))
+  assert kinds == {codec.FLAT if tier == 'fast' else codec.CLASS}
 
 
 @pytest.mark.parametrize('name', sorted(identity.DTYPES))
-def test_every_dtype_survives_every_step(kernels, name):
+def test_every_dtype_survives_every_step(name):
   dtype = identity.DTYPES[name]
   rng = np.random.default_rng(2)
   size = 3000
@@ -108,7 +92,7 @@ def test_every_dtype_survives_every_step(kernels, name):
       assert_survives(random_bits(rng, dtype, small), base[:small].copy(), tier)
 
 
-def test_zeros_keep_their_signs_and_numbers_their_place(kernels):
+def test_zeros_keep_their_signs_and_numbers_their_place():
   for name in ('bfloat16', 'float16', 'float32', 'float64', 'float8_e5m2'):
     dtype = identity.DTYPES[name]
     zeros = np.zeros(100, dtype)
@@ -125,7 +109,7 @@ def test_all_dtypes_go_through_a_store(tmp_path):
   rng = np.random.default_rng(3)
   store = stores.Store(tmp_path)
   publisher = publish.Publisher(
-    store, 'run', faults.KEY, threads=1, history=True, skip_levels=(2,)
+    store, 'run', faults.KEY, threads=1, skip_levels=(2,)
   )
   follower = subscribe.Subscriber(store, 'run', faults.KEY, threads=1)
   weights = {}

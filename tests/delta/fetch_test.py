@@ -1,17 +1,13 @@
 """Pieces of objects: what is asked for, what is kept, what a kill leaves."""
 
-import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 
-import numpy as np
 import pytest
 
-from composer_jax.delta import fetch, identity, manifest, subscribe
-from composer_jax.delta import grid as grids
+from composer_jax.delta import fetch, identity, subscribe
 from composer_jax.delta import store as store_lib
 from tests.delta import bundles
 
@@ -236,132 +232,3 @@ def test_a_killed_receiver_goes_on_where_it_was(run, tmp_path, monkeypatch):
   assert len(again.asked) == len(whole.asked) - 6
   assert {*again.asked} < {*whole.asked}
   bundles.assert_same_bits(receiver.held.weights, bundles.weights(1))
-
-
-def checkpoint(store, arrays):
-  """Writes each as two files of zarr; returns (path, sha256, bytes)."""
-  files = {}
-  for name, array in arrays.items():
-    half = array.shape[-1] // 2
-    files[f'{name}/.zarray'] = json.dumps(
-      {
-        'zarr_format': 2,
-        'shape': list(array.shape),
-        'chunks': [*array.shape[:-1], half],
-        'dtype': array.dtype.str,
-        'compressor': None,
-        'order': 'C',
-        'filters': None,
-        'fill_value': None,
-      }
-    ).encode()
-    for number in (0, 1):
-      path = f'{name}/' + '0.' * (array.ndim - 1) + str(number)
-      part = array[..., number * half : (number + 1) * half]
-      files[path] = part.tobytes()
-  return tuple(
-    (path, store.put(data), len(data)) for path, data in sorted(files.items())
-  )
-
-
-@pytest.fixture
-def stored(tmp_path):
-  """A store whose only bundle is a keyframe of checkpoint files."""
-  store = Counting(tmp_path / 'store')
-  rng = np.random.default_rng(0)
-  arrays = {
-    'bias': rng.normal(size=6).astype(np.float32),
-    'kernel': rng.normal(size=(8, 512, 1024)).astype(np.float32),
-  }
-  held = bundles.weights_held.from_arrays(arrays)
-  tensors = []
-  for name, tensor in held.tensors.items():
-    chunks = np.zeros(tensor.grid.num_boxes, manifest.CHUNK)
-    chunks['codec'], chunks['pack'] = 6, manifest.NO_PACK
-    chunks['post'] = tensor.posts
-    tensors.append(
-      manifest.Tensor(
-        name=name, dtype=tensor.dtype, shape=tensor.shape, chunks=chunks
-      )
-    )
-  key = manifest.Manifest(
-    run_id='run',
-    version=0,
-    kind=manifest.KEY,
-    base_version=None,
-    base_id='',
-    target_id=held.target_id,
-    history=None,
-    packs=(),
-    files=checkpoint(store, arrays),
-    tensors=tuple(tensors),
-  )
-  pointer = manifest.Pointer(
-    run_id='run',
-    sequence=1,
-    rewinds=0,
-    version=0,
-    target_id=held.target_id,
-    base_id='',
-    manifest=store.put(key.to_bytes()),
-    index=store.put(manifest.Index(run_id='run', edges=()).to_bytes()),
-    expires=0,
-  )
-  store.move_pointer('run', manifest.seal(pointer, bundles.SIGNER), None)
-  return store, arrays, {path: name for path, name, _ in key.files}
-
-
-@pytest.mark.parametrize('threads', [1, 2])
-def test_keyframes_of_a_checkpoint_are_read_from_its_verified_files(
-  stored, threads
-):
-  store, arrays, objects = stored
-  receiver = follow(store, threads=threads)
-  bundles.assert_same_bits(receiver.poll().weights, arrays)
-  assert len(store.asked) == 1 + len(objects)
-  path = store.root / 'objects' / objects['kernel/0.0.1']
-  bundles.damage(path, at=1000)
-  receiver = follow(store, threads=threads)
-  assert receiver.poll() is None
-  assert 'kernel (box' in receiver.problem
-  assert objects['kernel/0.0.1'] in receiver.problem
-
-
-def test_files_of_a_checkpoint_come_together(stored):
-  store, arrays, _ = stored
-  lock = threading.Lock()
-  now, most = 0, 0
-
-  class Slow(store_lib.Store):
-    def get(self, *args):
-      nonlocal now, most
-      with lock:
-        now += 1
-        most = max(most, now)
-      time.sleep(0.02)
-      with lock:
-        now -= 1
-      return super().get(*args)
-
-  receiver = follow(Slow(store.url), threads=1)
-  bundles.assert_same_bits(receiver.poll().weights, arrays)
-  assert most > 1
-
-
-def test_a_part_of_a_checkpoint_needs_only_the_files_it_touches(stored):
-  store, arrays, objects = stored
-  kernel = arrays['kernel']
-  region = grids.of(kernel.shape, kernel.dtype).box(0)
-  receiver = follow(
-    store, wanted=lambda name, *_: [region] if name == 'kernel' else []
-  )
-  held = receiver.poll().weights
-  where = tuple(slice(*ends) for ends in region)
-  np.testing.assert_array_equal(held.block('kernel', region), kernel[where])
-  last = region[-1]
-  wanted = {
-    'kernel/.zarray',
-    *(f'kernel/0.0.{at // 512}' for at in range(*last, 512)),
-  }
-  assert len(wanted) == 2
-  assert set(store.asked[1:]) == {objects[path] for path in wanted}

@@ -177,22 +177,6 @@ def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
   assert publisher.publish(t.blocks(t.weights(1)), 1).kind == 'delta'
 
 
-def test_threads_are_fed_a_few_items_at_a_time_and_keep_the_order():
-  taken = []
-
-  def items():
-    for item in range(50):
-      taken.append(item)
-      yield item
-
-  found = publish_encode.in_threads(lambda item: item * 2, items(), 2)
-  assert next(found) == 0
-  assert len(taken) <= 8
-  assert list(found) == [2 * item for item in range(1, 50)]
-  with pytest.raises(ZeroDivisionError):
-    list(publish_encode.in_threads(lambda item: 1 / item, [1, 0, 1], 2))
-
-
 def test_packs_do_not_depend_on_when_blobs_come(tmp_path):
   store = stores.Store(tmp_path)
   blobs = {('w', n): bytes([n]) * (3 << 20) for n in range(7)}

@@ -1,8 +1,6 @@
 """Publishers that are killed, run out of space, or write a bad checkpoint."""
 
-import functools
 import json
-import pathlib
 import subprocess
 import sys
 import threading
@@ -10,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from composer_jax.delta import publish_encode, restore
+from composer_jax.delta import publish_encode
 from composer_jax.delta import store as stores
 from tests.delta import publish_test as t
 
@@ -21,10 +19,9 @@ CRASH = """
 import json, os, signal, sys
 
 from tests.delta import publish_test as t
-from composer_jax.delta import codec, store as stores
+from composer_jax.delta import store as stores
 
 OPTIONS = dict(keyframe_every=2, skip_levels=(2,))
-codec.use('numpy')  # starts faster
 
 def child(work):
   pid = os.fork()
@@ -87,7 +84,7 @@ def run_python(code):
 
 @pytest.mark.parametrize(
   'versions, step',
-  [((2,), 7), pytest.param((0, 1, 2), 1, marks=pytest.mark.slow)],
+  [((2,), 15), pytest.param((0, 1, 2), 1, marks=pytest.mark.slow)],
 )
 def test_kill_at_file_operations_then_publish_again(tmp_path, versions, step):
   results = run_python(
@@ -110,8 +107,7 @@ def test_kill_at_file_operations_then_publish_again(tmp_path, versions, step):
 FULL = """
 import json, resource, signal
 from tests.delta import publish_test as t
-from composer_jax.delta import codec, store as stores
-codec.use('numpy')
+from composer_jax.delta import store as stores
 store = stores.Store({root!r})
 publisher = t.open_publisher(store)
 publisher.publish(t.blocks(t.weights(0)), 0)
@@ -227,75 +223,6 @@ def test_a_lost_answer_is_asked_for(tmp_path, first):
   assert publisher.publish(t.blocks(t.weights(2)), 2).kind == 'delta'
   assert publisher.publish(t.blocks(t.weights(3)), 3).kind == 'delta'
   t.assert_same_bits(t.served(store).weights, t.weights(3))
-
-
-def write_zarr(arrays, folder):
-  """What orbax would write, as far as a reader cares."""
-  for name, array in arrays.items():
-    if not array.size:
-      continue
-    to = pathlib.Path(folder) / name.replace('/', '.')
-    to.mkdir(parents=True)
-    dtype = array.dtype.str if array.dtype.kind in 'fiu' else str(array.dtype)
-    metadata = {
-      'zarr_format': 2, 'shape': list(array.shape),
-      'chunks': list(array.shape), 'dtype': dtype, 'compressor': None,
-      'fill_value': None, 'order': 'C', 'filters': None,
-      'dimension_separator': '.',
-    }  # fmt: skip
-    (to / '.zarray').write_text(json.dumps(metadata))
-    at = '.'.join('0' for _ in array.shape) or '0'
-    (to / at).write_bytes(array.tobytes())
-
-
-def stored_weights(version):
-  return {k: v for k, v in t.weights(version).items() if v.dtype.kind in 'fi'}
-
-
-@pytest.mark.parametrize('verify', [True, False])
-def test_a_keyframe_may_be_a_checkpoint(tmp_path, verify):
-  store = stores.Store(tmp_path)
-  publisher = t.open_publisher(store, keyframe_every=2, verify=verify)
-  for v in range(3):
-    arrays = stored_weights(v)
-    publisher.publish(
-      t.blocks(arrays), v, write_full=functools.partial(write_zarr, arrays)
-    )
-    t.assert_same_bits(t.served(store).weights, arrays)
-  keys = [e for e in t.edges(store) if e.kind == 'key']
-  assert [e.version for e in keys] == [0, 2]
-  for e in keys:
-    found = restore.read_manifest(store, e.manifest)
-    assert not found.packs and found.files
-    assert e.bytes > sum(length for _, _, length in found.files)
-    tree = tmp_path / 'keyframes' / e.manifest
-    name = 'bias/0'
-    assert (tree / name).read_bytes() == (
-      stored_weights(e.version)['bias'].tobytes()
-    )
-  # Nothing else is left of the folder that it was written into.
-  left = {p.name for p in (tmp_path / 'keyframes').iterdir()}
-  assert left == {e.manifest for e in keys}
-  assert publisher.publish(t.blocks(stored_weights(3)), 3).kind == 'delta'
-  assert publisher.gc(1) > 0
-  t.assert_same_bits(t.served(store).weights, stored_weights(3))
-
-
-def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
-  store = stores.Store(tmp_path)
-  publisher = t.open_publisher(store)
-  arrays = stored_weights(0)
-  wrong = {**arrays, 'bias': arrays['bias'] + np.float32(1)}
-  with pytest.raises(ValueError, match='bias .box 0.: the checkpoint that was'):
-    publisher.publish(
-      t.blocks(arrays), 0, write_full=lambda to: write_zarr(wrong, to)
-    )
-  with pytest.raises(ValueError, match='write_full wrote no files'):
-    t.open_publisher(store, verify=False).publish(
-      t.blocks(arrays), 0, write_full=lambda to: None
-    )
-  assert store.read_pointer('run') is None
-  assert publisher.publish(t.blocks(arrays), 0).kind == 'key'
 
 
 def test_an_error_leaves_no_thread_at_work(tmp_path, monkeypatch):

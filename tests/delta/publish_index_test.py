@@ -8,7 +8,7 @@ from composer_jax.delta import manifest, publish_index, publish_share
 from tests.delta import publish_test as t
 
 
-def edge(base, version, history=None):
+def edge(base, version):
   kind = manifest.KEY if base is None else manifest.DELTA
   name = f'{-1 if base is None else base:032x}{version:032x}'.replace('-', 'f')
   return manifest.Edge(
@@ -18,20 +18,17 @@ def edge(base, version, history=None):
     bytes=1,
     manifest=name,
     target=f'{version:016x}',
-    history=history,
   )
 
 
 def run(last, keyframe_every, levels, late=0):
   """The edges of a run as a publisher makes them, `late` keyframes delayed."""
-  edges, since = [edge(None, 0)], 0
+  edges = [edge(None, 0)]
   for v in range(1, last + 1):
-    edges.append(edge(v - 1, v, since))
+    edges.append(edge(v - 1, v))
     edges += [edge(v - n, v) for n in levels if v % n == 0]
     is_key = v > late and (v - late) % keyframe_every == 0
     edges += [edge(None, v)] if is_key else []
-    if is_key or any(v % n == 0 for n in levels[:1]):
-      since = v
   return edges
 
 
@@ -55,27 +52,13 @@ def test_closed_form():
 
 
 def reachable(edges):
-  """(version, since) that can be reached from a keyframe, and which versions.
-
-  The state of a receiver is what it holds and since when it has followed every
-  single; None means it has to begin.
-  """
-  states = {(e.version, None) for e in edges if e.kind == manifest.KEY}
+  """Versions that can be reached from a keyframe."""
+  found = {e.version for e in edges if e.kind == manifest.KEY}
   while True:
-    found = set(states)
-    for e in edges:
-      if e.kind == manifest.KEY:
-        continue
-      for version, since in states:
-        if version != e.base_version:
-          continue
-        if e.history is None:
-          found.add((e.version, None))
-        elif e.history in (version, since):
-          found.add((e.version, e.history))
-    if found == states:
-      return {version for version, _ in states}
-    states = found
+    more = {e.version for e in edges if e.base_version in found}
+    if more <= found:
+      return found
+    found |= more
 
 
 @hypothesis.settings(max_examples=200, deadline=None, database=None)

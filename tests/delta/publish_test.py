@@ -10,6 +10,7 @@ from composer_jax.delta import (
   identity,
   manifest,
   publish,
+  publish_local,
   restore,
   signing,
   subscribe,
@@ -92,13 +93,10 @@ def assert_same_bits(held, wanted):
     assert found[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize('history', [False, True])
 @pytest.mark.parametrize('tier', ['fast', 'small'])
-def test_each_version_is_one_delta_and_keyframes_come_besides(
-  store, tier, history
-):
+def test_each_version_is_one_delta_and_keyframes_come_besides(store, tier):
   publisher = open_publisher(
-    store, keyframe_every=3, skip_levels=(2, 4), tier=tier, history=history
+    store, keyframe_every=3, skip_levels=(2, 4), tier=tier
   )
   follower, previous, kinds = joiner(store), '', []
   for v in range(9):
@@ -124,18 +122,6 @@ def test_each_version_is_one_delta_and_keyframes_come_besides(
     ],
     key=str,
   )  # fmt: skip
-
-
-def test_history_begins_anew_at_skips_keyframes_and_a_new_publisher(store):
-  options = {'keyframe_every': 3, 'skip_levels': (4,), 'history': True}
-  publisher = open_publisher(store, **options)
-  for v in range(6):
-    publisher.publish(blocks(weights(v)), v)
-  open_publisher(store, **options).publish(blocks(weights(6)), 6)
-  singles = [e for e in edges(store) if e.base_version == e.version - 1]
-  # A keyframe at 0, 3 and 6, a skip level at 4, a new publisher at 5.
-  assert [e.history for e in singles] == [0, 0, 0, 3, 4, 5]
-  assert_same_bits(served(store).weights, weights(6))
 
 
 def test_what_was_counted(store):
@@ -361,13 +347,26 @@ def test_a_failing_keyframe_is_told_and_tried_again(store, caplog):
   publisher = open_publisher(store, keyframe_every=1, skip_levels=())
   publisher.publish(blocks(weights(0)), 0)
 
-  def write_full(folder):
+  def encode_key(self):
     raise OSError(28, 'No space left on device')
 
-  with caplog.at_level(logging.WARNING):
-    info = publisher.publish(blocks(weights(1)), 1, write_full=write_full)
+  with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(publish_local.Local, 'encode_key', encode_key)
+    info = publisher.publish(blocks(weights(1)), 1)
   assert (info.kind, info.keyframe_bytes) == ('delta', 0)
   assert 'version 1 is out' in caplog.text and 'No space' in caplog.text
   assert served(store).version == 1
   assert publisher.publish(blocks(weights(2)), 2).keyframe_bytes > 0
   assert (None, 2) in spans(store)
+
+
+def test_a_chain_of_an_older_version_is_named_and_begun_anew(store):
+  older = manifest._IDLE_BUNDLE | {'files': [['d/0', 64 * '0', 1]]}
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(manifest, '_IDLE_BUNDLE', older)
+    open_publisher(store).publish(blocks(weights(0)), 0)
+  reader = joiner(store)
+  assert reader.poll() is None
+  assert "older version: its files is [['d/0'" in reader.problem
+  assert open_publisher(store).publish(blocks(weights(1)), 1).kind == 'key'
+  assert_same_bits(reader.poll().weights, weights(1))

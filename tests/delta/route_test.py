@@ -13,10 +13,10 @@ def target(version):
   return f'{version:016x}'
 
 
-def edge(base, version, cost, history=None):
+def edge(base, version, cost):
   kind = manifests.KEY if base is None else manifests.DELTA
   # A name of its own for each road.
-  name = f'{version:08x}{(base or 0):08x}{cost:016x}{history or 0:032x}'
+  name = f'{version:08x}{(base or 0):08x}{cost:048x}'
   return manifests.Edge(
     version=version,
     base_version=base,
@@ -24,12 +24,11 @@ def edge(base, version, cost, history=None):
     bytes=cost,
     manifest=name,
     target=target(version),
-    history=history,
   )
 
 
-def start(version, since=None):
-  return route.Start(version, target(version) + 48 * '0', since)
+def start(version):
+  return route.Start(version, target(version) + 48 * '0')
 
 
 def legs(way):
@@ -78,29 +77,10 @@ def test_void_versions_are_not_started_from_and_equal_weights_are():
   void = route.Start(19, 64 * 'f')
   assert route.cheapest(MAP, 20, [void]).start is None
   # The same weights under another version: no matter how they came to be.
-  other = route.Start(77, target(19) + 48 * '0', 77)
+  other = route.Start(77, target(19) + 48 * '0')
   assert legs(route.cheapest(MAP, 20, [other])) == [(19, 20)]
   # A version that the index forgot is one that its edges may still leave.
   assert route.cheapest(SINGLES[5:], 7, [start(5)]).bytes == 20
-
-
-def test_history_needs_all_singles_since_it_began():
-  roads = [
-    edge(None, 0, 1000),
-    *[edge(v, v + 1, 10, history=0) for v in range(8)],
-    edge(0, 4, 5),
-    edge(None, 8, 1500),
-    edge(8, 9, 10, history=8),
-  ]
-  # The skip to 4 would be cheaper, but from there the history is unknown.
-  way = route.cheapest(roads, 8, [start(0)])
-  assert way.bytes == 80 and len(way.edges) == 8
-  assert route.cheapest(roads, 8, [start(5, since=0)]).bytes == 30
-  assert legs(route.cheapest(roads, 8, [start(5)])) == [
-    *[(None, 0)], *[(v, v + 1) for v in range(8)]
-  ]  # fmt: skip
-  # It begins anew at 8, where anybody may join.
-  assert legs(route.cheapest(roads, 9, [start(8)])) == [(8, 9)]
 
 
 def brute_force(edges, version, begin):
@@ -108,14 +88,13 @@ def brute_force(edges, version, begin):
   best = np.inf
   for count in range(len(edges) + 1):
     for path in itertools.permutations(edges, count):
-      town, since, cost = begin.version, begin.history_since, 0
+      reached, cost = begin.version, 0
       for e in path:
-        fits = e.base_version is None or e.base_version == town
-        if not fits or e.history not in (None, town, since):
+        if e.base_version not in (None, reached):
           break
-        town, since, cost = e.version, e.history, cost + e.bytes
+        reached, cost = e.version, cost + e.bytes
       else:
-        if town == version:
+        if reached == version:
           best = min(best, cost)
   return best
 
@@ -126,17 +105,15 @@ def test_no_way_is_cheaper(seed):
   edges = []
   for _ in range(6):
     base, version = sorted(rng.choice(5, 2, replace=False).tolist())
-    history = int(rng.integers(0, base + 1)) if rng.random() < 0.5 else None
     is_key = rng.random() < 0.2
     edges.append(
       edge(
         None if is_key else base,
         version,
         int(rng.integers(1, 50)),
-        None if is_key else history,
       )
     )
-  begin = start(0, since=0)
+  begin = start(0)
   way = route.cheapest(edges, 4, [begin])
   best = brute_force(edges, 4, begin)
   assert (np.inf if way is None else way.bytes) == best

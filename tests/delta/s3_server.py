@@ -6,8 +6,6 @@ import socket
 import threading
 from collections.abc import Iterator
 
-import aiobotocore.session
-import fsspec.config
 import pytest
 from moto.moto_server import werkzeug_app
 from moto.s3 import models
@@ -32,12 +30,15 @@ class Server:
       lost), 'cut' (half of the answer) or 'ok'.
     seen: method and path of each request, with bytes that it carried.
     minds_conditions: without, If-Match and If-None-Match are not passed on.
+    kill: called before and after each request is done; true if it has killed
+      who asked.
   """
 
   def __init__(self):
     self.trouble = []
     self.seen = []
     self.minds_conditions = True
+    self.kill = lambda: False
     self._moto = werkzeug_app.DomainDispatcherApplication(
       werkzeug_app.create_backend_app
     )
@@ -52,7 +53,9 @@ class Server:
       '127.0.0.1', self.port, self._gate, True, request_handler=_Quiet
     )
     self.port = self._server.server_port
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    threading.Thread(
+      target=self._server.serve_forever, args=(0.01,), daemon=True
+    ).start()
 
   def stop(self):
     self._server.shutdown()
@@ -72,13 +75,13 @@ class Server:
       if isinstance(trouble, int):
         start_response(f'{trouble} Trouble', [('Content-Length', '0')])
         return [b'']
-      if trouble == 'drop':
+      if trouble == 'drop' or self.kill():
         self._hang_up(environ)
       if not self.minds_conditions:
         environ.pop('HTTP_IF_MATCH', None)
         environ.pop('HTTP_IF_NONE_MATCH', None)
       answer = b''.join(self._moto(environ, start_response))
-      if trouble == 'lose':
+      if trouble == 'lose' or self.kill():
         self._hang_up(environ)
       return [answer[: len(answer) // 2] if trouble == 'cut' else answer]
 
@@ -86,13 +89,12 @@ class Server:
     environ['werkzeug.socket'].shutdown(socket.SHUT_RDWR)
     raise ConnectionAbortedError
 
-  def keys(self):
-    backend = models.s3_backends['123456789012']['aws']
-    return dict(backend.buckets[BUCKET].keys.items())
+  def bucket(self):
+    return models.s3_backends['123456789012']['aws'].buckets[BUCKET]
 
   def age(self, seconds):
     """Makes everything in the bucket that much older."""
-    for key in self.keys().values():
+    for key in self.bucket().keys.values():
       key.last_modified -= datetime.timedelta(seconds=seconds)
 
 
@@ -117,9 +119,6 @@ def run() -> Iterator[Server]:
     patch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
     patch.setenv('AWS_CONFIG_FILE', '/dev/null')
     patch.setenv('AWS_SHARED_CREDENTIALS_FILE', '/dev/null')
-    # Each store has its own clients; reading their models is most of the work.
-    session = aiobotocore.session.get_session()
-    patch.setitem(fsspec.config.conf, 's3', {'session': session})
     models.s3_backends.reset()  # of another module of this process
     models.s3_backends['123456789012']['aws'].create_bucket(BUCKET, 'us-east-1')
     yield server

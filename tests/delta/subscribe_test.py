@@ -11,7 +11,6 @@ from composer_jax.delta import (
   identity,
   manifest,
   restore,
-  retries,
   signing,
   subscribe,
 )
@@ -181,75 +180,13 @@ def test_a_broken_way_is_left_for_the_next_best(run):
   assert behind.stats.route == ('delta 1-2', 'delta 1-3')
 
 
-def test_history_is_followed_and_given_up_at_a_skip(run):
-  follower = follow(run)
-  follower.poll()
-  step(run, range(1, 5), history=0)
-  run.add(5, base=4, history=0)
-  run.point(5)
-  follower.poll()
-  assert follower.stats.route == tuple(f'delta {v}-{v + 1}' for v in range(5))
-  step(run, [6], history=0)
-  assert follower.poll().version == 6
-  assert_serves(follower, run, 6)
-  # A joiner without a keyframe later than 0 needs all of them.
-  joiner = follow(run)
-  joiner.poll()
-  assert joiner.stats.route[0] == 'key 0' and len(joiner.stats.route) == 7
-  assert_serves(joiner, run, 6)
-  # From a later keyframe the context is unknown.
-  run.add(6)
-  run.point(6)
-  late = follow(run)
-  late.poll()
-  assert late.stats.route == ('key 6',)
-  step(run, [7], history=0)
-  assert late.poll().version == 7
-  assert late.stats.route[0] == 'key 0'
-  # The context of what was held before stays as it was.
-  follower.poll()
-  assert follower.stats.route == ('delta 6-7',)
-  follower.rollback()
-  step(run, [8], history=7)
-  assert follower.poll().version == 8
-  assert follower.stats.route == ('delta 6-7', 'delta 7-8')
-  follower.rollback()
-  step(run, [9], history=7)
-  for receiver in (late, follower):
-    assert receiver.poll().version == 9
-    assert receiver.stats.route[-1] == 'delta 8-9'
-    assert_serves(receiver, run, 9)
-  other = dataclasses.replace(run.held[8], history={}, history_since=6)
-  last = restore.read_manifest(run.store, run.edges[-1].manifest)
-  with pytest.raises(ValueError, match='versions 7 to 8; .* versions 6 to 8'):
-    restore.apply(run.store, last, other)
-
-
-def test_history_grows_by_versions_that_change_nothing(run):
-  run.make = lambda version: bundles.weights({2: 1}.get(version, version))
-  follower, lagging = follow(run), follow(run)
-  follower.poll()
-  lagging.poll()
-  for version in range(1, 5):
-    step(run, [version], history=0)
-    follower.poll()
-    assert follower.stats.route == (f'delta {version - 1}-{version}',)
-    assert_serves(follower, run, version)
-    if version != 2:
-      lagging.poll()
-    if version == 3:
-      # It had those weights, but not what each had done until version 2.
-      assert lagging.stats.route == ('delta 1-2', 'delta 2-3')
-
-
 def test_weights_that_were_published_thrice_are_known(run):
   run.make = lambda version: bundles.weights(min(version, 1))
   follower = follow(run)
   follower.poll()
-  step(run, [1], history=0)
+  step(run, [1])
   follower.poll()
-  step(run, [2, 3], history=0)
-  # Its history ends at version 1, so nothing but the version changes.
+  step(run, [2, 3])
   assert follower.poll().version == 3
   assert follower.stats.route == ()
   assert_serves(follower, run, 3)
@@ -420,7 +357,7 @@ def test_an_unreachable_store_is_said_and_the_old_version_served(run):
 
 def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
   class Lame(store_lib.Store):
-    lame, error = (), retries.GaveUp('asked in vain')
+    lame, error = (), ConnectionError('asked in vain')
     asked = 0
 
     def get(self, name, *args, **named):
@@ -455,8 +392,6 @@ def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
   store.asked = 0
   assert joiner.poll() is None and store.asked == len(['key 0', 'key 5'])
   assert 'bias (box 0): asked in vain' in joiner.problem
-  store.error, store.asked = retries.Cancelled('ended'), 0
-  assert joiner.poll() is None and store.asked == 1
 
 
 def test_not_every_broken_bundle_is_tried(run, monkeypatch):

@@ -21,7 +21,6 @@ from composer_jax.train.checkpoints import manager
 from configs.composer import tiny
 from tests.agent import episode_test
 from tests.e2e import composer_test, jobs
-from tests.pipeline import runs
 
 COMMAND = [sys.executable, '-m', 'experiments.composer']
 
@@ -128,20 +127,6 @@ def test_a_corpus_without_text_is_refused_by_its_path(tmp_path, make, message):
   spec = wiring.spec_of(config.to_dict())
   with pytest.raises(ValueError, match=message):
     wiring.systems_of(spec).corpus(tmp_path / 'run')
-
-
-def test_a_mistyped_source_is_told_before_the_workdir_is_claimed(tmp_path):
-  """The corrected command then has the workdir for itself."""
-  for source, told in (
-    ('stdlibb', "'stdlibb' does not exist"),
-    ('pypi:numpy==0.0.1', 'numpy==0.0.1 is installed in version'),
-  ):
-    config = tiny.get_config('smoke')
-    config.data.sources = (source,)
-    with pytest.raises(ValueError, match=told):
-      with runs.open_run(wiring.spec_of(config.to_dict()), tmp_path / 'run'):
-        pass
-    assert not (tmp_path / 'run').exists()
 
 
 def _flip(path):

@@ -29,13 +29,19 @@ CONFIG = 'configs/composer/tiny.py:smoke'
 # Six steps at this rate teach SFT which tokens are frequent, so that calls end
 # early and episodes differ in their invalid calls: groups have a gradient.
 OVERRIDES = (
-  '--config.sft.learning_rate=0.05',
-  '--config.sft.adam_learning_rate=0.05',
-  '--config.sft.warmup_steps=1',
+  # With the same options, both stages have one program.
+  *(
+    f'--config.{stage}.{change}'
+    for stage in ('cpt', 'sft')
+    for change in (
+      'learning_rate=0.05',
+      'adam_learning_rate=0.05',
+      'warmup_steps=1',
+      # Makes the run write the metrics of both passes.
+      'muon.qk_clip=100.0',
+    )
+  ),
   '--config.episode.max_turns=12',
-  # Makes the run write the metrics of both passes.
-  '--config.cpt.muon.qk_clip=100.0',
-  '--config.sft.muon.qk_clip=100.0',
 )
 # For a job that hangs; on a busy machine a job takes many minutes.
 TIMEOUT_S = 3600

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import commands, keyframes, sources
+from composer_jax.delta.device import commands, orbax_trees, sources
 from composer_jax.train.checkpoints import manager
 from tests.delta import bundles, s3_server
 
@@ -145,7 +144,7 @@ def test_a_version_becomes_an_orbax_checkpoint(place, tmp_path, version, step):
   assert str(out) in said and f'Version {step}' in said
   same(sources.read(str(out)), policy(step))
   with ocp.StandardCheckpointer() as reader:
-    tree = reader.restore(out, keyframes.read(out))
+    tree = reader.restore(out, orbax_trees.read(out))
   kernel = np.asarray(tree['params']['kernel'])
   assert kernel.tobytes() == policy(step)['params/kernel'].tobytes()
   with pytest.raises(ValueError, match='exists; choose another --out'):
@@ -235,7 +234,7 @@ def test_gc_keeps_what_is_needed(workdir, tmp_path):
   flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
   states = workdir / 'checkpoints' / 'rl'
   for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
-    commands.publish(source=source, keyframes='packed', **flags)
+    commands.publish(source=source, **flags)
   assert commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
   said = commands.gc(keep=1, grace_s=0.0, **flags)
   assert int(said.split()[1]) > 0
@@ -267,7 +266,7 @@ def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
   assert not (tmp_path / 'none').exists()
 
 
-def test_a_relay_is_not_published_to(place):
+def test_what_is_read_by_http_is_not_published_to(place):
   with pytest.raises(ValueError, match='http://host can only be read'):
     commands.publish(source='nowhere', **{**place, 'store': 'http://host'})
 
@@ -277,7 +276,7 @@ def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
     assert folder.is_dir() and held.version == 2
     raise ValueError('not what was written')
 
-  monkeypatch.setattr(keyframes, 'verify', damage)
+  monkeypatch.setattr(orbax_trees, 'verify', damage)
   with pytest.raises(ValueError, match='not what was written'):
     commands.apply(out=tmp_path / 'out', **place)
   assert not (tmp_path / 'out').exists()
@@ -358,31 +357,6 @@ def test_the_main_publishes_and_says_errors_in_one_line(workdir, tmp_path):
   assert run.stderr == 'error: apply needs --out; see --help.\n'
 
 
-def test_the_main_relays(place, tmp_path):
-  relay = subprocess.Popen(
-    [sys.executable, '-m', 'experiments.delta', 'relay', '--host=127.0.0.1']
-    + [f'--upstream={place["store"]}', f'--cache={tmp_path}', '--port=0']
-    + ['--cache_gb=1'],
-    cwd=REPOSITORY,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    # By the time it says where, it listens there.
-    start, mark, url = relay.stdout.readline().strip().partition(' at ')
-    assert start == f'Relaying {place["store"]}' and mark
-    assert url.startswith('http://127.0.0.1:') and not url.endswith(':0')
-    place = {**place, 'store': url}
-    commands.apply(out=tmp_path / 'out', **place)
-    same(sources.read(str(tmp_path / 'out')), policy(2))
-    relay.send_signal(signal.SIGINT)
-    assert relay.communicate(timeout=20)[0].endswith('Stopped.\n')
-  finally:
-    relay.kill()
-    relay.wait()
-
-
 def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   url = 's3://bucket/x'
@@ -390,22 +364,13 @@ def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
     sources.read(url)
   with pytest.raises(ValueError, match=f'--out is {url}; it must lie in'):
     commands.apply(out=url, **place)
-  with pytest.raises(ValueError, match=f'--cache is {url}; it must lie in'):
-    commands.relay(upstream=place['store'], cache=url, host='', port=-1)
   assert not list(tmp_path.iterdir())
-
-
-def test_a_relay_has_room(place, tmp_path):
-  with pytest.raises(ValueError, match='cache_gb is 0; it must be above 0'):
-    commands.relay(
-      upstream=place['store'], cache=tmp_path, cache_gb=0, host='', port=0
-    )
 
 
 def test_help_names_the_commands():
   run = run_main('--help')
   assert run.returncode == 0
-  assert '--store' in run.stdout and 'experiments.delta relay' in run.stdout
+  assert '--store' in run.stdout and 'experiments.delta publish' in run.stdout
   run = run_main('fetch')
   assert run.stderr.startswith("error: 'fetch' is no command; the commands are")
   assert "['publish'," in run.stderr

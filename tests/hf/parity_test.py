@@ -40,7 +40,14 @@ def _compare(name, seed, lengths):
 
 
 @pytest.mark.parametrize('seed', [0, 1])
-@pytest.mark.parametrize('name', tiny.MODELS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    # Moonlight is DeepSeek-V3 with fewer options.
+    pytest.param(n, marks=[pytest.mark.slow] if n == 'moonlight' else [])
+    for n in tiny.MODELS
+  ],
+)
 def test_logits_routes_and_gradients_are_those_of_transformers(name, seed):
   want = _compare(name, seed, LENGTHS)
   # Every parameter has an effect: no gradient is zero.
@@ -48,6 +55,7 @@ def test_logits_routes_and_gradients_are_those_of_transformers(name, seed):
     assert np.abs(gradient).max() > 1e-6, parameter
 
 
+@pytest.mark.slow
 def test_one_token_is_a_batch():
   _compare('deepseek_v3', 2, [[1]])
 

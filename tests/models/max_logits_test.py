@@ -244,11 +244,11 @@ MESHES = {'cp2_ep8': (2, 2, 2), 'fsdp4_cp2': (1, 4, 2)}
 @pytest.mark.parametrize(
   'name,shape',
   [
-    ('deepseek_v3', 'fsdp4_cp2'),
     # tests/train/muon_stage_test.py trains grouped queries on a mesh.
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in (
+        ('deepseek_v3', 'fsdp4_cp2'),
         ('deepseek_v3', 'cp2_ep8'),
         ('qwen3_moe', 'cp2_ep8'),
         ('qwen3_moe', 'fsdp4_cp2'),

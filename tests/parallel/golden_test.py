@@ -82,7 +82,7 @@ OTHERS = hsdp_test.OTHERS | {
   ),
 }
 CASES = [
-  pytest.param(*RING, id='ring'),
+  pytest.param(*RING, id='ring', marks=pytest.mark.slow),
   pytest.param(*A2A, id='a2a'),
   *(
     pytest.param(*case, id=name, marks=pytest.mark.slow)
@@ -103,7 +103,11 @@ def _of(sent, *, layers):
 
 
 @pytest.mark.parametrize(
-  'case, counts', [(RING, RING_COUNTS), (A2A, A2A_COUNTS)], ids=['ring', 'a2a']
+  'case, counts',
+  [
+    pytest.param(RING, RING_COUNTS, id='ring', marks=pytest.mark.slow),
+    pytest.param(A2A, A2A_COUNTS, id='a2a'),
+  ],
 )
 def test_collectives_of_a_layer_are_golden(case, counts):
   measured, _ = _sent(*case)

@@ -44,7 +44,7 @@ OTHERS = {
   'uneven_alone': (programs.config(moe=dict(num_experts=6)), (1, 8, 1), 'ring'),
 }
 CASES = [
-  pytest.param(*WIDE, id='wide'),
+  pytest.param(*WIDE, id='wide', marks=pytest.mark.slow),
   pytest.param(*UNEVEN, id='uneven'),
   *(
     pytest.param(*case, id=name, marks=pytest.mark.slow)

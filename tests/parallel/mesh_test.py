@@ -63,6 +63,8 @@ def wide():
   return on_mesh.sharded(WIDE, (2, 2, 2))
 
 
+# tests/parallel/hsdp_test.py has these laws for a mesh by default.
+@pytest.mark.slow
 def test_loss_and_gradients_equal_one_device(wide):
   plan, result, _ = wide
   on_mesh.assert_equal(result, on_mesh.single(WIDE))
@@ -96,6 +98,7 @@ def _weight_sizes(config):
   return dense, experts
 
 
+@pytest.mark.slow
 def test_dense_weights_gather_inside_a_replica_and_experts_never_move(wide):
   *_, sent = wide
   dense, experts = _weight_sizes(WIDE)
@@ -112,6 +115,7 @@ def test_dense_weights_gather_inside_a_replica_and_experts_never_move(wide):
   assert gathered == dense
 
 
+@pytest.mark.slow
 def test_tokens_meet_experts_across_all_devices(wide):
   *_, sent = wide
   everyone = collectives.blocks(8, 8)

@@ -67,7 +67,14 @@ def _on_mesh(case):
   return on_mesh
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize(
+  'case',
+  [
+    'hsdp_cp2_ep8',
+    pytest.param('hsdp_fsdp4_cp2', marks=pytest.mark.slow),
+    'data_parallel',
+  ],
+)
 def test_replay_on_a_mesh_is_replay_on_one_device(case):
   config = replayed.CONFIGS[CASES[case][0]]
   batch = _batch(config)

@@ -81,7 +81,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize('sleep_s', [0, 1])
+@pytest.mark.parametrize(
+  'sleep_s', [0, pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
   """The run is killed while the worker serves, or while it still imports."""
   log = tmp_path / 'worker.log'

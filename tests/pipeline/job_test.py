@@ -143,7 +143,8 @@ def test_a_workdir_that_cannot_be_is_named(static, tmp_path):
   [
     ({'sources': ('stdlib', 'nowhere')}, "'nowhere' does not exist"),
     ({'sources': ('stdlib,nowhere.sources',)}, "'nowhere.sources' does not"),
-    ({'sources': ('pypi:nowhere==1',)}, 'is not on this machine'),
+    ({'sources': ('pypi:nowhere==1',)}, 'nowhere==1 is not installed'),
+    ({'sources': ('pypi:numpy==0.0.1',)}, 'is installed in version'),
     ({'weights': (1.0, 2.0)}, '2 mixture weights for 1 sources'),
   ],
 )

@@ -16,8 +16,8 @@ import pytest
 
 from composer_jax.kernels import rows
 from composer_jax.kernels.attention import grouped_query
-from composer_jax.models import decoder, head
-from composer_jax.parallel import exchange
+from composer_jax.models import decoder, head, placement
+from composer_jax.parallel import layouts
 from composer_jax.rollout import forward
 from tests.rollout import forward_test
 
@@ -321,13 +321,9 @@ def test_one_device_and_pages_of_whole_blocks_are_asked_for(
   mesh = jax.make_mesh(
     (2,), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,)
   )
-  plan = exchange.ExchangePlan(
-    mesh=mesh, batch_axes=(), sequence_axes=(), weight_specs=()
-  )
-  ints_BT = jnp.zeros((1, 4), jnp.int32)
-  shapes, _ = decoder.abstract(config)
   with pytest.raises(ValueError, match="one device, not a mesh of 2 .*'fast'"):
-    jax.eval_shape(decoder.Decoder(config, plan).apply, shapes, *[ints_BT] * 3)
+    placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
+  ints_BT = jnp.zeros((1, 4), jnp.int32)
   weights = forward.unstack(make_variables(config, 0), config)
   with pytest.raises(ValueError, match=r'page_size \(48\) must be a multiple'):
     jax.eval_shape(

@@ -34,7 +34,10 @@ MLA = architectures_test.ARCHITECTURES['deepseek_v3']
 # divide their hidden units.
 _MOE = {**GQA.to_dict()['moe'], 'num_experts': 6, 'ffw_dim': 8}
 UNEVEN = model_config.ModelConfig.from_dict({**GQA.to_dict(), 'moe': _MOE})
+_MOE = {**MLA.to_dict()['moe'], 'num_experts': 6, 'num_groups': 2, 'ffw_dim': 8}
+UNEVEN_MLA = model_config.ModelConfig.from_dict({**MLA.to_dict(), 'moe': _MOE})
 CASES = {
+  'uneven_mla': (UNEVEN_MLA, (2, 4, 1)),
   'gqa': (GQA, (1, 8, 1)),
   'mla': (MLA, (2, 2, 2)),
   'uneven': (UNEVEN, (2, 4, 1)),
@@ -57,7 +60,11 @@ def _engine(name, on_mesh_too):
 
 
 @pytest.mark.parametrize(
-  'name', [pytest.param('gqa', marks=pytest.mark.slow), 'mla', 'uneven']
+  'name',
+  [
+    'uneven_mla',
+    *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n[-1] != 'a'),
+  ],
 )
 def test_an_engine_over_a_mesh_equals_one_device(name):
   on_mesh = serving.complete(_engine(name, True), *_requests())

@@ -7,6 +7,7 @@ import json
 import threading
 
 import numpy as np
+import openai
 import pytest
 
 from composer_jax.agent import episode
@@ -101,7 +102,13 @@ def test_an_episode_over_tokens_has_everything_a_trainer_needs(
   serving.wait_for(lambda: not served.engine.held)
 
 
-def test_a_window_that_the_server_forgot_is_sent_again(served, tokenizer):
+def test_a_window_that_the_server_forgot_is_sent_again(
+  served, tokenizer, monkeypatch
+):
+  waits = []
+  monkeypatch.setattr(
+    openai.OpenAI, '_sleep_for_retry', lambda *_, **__: waits.append(1)
+  )
   policy = client.TokenPolicy(_endpoint(served.url))
 
   class Forgetful(environment.FunctionEnvironment):
@@ -129,6 +136,8 @@ def test_a_window_that_the_server_forgot_is_sent_again(served, tokenizer):
       getattr(kept, field.name), getattr(lost, field.name)
     )
   assert served.engine.calls == []
+  # The refused requests were not sent twice.
+  assert not waits
 
 
 def test_sampling_is_asked_for_as_the_request_says(served, tokenizer):

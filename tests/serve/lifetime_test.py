@@ -103,7 +103,7 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     version, (variables, _) = followed._look()
     _equal(variables, _variables(model, 5))
     assert version == 5
-  # A mirror of the store, as a relay is.
+  # A mirror of the store, as a cache is.
   mirror = shutil.copytree(store, tmp_path / 'mirror')
   assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5
   (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')

@@ -25,9 +25,7 @@ def check_run(store: stores.Store, pointer: manifests.Pointer) -> str:
   problems, num_bytes = [], 0
   read = {pointer.index}
   found: dict[int, weights_held.Held] = {}
-  # Of those that lead to a version the single delta comes first: its history
-  # is the context of the versions after it.
-  edges = sorted(index.edges, key=lambda e: (e.version, -_start(e)))
+  edges = index.edges
   left = collections.Counter(e.base_version for e in edges)
   with progress.Progress('verify', len(edges)) as bar:
     for done, edge in enumerate(edges, start=1):
@@ -35,13 +33,11 @@ def check_run(store: stores.Store, pointer: manifests.Pointer) -> str:
       try:
         manifest = restore.read_manifest(store, edge.manifest)
         read.update(name for name, _ in manifest.packs)
-        read.update(name for _, name, _ in manifest.files)
         damaged = [*_wrong(edge, manifest, pointer), *_damaged(store, manifest)]
         problems += [f'{_name(edge)}: {text}' for text in damaged]
         if not damaged:
           held = _follow(store, pointer, edge, manifest, found)
-          if held is not None:
-            found.setdefault(edge.version, held)
+          found.setdefault(edge.version, held)
       except DAMAGE as error:
         problems.append(f'{_name(edge)}: {error}')
       num_bytes += edge.bytes
@@ -86,10 +82,6 @@ def _unread(store: stores.Store, read: set[str]) -> str:
   )
 
 
-def _start(edge: manifests.Edge) -> int:
-  return -1 if edge.base_version is None else edge.base_version
-
-
 def _wrong(
   edge: manifests.Edge, manifest: manifests.Manifest, pointer: manifests.Pointer
 ) -> Iterator[str]:
@@ -100,7 +92,6 @@ def _wrong(
     ('base version', manifest.base_version, edge.base_version),
     ('target', manifest.target_id[:16], edge.target),
     ('kind', manifest.kind, edge.kind),
-    ('history', manifest.history, edge.history),
   ]
   if edge.version == pointer.version:
     pairs.append(('target', manifest.target_id, pointer.target_id))
@@ -115,19 +106,13 @@ def _follow(
   edge: manifests.Edge,
   manifest: manifests.Manifest,
   found: dict[int, weights_held.Held],
-) -> weights_held.Held | None:
-  """Returns what a bundle makes of its base; ValueError if it is not that.
-
-  None where nobody who joins could come: what the history of the bundle began
-  with is not kept.
-  """
+) -> weights_held.Held:
+  """Returns what a bundle makes of its base; ValueError if it is not that."""
   version, base = edge.base_version, None
   if version is not None:
     if version not in found:
       found[version] = restore.load(store, pointer, version=version)
     base = found[version]
-    if edge.history not in (None, version, base.history_since):
-      return None
   return restore.apply(store, manifest, base)
 
 
@@ -140,11 +125,6 @@ def _damaged(
       store.get(name, length)
     except DAMAGE as error:
       yield str(error)
-  for path, name, length in manifest.files:
-    try:
-      store.get(name, length)
-    except DAMAGE as error:
-      yield f'{path} of its checkpoint: {error}'
 
 
 def check_same(

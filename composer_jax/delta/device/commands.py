@@ -1,7 +1,5 @@
 """What `experiments/delta.py` does: bundles from and to checkpoints on disk."""
 
-import contextlib
-import functools
 import os
 import pathlib
 import shutil
@@ -12,10 +10,8 @@ import numpy as np
 from composer_jax.delta import codec, restore, signing
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import publish as publishing
-from composer_jax.delta import relay as relays
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import audit, sources
-from composer_jax.delta.device import keyframes as keyframes_lib
+from composer_jax.delta.device import audit, orbax_trees, sources
 from composer_jax.delta.device import sender as bundles
 from composer_jax.telemetry import progress
 
@@ -29,7 +25,6 @@ def publish(
   version: int | None = None,
   dtype: str | None = None,
   tier: str = 'small',
-  keyframes: str = 'orbax',
   expires_days: float = 365.0,
 ) -> str:
   """Publishes the weights of a checkpoint.
@@ -42,16 +37,13 @@ def publish(
     version: None for the one after the last.
     dtype: as `delta.device.sources.read` has it.
     tier: of the codec.
-    keyframes: 'orbax' or 'packed'.
     expires_days: after which receivers take the run for abandoned, unless
       something was published meanwhile; 0 for never.
 
   Returns:
     What was published, as a sentence; so do the others.
   """
-  options = bundles.BundleOptions(
-    tier=tier, keyframes=keyframes, expires_s=86400 * expires_days
-  )
+  options = bundles.BundleOptions(tier=tier, expires_s=86400 * expires_days)
   place = stores.Store(store)
   if not place.is_writable:
     raise ValueError(
@@ -114,10 +106,10 @@ def apply(
   with progress.Progress('apply', 3) as bar:
     held = restore.load(place, pointer, version=version)
     bar.update(1, version=held.version)
-    keyframes_lib.write(held.arrays())(out)
+    orbax_trees.write(held.arrays(), out)
     bar.update(2, version=held.version)
     try:
-      keyframes_lib.verify(out, held)
+      orbax_trees.verify(out, held)
     except ValueError:
       shutil.rmtree(out)  # nobody is to take it for the weights
       raise
@@ -250,35 +242,6 @@ def gc(
   signer = bundles.open_signer(key)
   publisher = publishing.Publisher(place, run, signer, grace_s=grace_s)
   return f'Freed {publisher.gc(keep)} bytes.'
-
-
-def relay(
-  *,
-  upstream: str,
-  cache: str | os.PathLike,
-  cache_gb: float | None = None,
-  host: str,
-  port: int,
-) -> str:
-  """Serves a store over HTTP until it is told to stop.
-
-  Args:
-    upstream: URL of the store, or of another relay.
-    cache: folder of this relay alone.
-    cache_gb: that it may fill, None for all there is.
-    host: interface to listen at.
-    port: to listen at.
-  """
-  if cache_gb is not None and cache_gb <= 0:
-    raise ValueError(f'cache_gb is {cache_gb}; it must be above 0.')
-  place = stores.Store(upstream, retries=relays.UPSTREAM_RETRIES)
-  sources.check_local('cache', cache)
-  max_bytes = None if cache_gb is None else int(cache_gb * 1e9)
-  relay_ = relays.Relay(place, cache, max_bytes=max_bytes)
-  # The server ends at a signal and passes it on.
-  with contextlib.suppress(KeyboardInterrupt):
-    relays.serve(relay_, host, port, functools.partial(print, flush=True))
-  return 'Stopped.'
 
 
 def keys(*, key: str | os.PathLike) -> str:

@@ -24,9 +24,7 @@ from jax.experimental import multihost_utils
 from composer_jax.delta import codec, publish_parts, signing
 from composer_jax.delta import publish as publishing
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import keyframes, tensors
-
-KEYFRAMES = ('orbax', 'packed')
+from composer_jax.delta.device import tensors
 
 # How long processes wait for each other's parts, and for the key.
 _TIMEOUT_S = 600.0
@@ -43,34 +41,25 @@ class BundleOptions:
     keyframe_every: versions from a keyframe to the next; joiners start there.
     skip_levels: a version divisible by one of them also gets a delta from that
       many versions before, for receivers that lag.
-    history: codes changes in the context of earlier ones: fewer bytes, and a
-      receiver must have followed every version.
     expires_s: after which receivers doubt a pointer that no one renewed; 0 for
       never.
     verify: decodes every chunk again before it is committed.
     threads: that encode.
-    keyframes: 'orbax' writes them as checkpoints, which orbax reads as they
-      are; 'packed' as chunks, in fewer bytes. Several processes can write
-      checkpoints only to a store that is a folder they share.
   """
 
   tier: str = 'small'
   keyframe_every: int = 400
   skip_levels: tuple[int, ...] = (8,)
-  history: bool = False
   expires_s: float = publishing.EXPIRES_S
   verify: bool = True
   threads: int = 2
-  keyframes: str = 'orbax'
 
   def __post_init__(self):
     object.__setattr__(self, 'skip_levels', tuple(self.skip_levels))
-    for name, values in (('tier', codec.TIERS), ('keyframes', KEYFRAMES)):
-      if getattr(self, name) not in values:
-        raise ValueError(
-          f'{name} is {getattr(self, name)!r}; it must be one of '
-          f'{", ".join(values)}.'
-        )
+    if self.tier not in codec.TIERS:
+      raise ValueError(
+        f'tier is {self.tier!r}; it must be one of {", ".join(codec.TIERS)}.'
+      )
     for name in ('keyframe_every', 'threads'):
       if getattr(self, name) < 1:
         raise ValueError(
@@ -127,7 +116,6 @@ class Sender:
       tier=self._options.tier,
       keyframe_every=self._options.keyframe_every,
       skip_levels=self._options.skip_levels,
-      history=self._options.history,
       expires_s=self._options.expires_s,
       threads=self._options.threads,
       verify=self._options.verify,
@@ -155,14 +143,9 @@ class Sender:
       ValueError, OSError: of what was started before; this is not started.
     """
     self.wait()
-    write_full = None
-    if self._options.keyframes == 'orbax':
-      write_full = keyframes.write(tree)
 
     def send() -> None:
-      info = self._publisher.publish(
-        tensors.blocks(tree), version, write_full=write_full
-      )
+      info = self._publisher.publish(tensors.blocks(tree), version)
       self._renew_at = self._next_renewal()
       self._done.put(info)
 

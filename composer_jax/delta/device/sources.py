@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from composer_jax.core import trees
-from composer_jax.delta.device import keyframes
+from composer_jax.delta.device import orbax_trees
 from composer_jax.hf.tensors import layout
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
@@ -107,7 +107,7 @@ def _read_ours(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _read_plain(folder: pathlib.Path) -> dict[str, np.ndarray]:
   try:
-    tree = keyframes.read(folder)
+    tree = orbax_trees.read(folder)
   # What orbax raises for damage: see `manager`.
   except (LookupError, AttributeError, TypeError) as error:
     raise ValueError(f'{folder} is damaged: {error}') from error

@@ -37,13 +37,7 @@ def blocks(tree: Any) -> Iterator[TensorBlock]:
   Raises:
     ValueError: two leaves have the same '/'-joined name.
   """
-  named = trees.flatten_names(tree)
-  if len(named) != len(jax.tree.leaves(tree)):
-    raise ValueError(
-      "Two leaves of the tree have the same '/'-joined name; keys must not "
-      "contain '/'."
-    )
-  for name, leaf in named.items():
+  for name, leaf in trees.flatten_names(tree).items():
     for index, values in weights.array_blocks(leaf):
       dtype, shape = str(values.dtype), tuple(np.shape(leaf))
       yield TensorBlock(name, dtype, shape, index, values)

@@ -9,23 +9,18 @@ Adam by `optim.muon.inference`, and shardings are read off the arrays.
 """
 
 import dataclasses
+import textwrap
 from typing import Any
 
 import jax
 import optax
 from flax import struct
-from jax.sharding import (
-  AbstractMesh,
-  AxisType,
-  NamedSharding,
-  PartitionSpec,
-  Sharding,
-)
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from optax.contrib import MuonDimensionNumbers
 
 from composer_jax.core import trees
 from composer_jax.optim import roles
-from composer_jax.optim.muon import inference, planner, transform
+from composer_jax.optim.muon import inference, places, planner, transform
 from composer_jax.optim.muon import newton_schulz as iteration
 from composer_jax.optim.muon import plan as muon_plan
 
@@ -60,7 +55,9 @@ def muon(
   """Orthogonalises the momentum of matrices; other parameters go to Adam.
 
   If parameters are on a mesh with Auto axes, call `init` outside of `jit`, or
-  give `shardings`. Otherwise `update` raises an error.
+  give `shardings`. Otherwise `update` raises an error, as it does if gradients
+  or momentum are seen to lie elsewhere than their parameters. With
+  `optax.inject_hyperparams`, give it static_args='beta'.
 
   Args:
     learning_rate: step size or schedule of all parameters.
@@ -76,9 +73,14 @@ def muon(
     muon_weight_dimension_numbers: tree, or prefix of the tree, with
       `optax.contrib.MuonDimensionNumbers` of matrices and None for Adam, or a
       function of the parameters that returns it; None infers it.
-    shardings: tree of the parameters' NamedShardings; None reads them off the
-      arrays.
+    shardings: tree, or prefix of the tree, of the parameters' NamedShardings;
+      those that are missing are read off the arrays.
   """
+  if isinstance(beta, jax.Array):
+    raise TypeError(
+      f'beta must be a number, not an array ({beta}). With '
+      "optax.inject_hyperparams, give it static_args='beta'."
+    )
   options = transform.MuonChoices(
     beta=beta, rms=consistent_rms, **dataclasses.asdict(newton_schulz)
   )
@@ -135,7 +137,18 @@ def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
     numbers = numbers(params)
   # None would be an empty subtree.
   is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
-  whole = jax.tree.broadcast(numbers, params, is_leaf=is_leaf)
+  leaves = jax.tree.leaves(numbers, is_leaf=is_leaf)
+  try:
+    if not all(map(is_leaf, leaves)):
+      raise ValueError('a leaf is neither')
+    whole = jax.tree.broadcast(numbers, params, is_leaf=is_leaf)
+  except ValueError as error:
+    raise ValueError(
+      'muon_weight_dimension_numbers must be a tree like the parameters, or a '
+      'prefix of it, of MuonDimensionNumbers and None; got '
+      f'{textwrap.shorten(str(numbers), 200)}. The parameters are '
+      f'{textwrap.shorten(", ".join(trees.flatten_names(params)), 400)}.'
+    ) from error
   by_leaf = jax.tree.structure(params).flatten_up_to(whole)
   pairs = zip(trees.flatten_names(params).items(), by_leaf, strict=True)
   return {n: _matrix(n, x.shape, of) for (n, x), of in pairs if of is not None}
@@ -144,6 +157,7 @@ def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
 def _matrix(
   name: str, shape: tuple[int, ...], numbers: MuonDimensionNumbers
 ) -> roles.Matrix:
+  planner.check_size(name, shape)
   sides = [(s,) if isinstance(s, int) else tuple(s) for s in numbers]
   try:
     rows, columns = (tuple(range(len(shape))[d] for d in s) for s in sides)
@@ -167,52 +181,60 @@ def _placed(
   that have another sharding are an error.
   """
   arrays = trees.flatten_names(params)
-  known = trees.flatten_names(shardings) or kept
+  known = _given(shardings, arrays) or kept
   placed: dict[str, Any] = {}
   for name in matrices:
-    ndim, seen = arrays[name].ndim, _sharding(arrays[name])
-    place = placed[name] = known.get(name, seen)
+    ndim, seen = arrays[name].ndim, places.of(arrays[name])
+    place = known.get(name, seen)
     if isinstance(place, AbstractMesh):
       raise ValueError(
-        f'Parameter {name} is on {_words(seen, ndim)}, and arrays on Auto axes '
-        'do not tell under jit how they lie. Call init outside of jit, with '
-        'the parameters on the mesh, or give muon(shardings=...) the tree of '
-        'their NamedShardings (jax.tree.map(lambda x: x.sharding, params)).'
+        f'Parameter {name} is on {places.in_words(seen, ndim)}, and arrays on '
+        'Auto axes do not tell under jit how they lie. Call init outside of '
+        'jit, with the parameters on the mesh, or give muon(shardings=...) the '
+        'tree of their NamedShardings (jax.tree.map(lambda x: x.sharding, '
+        'params)).'
       )
-    # Of an array on Auto axes only the mesh is known, which ends the words.
-    if seen is not None and not _words(place, ndim).endswith(
-      _words(seen, ndim)
-    ):
+    if differ := places.disagreement(seen, place, ndim):
       raise ValueError(
-        f'Parameter {name} is on {_words(seen, ndim)}, but by '
+        f'Parameter {name} is on {differ[0]}, but by '
         f'{"the state" if shardings is None else "shardings"} it is on '
-        f'{_words(place, ndim)}. Move it there with jax.device_put, or leave '
-        'shardings out and call init with the parameters as they lie.'
+        f'{differ[1]}. Move it there with jax.device_put, or leave shardings '
+        'out and call init with the parameters as they lie.'
       )
-  meshes = {getattr(place, 'mesh', None) for place in placed.values()}
+    is_single = place is None or place.num_devices == 1
+    if not is_single and not isinstance(place, NamedSharding):
+      raise ValueError(
+        f'Parameter {name} is on {place}, which names no axes of a mesh. Move '
+        'it with jax.device_put(x, NamedSharding(mesh, spec)), or give '
+        'muon(shardings=...) the NamedSharding that it equals.'
+      )
+    placed[name] = None if is_single else place
+  meshes = {place and place.mesh for place in placed.values()}
   if len(meshes) > 1:
-    places = {n: _words(p, arrays[n].ndim) for n, p in placed.items()}
+    words = {n: places.in_words(p, arrays[n].ndim) for n, p in placed.items()}
     raise ValueError(
       'All parameters that Muon updates must be on one mesh; they are on '
-      f'{places}. Bring them there with jax.device_put(params, shardings).'
+      f'{words}. Bring them there with jax.device_put(params, shardings).'
     )
   return placed if meshes - {None} else {}
 
 
-def _sharding(x: Any) -> Sharding | AbstractMesh | None:
-  """Returns an array's sharding, or only its mesh; None if unknown."""
-  if not isinstance(x, jax.core.Tracer):
-    return getattr(x, 'sharding', None)
-  sharding = jax.typeof(x).sharding
-  if all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
-    return None if sharding.mesh.empty else sharding
-  return sharding.mesh if sharding.mesh.size > 1 else None
-
-
-def _words(place: Any, ndim: int) -> str:
-  if isinstance(place, AbstractMesh):
-    return f'mesh {dict(place.shape)}'
-  if not isinstance(place, NamedSharding) or place.mesh.size == 1:
-    return 'one device'
-  spec = PartitionSpec(*planner.mesh_axes(place, ndim))
-  return f'{spec} of mesh {dict(place.mesh.shape)}'
+def _given(shardings: Any, arrays: dict[str, Any]) -> dict[str, Sharding]:
+  """Returns the given shardings by the names of parameters."""
+  known = {}
+  for path, place in trees.flatten_names(shardings).items():
+    if not isinstance(place, Sharding):
+      raise ValueError(
+        f'shardings must hold NamedShardings; {path or "it"} is {place!r}. '
+        'NamedSharding(mesh, spec) makes one of a PartitionSpec.'
+      )
+    # A sharding of a whole subtree is a prefix, as in jax.device_put.
+    names = [n for n in arrays if not path or f'{n}/'.startswith(f'{path}/')]
+    if not names:
+      raise ValueError(
+        f'shardings has an entry {path}, but no parameter has this name; they '
+        f'are {", ".join(arrays)}. Give the tree of the parameters or a prefix '
+        'of it.'
+      )
+    known |= dict.fromkeys(names, place)
+  return known

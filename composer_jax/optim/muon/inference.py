@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.core import meta
 from optax.contrib import MuonDimensionNumbers
 
@@ -30,10 +31,15 @@ _KNOWN = {*roles.BATCH_AXES, *roles.ADAM_AXES, *roles.MATRIX_AXES, *FLAX_AXES}
 
 # Ends of names of modules and arrays.
 _ADAM_NAMES = re.compile(
-  r'(embed(ding|der)?s?|vocab|logits(_dense)?|classifier|router|norm|scale|bias'
-  r'|(?<!multi)(?<!multi_)head|(^|_)(wte|wpe|ln|b))_?\d*$',
+  r'(emb(ed(ding|der)?)?s?|vocab|logits(_dense)?|classifier|router|norm|bias'
+  r'|(?<!down)(?<!up)scale|(?<!lora)(^|_)b|(^|_)(wte|wpe|ln|cls|tokens?|pos)'
+  r'|(?<!multi)(?<!multi_)(?<!attention)(?<!attention_)head|^a_log)_?\d*$',
   re.IGNORECASE,
 )
+# Modules of attention that make heads, and the one that joins them.
+_TO_HEADS = re.compile(r'(q|k|v|query|key|value)(_proj)?|w[qkv]')
+_QUERY = re.compile(r'(q|query)(_proj)?|wq')
+_OUT = re.compile(r'(o|out)(_proj)?|wo')
 
 
 def dimension_numbers(params: Any) -> Any:
@@ -53,12 +59,22 @@ def dimension_numbers(params: Any) -> Any:
     ),
   )
   boxes = {trees.path_name(path): box for path, box in leaves}
-  shapes = {name: jax.tree.leaves(box)[0].shape for name, box in boxes.items()}
+  arrays = {name: jax.tree.leaves(box)[0] for name, box in boxes.items()}
+  shapes = {name: x.shape for name, x in arrays.items()}
 
   def numbers(name, box):
+    if not jnp.issubdtype(arrays[name].dtype, jnp.inexact):
+      return None
     axes = tuple(FLAX_AXES.get(axis or '', axis) for axis in _axis_names(box))
-    if not axes:
+    if not axes or None in axes:
       return _from_shape(name, shapes)
+    if unknown := sorted({a for a in axes if a} - _KNOWN):
+      raise ValueError(
+        f'Parameter {name} has logical axes {axes}. Muon does not know '
+        f'{", ".join(unknown)}; it knows {", ".join(sorted(_KNOWN))}. Give '
+        "muon(muon_weight_dimension_numbers=...) optax's MuonDimensionNumbers "
+        'of this parameter, or None to leave it to Adam.'
+      )
     role = roles.of_axes(name, axes, len(shapes[name]))
     matrix = roles.parse(name, role, axes, shapes[name])
     return matrix and MuonDimensionNumbers(matrix.rows, matrix.columns)
@@ -83,16 +99,31 @@ def _from_shape(
   if len(shape) < 2 or any(map(_ADAM_NAMES.search, parts)):
     return None
   first, last = len(shape) - 2, len(shape) - 1
-  if len(shape) > 2 and len(parts) > 1 and parts[-1] == 'kernel':
+  if len(shape) > 2 and len(parts) > 1 and parts[-1] in ('kernel', 'w'):
     if 'conv' in parts[-2].lower():
       return MuonDimensionNumbers(tuple(range(last)), last)
     # [embed, heads, head_dim] and [heads, head_dim, embed], which scanned
     # kernels of two axes do not fit.
+    beside = _siblings(parts, shapes)
     query, out = (
-      shapes.get('/'.join([*parts[:-2], module, 'kernel']), ())
-      for module in ('query', 'out')
+      next((shape for m, shape in beside.items() if module.fullmatch(m)), ())
+      for module in (_QUERY, _OUT)
     )
     is_by_head = len(query) == len(out) > 2 and query[-2:] == out[-3:-1]
-    if is_by_head and parts[-2] in ('query', 'key', 'value'):
+    if is_by_head and _TO_HEADS.fullmatch(parts[-2]):
       return MuonDimensionNumbers(first - 1, last)
   return MuonDimensionNumbers(first, last)
+
+
+def _siblings(
+  parts: list[str], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+  """Returns shapes of the same array of the modules beside this one."""
+  split = ((name.split('/'), shape) for name, shape in shapes.items())
+  return {
+    other[-2]: shape
+    for other, shape in split
+    if len(other) == len(parts)
+    and other[:-2] == parts[:-2]
+    and other[-1] == parts[-1]
+  }

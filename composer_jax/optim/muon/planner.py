@@ -108,13 +108,14 @@ def _cuts(
   name: str, shape: _Dims, sharding: NamedSharding | None
 ) -> list[tuple[tuple[str, ...], int]]:
   """Returns the mesh axes and local size of each dimension."""
-  if 0 in shape:
-    raise ValueError(
-      f'Parameter {name} of shape {shape} has a dimension of size 0, hence no '
-      'matrices. Take it out of the tree, or leave it to Adam.'
-    )
+  check_size(name, shape)
   if sharding is None:
     return [((), size) for size in shape]
+  if len(sharding.spec) > len(shape):
+    raise ValueError(
+      f'Parameter {name} of shape {shape} has {len(shape)} dimensions, but its '
+      f'sharding {sharding.spec} has {len(sharding.spec)}. Leave out the last.'
+    )
   cuts = []
   axes_of_dims = mesh_axes(sharding, len(shape))
   for dim, (size, axes) in enumerate(zip(shape, axes_of_dims, strict=True)):
@@ -123,6 +124,14 @@ def _cuts(
     checks.divides(shards, f'its mesh axes {axes}', size, what)
     cuts.append((axes, size // shards))
   return cuts
+
+
+def check_size(name: str, shape: _Dims) -> None:
+  if 0 in shape:
+    raise ValueError(
+      f'Parameter {name} of shape {shape} has a dimension of size 0, hence no '
+      'matrices. Take it out of the tree, or leave it to Adam.'
+    )
 
 
 def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:

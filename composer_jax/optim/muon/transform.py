@@ -14,7 +14,12 @@ import jax.numpy as jnp
 import optax
 
 from composer_jax.core import checks, trees
-from composer_jax.optim.muon import exchange, newton_schulz, planner
+from composer_jax.optim.muon import exchange, newton_schulz, places, planner
+
+_CURE = (
+  'Bring it there once: gradients by the out_shardings of jit, a restored '
+  'state by jax.device_put with the shardings of the state that init returns.'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,11 @@ def scale_by_muon(
 
   def update(updates, state, params=None):
     del params
+    told = trees.flatten_names(shardings)
+    gradients = trees.flatten_names(updates)
+    momenta = trees.flatten_names(state.momentum)
+    places.check('Gradient', gradients, told, _CURE)
+    places.check('Momentum', momenta, told, _CURE)
     count = jnp.asarray(optax.safe_increment(state.count))
 
     # Bias corrections change only the ratio of momentum to gradient in the
@@ -113,11 +123,11 @@ def scale_by_muon(
       )
       directions, momentum = exchange.orthogonalize(
         plan,
-        trees.flatten_names(state.momentum),
-        trees.flatten_names(updates),
+        momenta,
+        gradients,
         weight,
         beta=beta,
-        shardings=trees.flatten_names(shardings),
+        shardings=told,
       )
 
     factors = {

@@ -8,12 +8,14 @@ from typing import Any
 _TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 # The server is only busy: a client may try again after a second.
 _RETRY = {'retry-after': '1'}
+_NO_RETRY = {'x-should-retry': 'false'}
 _HEADERS = {
   401: {'www-authenticate': 'Bearer'},
   429: _RETRY,
   503: _RETRY,
   # OpenAI's clients would send the same request twice more.
-  504: {'x-should-retry': 'false'},
+  409: _NO_RETRY,
+  504: _NO_RETRY,
 }
 
 

@@ -60,12 +60,17 @@ def shares_table(steps: Sequence[Row]) -> str:
   return _table(head, lines)
 
 
+def _ours(coded: Sequence[Row]) -> list[str]:
+  """Our codecs; 'history' is of a variant that bundles do not have any more."""
+  return [name for name in ('history', 'small', 'fast') if name in coded[0]]
+
+
 def bytes_table(coded: Sequence[Row]) -> str:
   """Full bytes over bytes of a step, for every encoding."""
   peers = list(coded[0]['peers'])
   lines = []
   for row in coded:
-    sizes = [row['bound_e'], row['history'], row['small'], row['fast']]
+    sizes = [row[name] for name in ('bound_e', *_ours(coded))]
     sizes += [row['peers'][name] for name in peers]
     lines.append(
       [
@@ -78,7 +83,7 @@ def bytes_table(coded: Sequence[Row]) -> str:
       ]
     )
   head = (
-    *('training', 'changed', 'bound E', 'history', 'small', 'fast', *peers),
+    *('training', 'changed', 'bound E', *_ours(coded), *peers),
     *('small / E', 'its blobs / E', 'lag 8 / singles'),
   )
   return _table(head, lines)
@@ -122,12 +127,12 @@ def _plot(rows: Sequence[Row]) -> None:
   )
   x = [100 * r['changed_elements'] / r['elements'] for r in coded]
   ways = {name: [r['peers'][name] for r in coded] for name in coded[0]['peers']}
-  ways = {k: [r[k] for r in coded] for k in ('small', 'fast', 'history')} | ways
+  ways = {k: [r[k] for r in coded] for k in _ours(coded)} | ways
   for name, sizes in ways.items():
     bits = [
       8 * n / r['changed_elements'] for n, r in zip(sizes, coded, strict=True)
     ]
-    is_ours = name in ('small', 'fast', 'history')
+    is_ours = name in _ours(coded)
     size.plot(x, bits, 'o-' if is_ours else 'x:', ms=4, label=name)
   for name, style in (('bound_e', 'k-'), ('bound_m', 'k--')):
     bits = [8 * r[name] / r['changed_elements'] for r in coded]

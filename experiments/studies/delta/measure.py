@@ -34,7 +34,7 @@ _RESULTS = flags.DEFINE_string(
   str(pathlib.Path(__file__).parent / 'results'),
   'Folder to replace.',
 )
-# Deltas that count for a case: the last ones before a history starts anew.
+# Deltas that count for a case: the last before the skip of a lag.
 LAST = slice(delta_sizes.LAG - 4, delta_sizes.LAG)
 
 

@@ -48,7 +48,7 @@ def make(tmp_path, model):
   with contextlib.ExitStack() as stack:
 
     def open_both(store='', **options):
-      options = {'threads': 1, 'keyframes': 'packed', **options}
+      options = {'threads': 1, **options}
       sender = bundles.Sender(
         receivers.store_of(tmp_path, store),
         receivers.RUN_ID,

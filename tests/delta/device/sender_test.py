@@ -19,11 +19,11 @@ import pytest
 
 from composer_jax.core import trees
 from composer_jax.delta import grid as grids
-from composer_jax.delta import identity, restore, signing, subscribe
+from composer_jax.delta import identity, signing, subscribe
 from composer_jax.delta import manifest as manifests
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import keyframes, tensors
 from composer_jax.delta.device import sender as bundles
+from composer_jax.delta.device import tensors
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, topology
@@ -33,7 +33,7 @@ P = jax.sharding.PartitionSpec
 AUTO = jax.sharding.AxisType.Auto
 REPOSITORY = pathlib.Path(__file__).parents[3]
 RUN = 'run'
-PACKED = bundles.BundleOptions(keyframes='packed', tier='fast')
+FAST = bundles.BundleOptions(tier='fast')
 
 
 def make_policy(step=0):
@@ -122,7 +122,7 @@ def bits(tree):
 
 
 @contextlib.contextmanager
-def sending(root, options=PACKED):
+def sending(root, options=FAST):
   with contextlib.closing(
     bundles.Sender(root / 'store', RUN, root / 'key', options)
   ) as sender:
@@ -234,72 +234,6 @@ def test_a_model_goes_from_training_on_8_to_decoding_on_4(
   assert jax.tree.map(lambda a: a.sharding, tree) == decoding
 
 
-# Keyframes.
-
-
-@pytest.fixture(scope='module')
-def orbax_run(tmp_path_factory):
-  """A store whose version 0 is an orbax checkpoint of a sharded tree."""
-  root = tmp_path_factory.mktemp('orbax')
-  with sending(root, bundles.BundleOptions(tier='fast')) as sender:
-    sender.publish(place(POLICIES[0], 'hybrid'), 0)
-    sender.publish(place(POLICIES[1], 'hybrid'), 1)
-    sender.wait()
-  return root
-
-
-def key_manifest(store, root):
-  data, _ = store.read_pointer(RUN)
-  pointer = manifests.unseal(data, signing.open_key(root / 'key'), RUN)
-  index = restore.read_index(store, pointer.index, RUN)
-  (edge,) = [e for e in index.edges if e.kind == manifests.KEY]
-  return edge.manifest, restore.read_manifest(store, edge.manifest)
-
-
-def test_a_keyframe_is_an_orbax_checkpoint(orbax_run):
-  store = stores.Store(orbax_run / 'store')
-  name, manifest = key_manifest(store, orbax_run)
-  folder = store.link_tree(name, manifest.files)
-  found = trees.flatten_names(keyframes.read(folder))
-  for leaf, array in trees.flatten_names(POLICIES[0]).items():
-    if array.size:
-      assert found[leaf].tobytes() == np.asarray(array).tobytes()
-
-
-def test_a_joiner_starts_from_the_checkpoint(orbax_run):
-  update = subscriber(orbax_run).poll()
-  assert update.target_id == target_of(POLICIES[1])
-  like = place(POLICIES[0], 'cube')
-  tree = tensors.to_tree(update.weights, like)
-  assert bits(tree) == bits(POLICIES[1])
-
-
-def test_a_bit_flipped_in_any_file_of_a_keyframe_is_refused(orbax_run):
-  """What orbax needs not to read (sharding files and the like) included.
-
-  A receiver that fetches such a file, as `verify` or a restore by orbax do,
-  sees it by the file's name; one that reads boxes needs only those below.
-  """
-  store = stores.Store(orbax_run / 'store')
-  _, manifest = key_manifest(store, orbax_run)
-  assert len(manifest.files) > 20
-  for path, sha256, length in manifest.files:
-    place_ = store.root / 'objects' / sha256
-    data = bytearray(place_.read_bytes())
-    assert len(data) == length
-    data[length // 2] ^= 1
-    place_.write_bytes(data)
-    with pytest.raises(ValueError, match='damaged'):
-      store.get(sha256, length)
-    if path.startswith('params.'):
-      joiner = subscriber(orbax_run)
-      assert joiner.poll() is None
-      assert 'damaged' in joiner.problem
-    data[length // 2] ^= 1
-    place_.write_bytes(data)
-  assert subscriber(orbax_run).poll() is not None
-
-
 # The sender.
 
 
@@ -338,7 +272,7 @@ def test_one_tree_is_in_flight_and_the_next_waits(tmp_path):
 
 @pytest.mark.parametrize('call', ['publish', 'results', 'wait', 'close'])
 def test_an_error_surfaces_once_at_the_next_call(tmp_path, call):
-  sender = bundles.Sender(tmp_path / 'store', RUN, tmp_path / 'key', PACKED)
+  sender = bundles.Sender(tmp_path / 'store', RUN, tmp_path / 'key', FAST)
   gate = Gate(np.ones(3), error=OSError(28, 'No space left on device'))
   sender.publish({'x': gate}, 0)
   gate.opened.set()
@@ -391,10 +325,10 @@ def test_a_run_is_not_taken_over_with_a_new_key(tmp_path):
     sender.publish({'x': np.ones(3)}, 0)
   other = tmp_path / 'other'
   with pytest.raises(ValueError, match="has a run 'run' already, and .*other"):
-    bundles.Sender(tmp_path / 'store', RUN, other, PACKED)
+    bundles.Sender(tmp_path / 'store', RUN, other, FAST)
   assert not other.exists()
   # Another run of that store gets a key of its own.
-  bundles.Sender(tmp_path / 'store', 'second', other, PACKED).close()
+  bundles.Sender(tmp_path / 'store', 'second', other, FAST).close()
   assert other.exists()
 
 
@@ -410,7 +344,7 @@ def test_donated_arrays_are_an_error_and_no_other_values(tmp_path):
     assert sender.version is None
 
 
-@pytest.mark.parametrize('options', [PACKED, bundles.BundleOptions()])
+@pytest.mark.parametrize('options', [FAST, bundles.BundleOptions()])
 def test_a_published_tree_is_let_go(tmp_path, options):
   """Else a policy would stay on the devices until the next one."""
   tree = {'x': jnp.arange(4096.0)}
@@ -452,7 +386,7 @@ def test_gc_is_queued_and_its_failure_ends_no_run(tmp_path):
 
 
 def test_a_pointer_is_renewed_while_nobody_publishes(tmp_path):
-  options = bundles.BundleOptions(keyframes='packed', expires_s=0.9)
+  options = bundles.BundleOptions(expires_s=0.9)
   with sending(tmp_path, options) as sender:
     sender.publish({'x': np.ones(3)}, 0)
     sender.wait()
@@ -470,7 +404,7 @@ def test_a_pointer_is_renewed_while_nobody_publishes(tmp_path):
 def test_what_ends_a_renewal_is_raised_and_not_the_thread(
   tmp_path, monkeypatch
 ):
-  options = bundles.BundleOptions(keyframes='packed', expires_s=0.03)
+  options = bundles.BundleOptions(expires_s=0.03)
   with sending(tmp_path, options) as sender:
     failed = threading.Event()
 
@@ -522,7 +456,6 @@ def test_a_sender_goes_on_where_another_ended(tmp_path):
   'fields, message',
   [
     (dict(tier='best'), "tier is 'best'; it must be one of fast, small"),
-    (dict(keyframes='zip'), "keyframes is 'zip'.*orbax, packed"),
     (dict(keyframe_every=0), r'keyframe_every must be at least 1; got 0'),
     (dict(threads=0), r'threads must be at least 1; got 0'),
     (dict(skip_levels=(1, 8)), r'skip_levels are \(1, 8\)'),
@@ -543,7 +476,7 @@ def test_lists_of_config_files_become_tuples():
 
 
 def test_a_sender_that_is_closed_twice_waits_for_nothing(tmp_path):
-  sender = bundles.Sender(tmp_path / 'store', RUN, tmp_path / 'key', PACKED)
+  sender = bundles.Sender(tmp_path / 'store', RUN, tmp_path / 'key', FAST)
   sender.close()
   sender.close()
   waiting = threading.Thread(target=sender.wait, daemon=True)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
@@ -216,6 +216,84 @@ def test_flax_boxes_give_axes_and_stay():
   jax.tree.map(np.testing.assert_array_equal, nn.unbox(updates), expected)
 
 
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('what', ['Gradient', 'Momentum'])
+def test_gradients_or_momentum_elsewhere_are_an_error(what, kind):
+  places = shardings('fsdp4_tp2', kind)
+  on_mesh = jax.device_put(values(0), places)
+  elsewhere = jax.tree.map(lambda s: NamedSharding(s.mesh, P()), places)
+  transform = ours(shardings=places)
+  # On Explicit axes, jit sees it too.
+  jit = jax.jit if kind == AxisType.Explicit else lambda function: function
+  with jax.set_mesh(jax.tree.leaves(places)[0].mesh):
+    state = jit(transform.init)(on_mesh)
+    gradients = on_mesh
+    if what == 'Gradient':
+      gradients = jax.device_put(values(1), elsewhere)
+    else:
+      move = lambda x: jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
+      state = jax.tree.map(move, state)
+    message = rf"{what} layers/down is on P\(None, None, None\) .*'t', 'd'\)"
+    with pytest.raises(ValueError, match=message):
+      jit(transform.update)(gradients, state, on_mesh)
+
+
+def test_another_order_of_devices_is_an_error():
+  places = shardings('fsdp8')
+  mesh = jax.tree.leaves(places)[0].mesh
+  kinds = (AxisType.Auto,)
+  mirrored = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=kinds)
+  other = jax.tree.map(lambda s: NamedSharding(mirrored, s.spec), places)
+  params = jax.device_put(values(0), places)
+  message = r'devices \[0, 1, .*by shardings .* devices \[7, 6, '
+  with pytest.raises(ValueError, match=message):
+    ours(shardings=other).init(params)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (lambda s: {'layer': s['layers']}, r'entry layer/bias, .* embed, layers'),
+    (lambda s: {'params': s}, r'entry params/embed, but no parameter'),
+    (
+      lambda s: jax.tree.map(lambda x: x.spec, s),
+      r'hold NamedShardings; embed is P',
+    ),
+  ],
+)
+def test_shardings_of_no_parameter_are_an_error(change, message):
+  places = shardings('fsdp8')
+  params = jax.device_put(values(0), places)
+  with pytest.raises(ValueError, match=message):
+    ours(shardings=change(places)).init(params)
+
+
+def test_one_sharding_may_stand_for_a_subtree():
+  place = shardings('fsdp8')['layers']['bias']
+  params = jax.device_put(values(0), place)
+  states = [ours(shardings=s).init(params) for s in (place, None)]
+  assert states[0].placed == states[1].placed
+
+
+def test_a_sharding_of_more_dimensions_is_an_error():
+  place = NamedSharding(shardings('fsdp8')['embed'].mesh, P(None, None, 'd'))
+  message = r'w of shape \(8, 8\) has 2 dimensions, but its .* has 3'
+  with pytest.raises(ValueError, match=message):
+    alias.plan({'w': jax.ShapeDtypeStruct((8, 8), 'float32')}, shardings=place)
+
+
+def test_hyperparameters_can_be_injected():
+  transform = optax.inject_hyperparams(alias.muon, static_args='beta')(0.1)
+  params = {'w': jnp.ones((4, 3))}
+  state = transform.init(params)
+  updates, state = jax.jit(transform.update)(params, state, params)
+  plain = alias.muon(0.1)
+  expected, _ = plain.update(params, plain.init(params), params)
+  assert_close(updates, expected)
+  with pytest.raises(TypeError, match="beta must .*static_args='beta'"):
+    optax.inject_hyperparams(alias.muon)(0.1).init(params)
+
+
 @each_mesh
 def test_auto_axes_under_jit_ask_for_shardings(name):
   params = jax.device_put(values(0), shardings(name))
@@ -297,8 +375,9 @@ def test_an_abstract_mesh_is_planned_like_the_real_one():
 
 @pytest.mark.parametrize('shape', [(0, 3), (4, 0), (0, 4, 3)])
 def test_a_dimension_of_size_zero_is_an_error(shape):
-  with pytest.raises(ValueError, match=rf'w of shape \({shape[0]}, .*size 0'):
-    alias.plan({'w': jnp.ones(shape)})
+  for call in (alias.plan, alias.muon(0.1).init):
+    with pytest.raises(ValueError, match=rf'w of shape \({shape[0]}, .*size 0'):
+      call({'w': jnp.ones(shape)})
 
 
 @pytest.mark.parametrize(
@@ -311,6 +390,15 @@ def test_dimension_numbers_that_do_not_fit_are_an_error(numbers):
     alias.plan(
       {'a': {'w': jnp.ones((4, 3))}}, muon_weight_dimension_numbers=numbers
     )
+
+
+@pytest.mark.parametrize(
+  'numbers', [{'w': None, 'x': None}, {'w': True}, {'w': (0, 1)}]
+)
+def test_dimension_numbers_of_another_tree_are_an_error(numbers):
+  message = 'muon_weight_dimension_numbers must be a tree .*parameters are w'
+  with pytest.raises(ValueError, match=message):
+    alias.plan({'w': jnp.ones((4, 3))}, muon_weight_dimension_numbers=numbers)
 
 
 def test_dimension_numbers_may_be_a_prefix_and_parameters_may_be_none():

@@ -43,6 +43,12 @@ def shape(*sizes):
     'layers/ln_1',
     'Dense_0/bias',
     'layers/b1',
+    'tok_emb',
+    'pos_emb/weight',
+    'cls',
+    'mask_token',
+    'ssm/A_log',
+    'layer_scale',
   ],
 )
 def test_tables_heads_norms_and_biases_are_adams(name):
@@ -50,7 +56,11 @@ def test_tables_heads_norms_and_biases_are_adams(name):
 
 
 @pytest.mark.parametrize(
-  'name', ['w', 'up', 'multi_head/w', 'MultiHead_0/w', 'embed_to_hidden/w']
+  'name',
+  [
+    *('w', 'up', 'multi_head/w', 'MultiHead_0/w', 'embed_to_hidden/w'),
+    *('AttentionHead_0/Dense_0/kernel', 'downscale/kernel', 'lora_b'),
+  ],
 )
 def test_all_else_of_two_dimensions_is_a_matrix(name):
   assert numbers({name: shape(4, 3)}) == {name: (0, 1)}
@@ -59,6 +69,11 @@ def test_all_else_of_two_dimensions_is_a_matrix(name):
 
 def test_leading_dimensions_stack_matrices():
   assert numbers({'experts': shape(2, 5, 4, 3)}) == {'experts': (2, 3)}
+
+
+def test_counters_are_no_matrices():
+  steps = jax.ShapeDtypeStruct((4, 3), jnp.int32)
+  assert numbers({'steps': steps, 'w': shape(4, 3)}) == {'w': (0, 1)}
 
 
 class Net(nn.Module):
@@ -91,6 +106,13 @@ def test_scanned_kernels_are_not_taken_for_heads():
     'out': {'kernel': shape(3, 2, 4, 8)},
   }
   assert numbers(by_head) == {'query/kernel': (1, 3), 'out/kernel': (2, 3)}
+  llama = {'q_proj': by_head['query'], 'o_proj': by_head['out']}
+  assert numbers(llama) == {'q_proj/kernel': (1, 3), 'o_proj/kernel': (2, 3)}
+
+
+def test_convolutions_of_haiku():
+  convolution = {'conv2_d': {'w': shape(3, 3, 4, 8)}}
+  assert numbers(convolution) == {'conv2_d/w': ((0, 1, 2), 3)}
 
 
 def test_modules_of_nnx():
@@ -128,8 +150,14 @@ def test_an_unknown_logical_axis_is_an_error():
   boxed = {
     'a': {'w': nn.LogicallyPartitioned(shape(4, 3), names=('embed', 'x'))}
   }
-  with pytest.raises(ValueError, match=r"a/w has .*'x'.*MuonDimensionNumbers"):
+  message = r"a/w has .*'x'.*not know x; it knows .*mlp.*MuonDimensionNumbers"
+  with pytest.raises(ValueError, match=message):
     inference.dimension_numbers(boxed)
+
+
+def test_where_an_axis_has_no_name_the_shape_decides():
+  x = nn.LogicallyPartitioned(shape(2, 4, 3), names=('layers', 'embed', None))
+  assert numbers({'w': x}) == {'w': (1, 2)}
 
 
 def test_mesh_axes_in_a_box_tell_nothing():

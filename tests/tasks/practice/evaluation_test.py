@@ -42,21 +42,6 @@ def test_the_solution_passes_and_doing_nothing_does_not(spec, tmp_path):
   assert null_summary['overall']['episodes'] == 5
   assert null_summary['overall']['pass_at_k'] == {'1': 0.0}
 
-  # Killed in the middle of its third line, it plays only missing episodes.
-  lines = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
-  (out / 'episodes.jsonl').write_text(''.join(lines[:2]) + lines[2][:40])
-  assert evaluate(spec, GOLD, out) == summary
-  again = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
-  assert again[:2] == lines[:2] and len(again) == 5
-
-  # Episodes whose sandbox failed are played again, and the others stay.
-  failed = json.loads(lines[0]) | {'status': 'infrastructure', 'passed': False}
-  broken = [json.dumps(failed) + '\n', *lines[1:]]
-  (out / 'episodes.jsonl').write_text(''.join(broken))
-  assert evaluate(spec, GOLD, out) == summary
-  again = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
-  assert again[:5] == broken and len(again) == 6
-
   with pytest.raises(ValueError, match="policy is 'gold' there and 'null' now"):
     evaluate(spec, null, out)
 
@@ -69,6 +54,23 @@ def test_generated_tasks_are_played_as_well(tmp_path):
   summary = evaluate(spec, options, tmp_path)
   assert summary['overall']['passed'] == summary['overall']['episodes'] == 6
   assert summary['overall']['pass_at_k'] == {'1': 1.0, '2': 1.0}
+
+  # Killed in the middle of its third line, it plays only missing episodes.
+  episodes = tmp_path / 'episodes.jsonl'
+  lines = episodes.read_text().splitlines(keepends=True)
+  episodes.write_text(''.join(lines[:2]) + lines[2][:40])
+  assert evaluate(spec, options, tmp_path) == summary
+  again = episodes.read_text().splitlines(keepends=True)
+  assert again[:2] == lines[:2] and len(again) == 6
+
+  # Episodes whose sandbox failed are played again, and the others stay.
+  failed = json.loads(lines[0]) | {'status': 'infrastructure', 'passed': False}
+  broken = [json.dumps(failed) + '\n', *lines[1:]]
+  episodes.write_text(''.join(broken))
+  assert evaluate(spec, options, tmp_path) == summary
+  again = episodes.read_text().splitlines(keepends=True)
+  assert again[:6] == broken and len(again) == 7
+
   with pytest.raises(ValueError, match='--tasks=0 takes all tasks of a folder'):
     evaluate(spec, GOLD, tmp_path / 'all')
 

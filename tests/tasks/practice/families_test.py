@@ -211,9 +211,13 @@ def collector(spec, tokenizer, workdir):
 
 
 def play(player, tokenizer, group, member=0, calls=('read nothing', 'finish')):
-  task = player.task_of_group(group)
-  policy = scripts.ScriptedCalls(tokenizer, calls)
-  return player.play(task, policy, group=group, member=member, seed=player.seed)
+  return player.play(
+    player.task_of_group(group),
+    scripts.ScriptedCalls(tokenizer, calls),
+    group=group,
+    member=member,
+    seed=player.seed,
+  )
 
 
 def test_prices_change_between_groups_and_every_sample_names_them(
