@@ -41,6 +41,8 @@ class _Rows:
   fim_marks: fim.Marks
   whole: bool
   num_epochs: int | None
+  opening: int | None
+  opening_epochs: int
   multiple: int  # divides the number of rows
 
   def __post_init__(self):
@@ -72,11 +74,14 @@ class _Rows:
 
   def _plan_epoch(self, epoch: int) -> None:
     rng = np.random.default_rng((self.seed, epoch, _ORDER))
+    lengths = self._lengths
+    if self.opening is not None and epoch < self.opening_epochs:
+      lengths = self._openings(self.opening)
     if self.whole:
-      plan = packing.first_fit(self._lengths, self.seq_len, rng=rng)
+      plan = packing.first_fit(lengths, self.seq_len, rng=rng)
     else:
       plan = packing.concatenate(
-        self._lengths,
+        lengths,
         self.seq_len,
         rng=rng,
         fim_rate=self.fim_rate,
@@ -85,6 +90,14 @@ class _Rows:
     if epoch + 1 == len(self._firsts):
       self._firsts.append(self._firsts[-1] + len(plan))
     self._epoch, self._plan = epoch, plan
+
+  def _openings(self, longest: int) -> list[int]:
+    lengths = []
+    for i, length in enumerate(self._lengths):
+      mask = _split(self.documents[i])[1]
+      has_loss = mask is None or mask[:longest].any()
+      lengths.append(min(length, longest) if has_loss else 0)
+    return lengths
 
   def _get(self, piece: packing.DocumentPart) -> packing.Learned:
     tokens, mask = _split(self.documents[piece.document])
@@ -154,11 +167,14 @@ def lm_stream(
   fim_marks: fim.Marks = fim.OWN,
   whole: bool = False,
   num_epochs: int | None = None,
+  opening: int | None = None,
+  opening_epochs: int = 1,
 ) -> LMStream:
   """Streams packed batches of documents.
 
   Every token of every document is in exactly one row of each epoch, since the
-  last row of an epoch is padded. A batch may have rows of two epochs.
+  last row of an epoch is padded. A batch may have rows of two epochs. With an
+  opening the first epochs hold less.
 
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
@@ -171,6 +187,9 @@ def lm_stream(
       at the ends of rows.
     num_epochs: number of epochs, after which rows of padding complete the last
       batch; None for an endless stream.
+    opening: tokens at the beginning of each document that the first epochs have
+      alone, where they carry loss; None for whole documents in every epoch.
+    opening_epochs: number of epochs with openings.
 
   Raises:
     ValueError: there is nothing to stream, a document does not fit, or options
@@ -194,6 +213,8 @@ def lm_stream(
     fim_marks=fim_marks,
     whole=whole,
     num_epochs=num_epochs,
+    opening=opening,
+    opening_epochs=opening_epochs,
   )
   fingerprint = _fingerprint(documents, {**options, 'batch_size': batch_size})
   rows = _Rows(documents=documents, multiple=batch_size, **options)

@@ -54,12 +54,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     adam_learning_rate=2e-3,  # peak, of what AdamW keeps
     warmup_steps=20,
     decay_steps=30,  # linear, to a tenth of the peak
-    weight_decay=0.1,
     optimizer='muon',  # on matrices, AdamW on the rest; or 'adam' on all
   )
   # The fields of cpt. Small batches: until names are copied, steps count.
   c.sft = dict(
-    steps=720,
+    # Prompts and first calls alone for two epochs, 170 steps: there names are
+    # copied after 100 steps, in whole transcripts after 250.
+    opening=32,
+    steps=890,
     batch_size=8,
     seq_len=320,
     learning_rate=0.015,

@@ -64,17 +64,19 @@ KINDS = {
     'documents': make_documents(masked=True, longest=SEQ_LEN - 2),
   },
 }
+OPENING = {'fim_rate': 0.0, 'opening': 9}
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'opening'])
 @pytest.mark.parametrize('stop', [0, 1, 5, 23])
 def test_resume_is_exact(kind, stop):
   """Also across the end of an epoch, and through JSON."""
-  whole = take(make(**KINDS[kind]), stop + 12)
-  first = make(**KINDS[kind])
+  options = (KINDS | {'opening': OPENING})[kind]
+  whole = take(make(**options), stop + 12)
+  first = make(**options)
   take(first, stop)
   state = json.loads(json.dumps(first.get_state()))
-  second = make(**KINDS[kind])
+  second = make(**options)
   take(second, 2)
   second.set_state(state)
   assert_equal(take(second, 12), whole[stop:])
@@ -118,6 +120,31 @@ def test_every_token_once_per_epoch(kind, num_epochs):
   assert seen == collections.Counter(
     {token: n * num_epochs for token, n in expected.items()}
   )
+
+
+@pytest.mark.parametrize('kind', ['plain', 'whole'])
+def test_the_first_epochs_have_openings_alone(kind):
+  options = {**KINDS[kind], 'opening': 4, 'opening_epochs': 2}
+  documents = options.get('documents', make_documents())
+  opening, whole = collections.Counter(), collections.Counter()
+  without_loss = 0
+  for document in documents:
+    tokens = document[0] if isinstance(document, tuple) else document
+    whole.update(tokens.tolist())
+    if isinstance(document, tuple) and not document[1][:4].any():
+      without_loss += 1
+    else:
+      opening.update(tokens[:4].tolist())
+  assert (without_loss > 0) == (kind == 'whole')
+  for num_epochs, expected in (
+    (1, opening),
+    (2, opening + opening),
+    (3, opening + opening + whole),
+  ):
+    seen = collections.Counter()
+    for tokens, _, _ in segments(make(**options, num_epochs=num_epochs)):
+      seen.update(tokens.tolist())
+    assert seen == expected
 
 
 @pytest.mark.parametrize('kind', KINDS)
