@@ -6,8 +6,8 @@
 
 Names are open, so that SFT must teach copying before RL has anything to choose
 from. The lengths of the stages are meant for twelve minutes on two quiet cores;
-the whole is not measured yet. SFT alone, from random weights, seed 7 and 64
-episodes an axis: unseen compositions 0.13, unseen names 0.05.
+the whole is not measured yet. After SFT, with seed 7 and 100 episodes an axis:
+unseen compositions 0.33, names 0.25, wordings 0.11, all of them 0.06.
 
 The file shows the fields that one changes first. `./run.sh config` prints every
 field with its default and meaning; --config.SECTION.FIELD=VALUE sets any.
