@@ -83,7 +83,7 @@ def run(
       raise
     raise ValueError(
       f'{error.name} is not installed, which the server needs: '
-      'pip install composer_jax[serve].'
+      "pip install -e '.[serve]' in the checkout."
     ) from error
   engine_options = _fields('engine', engines.EngineOptions, config['engine'])
   limits = _fields('limits', serve_options.ServeOptions, config['limits'])

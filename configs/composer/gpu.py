@@ -1,6 +1,6 @@
 """The whole loop on one GPU in bfloat16, trainer and engine taking turns.
 
-  pip install -e .[gpu]
+  pip install -e '.[gpu]'   # in the checkout
   python -m experiments.composer --config=configs/composer/gpu.py \
       --workdir=runs/gpu
 

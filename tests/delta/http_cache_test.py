@@ -26,15 +26,6 @@ either = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def run(tmp_path):
-  run = bundles.Run(tmp_path / 'store')
-  run.add(0, pack_bytes=1500)
-  run.add(1, base=0, pack_bytes=300)
-  run.point(1)
-  return run
-
-
-@pytest.fixture
 def origin(run):
   with http_servers.Origin(run.store.root) as origin:
     yield origin

@@ -207,7 +207,7 @@ def test_verify_names_all_that_is_damaged(place, tmp_path):
   assert f'{unnoticed} of the {len(names)} objects of' in said
 
 
-def test_verify_says_what_a_relay_cannot_list(place, monkeypatch):
+def test_verify_says_when_a_store_cannot_list_its_objects(place, monkeypatch):
   monkeypatch.setattr(stores.Store, 'is_writable', False)
   assert 'cannot list them' in commands.verify(**place)
 

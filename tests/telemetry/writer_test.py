@@ -222,5 +222,5 @@ def test_the_first_error_is_the_one_that_leaves(tmp_path, monkeypatch):
 def test_wandb_without_its_package_names_the_extra(tmp_path, monkeypatch):
   # None in sys.modules is how Python itself marks a module as not importable.
   monkeypatch.setitem(sys.modules, 'wandb', None)
-  with pytest.raises(ValueError, match=r'pip install -e \.\[wandb\]'):
+  with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
     writer.Writer(tmp_path, wandb=True)
