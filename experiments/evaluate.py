@@ -38,7 +38,9 @@ _THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')
 _URL = flags.DEFINE_string('url', '', 'URL of the endpoint, up to /v1.')
 _MODEL = flags.DEFINE_string('model', '', 'Name of the model at the endpoint.')
 _NATIVE = flags.DEFINE_bool(
-  'native_tools', False, "Chat: tools are called by the endpoint's own means."
+  'native_tools',
+  False,
+  'With --policy=chat: the endpoint calls tools by its own means, not in text.',
 )
 _TOKENIZER = flags.DEFINE_string(
   'tokenizer', '', 'tokenizer.json of a run; "" counts bytes (not for tokens).'

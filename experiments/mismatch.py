@@ -21,19 +21,32 @@ _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/tiny', 'Workdir of a finished run.'
 )
 _STAGE = flags.DEFINE_enum(
-  'stage', 'rl', ['cpt', 'sft', 'rl'], 'Whose policy; it must be finished.'
+  'stage',
+  'rl',
+  ['cpt', 'sft', 'rl'],
+  'Stage whose policy is measured; it must be finished.',
 )
 _TOKENS = flags.DEFINE_integer(
   'tokens', 10_000, 'Least number of tokens to sample.'
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of tasks and sampling.')
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'Of activations and matmuls.'
+  'dtype',
+  'float32',
+  ['float32', 'bfloat16'],
+  'Dtype of activations and products.',
 )
 _NUMERICS = flags.DEFINE_enum(
-  'numerics', 'fast', ['fast', 'batch_invariant'], 'Of both sides.'
+  'numerics',
+  'fast',
+  ['fast', 'batch_invariant'],
+  'Numerics of sampler and trainer.',
 )
-_OUT = flags.DEFINE_string('out', '', 'Folder to append to; empty keeps none.')
+_OUT = flags.DEFINE_string(
+  'out',
+  '',
+  'Folder of the metrics.jsonl that gets the numbers; empty keeps none.',
+)
 
 
 def _print(measures):

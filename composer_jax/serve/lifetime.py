@@ -64,7 +64,8 @@ def run(
   """Serves until a signal ends it.
 
   Args:
-    load_policy: `load`, with the folder and what of it to serve.
+    load_policy: function of `overrides` and `mesh` that returns the policy:
+      `load`, with its other arguments bound.
     config: values of configs/serve.
     host: address to listen on.
     port: port to listen on; 0 takes a free one.

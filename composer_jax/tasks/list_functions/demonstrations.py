@@ -82,8 +82,8 @@ class ScriptedPolicy:
   ):
     if task.held_out:
       raise ValueError(
-        f'Task {task.task_id!r} is held out; demonstrations show train tasks '
-        'only.'
+        f'Task {task.task_id!r} is held out, and demonstrations show train '
+        'tasks only; evaluate the gold policy with --split=train.'
       )
     self._task, self._tokenizer = task, tokenizer
     self._noise, self._draw = noise, draw
