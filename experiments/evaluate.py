@@ -66,30 +66,27 @@ def run() -> None:
   from composer_jax.serve import client
   from composer_jax.tasks.practice import evaluation
 
-  try:
-    options = evaluation.EvaluationOptions(
-      policy=_POLICY.value,
-      split=_SPLIT.value,
-      tasks=_TASKS.value,
-      samples=_SAMPLES.value,
-      threads=_THREADS.value,
-      url=_URL.value,
-      model=_MODEL.value,
-      api_key=os.environ.get('COMPOSER_JAX_TOKEN', '').strip(),
-      native_tools=_NATIVE.value,
-      tokenizer=_TOKENIZER.value,
-    )
-    out = pathlib.Path(_OUT.value).absolute()
-    spec = wiring.spec_of(fields)
-    summary = evaluation.evaluate(
-      spec,
-      wiring.systems_of(spec),
-      options,
-      out,
-      remote=functools.partial(client.policy_for, options),
-    )
-  except (ValueError, OSError, RuntimeError) as error:
-    start.fail(error)
+  options = evaluation.EvaluationOptions(
+    policy=_POLICY.value,
+    split=_SPLIT.value,
+    tasks=_TASKS.value,
+    samples=_SAMPLES.value,
+    threads=_THREADS.value,
+    url=_URL.value,
+    model=_MODEL.value,
+    api_key=os.environ.get('COMPOSER_JAX_TOKEN', '').strip(),
+    native_tools=_NATIVE.value,
+    tokenizer=_TOKENIZER.value,
+  )
+  out = pathlib.Path(_OUT.value).absolute()
+  spec = wiring.spec_of(fields)
+  summary = evaluation.evaluate(
+    spec,
+    wiring.systems_of(spec),
+    options,
+    out,
+    remote=functools.partial(client.policy_for, options),
+  )
   print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):
     for name, rates in summary[part].items():
@@ -98,4 +95,4 @@ def run() -> None:
 
 
 if __name__ == '__main__':
-  start.run(run)
+  start.run(run, errors=(ValueError, OSError, RuntimeError))

@@ -72,24 +72,18 @@ def run() -> None:
   from composer_jax.telemetry import machine, writer
   from experiments.studies.mismatch import probe
 
-  try:
-    measures = probe.of_run(
-      pathlib.Path(_WORKDIR.value),
-      probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
-      stage=_STAGE.value,
-      overrides={
-        'compute_dtype': _DTYPE.value,
-        'numerics': _NUMERICS.value,
-      },
-    )
-    _print(measures)
-    if _OUT.value:
-      with writer.Writer(_OUT.value, tensorboard=False) as out:
-        step = len(writer.read(_OUT.value)) + 1
-        out.write('mismatch', step, machine=machine.describe(), **measures)
-  except (ValueError, OSError) as error:
-    start.fail(error)
+  measures = probe.of_run(
+    pathlib.Path(_WORKDIR.value),
+    probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
+    stage=_STAGE.value,
+    overrides={'compute_dtype': _DTYPE.value, 'numerics': _NUMERICS.value},
+  )
+  _print(measures)
+  if _OUT.value:
+    with writer.Writer(_OUT.value, tensorboard=False) as out:
+      step = len(writer.read(_OUT.value)) + 1
+      out.write('mismatch', step, machine=machine.describe(), **measures)
 
 
 if __name__ == '__main__':
-  start.run(run)
+  start.run(run, errors=(ValueError, OSError))

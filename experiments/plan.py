@@ -122,14 +122,11 @@ def _main():
   asked = types.SimpleNamespace(
     **{flag.name: flag.value for flag in (*_PLACE, *_COMPILE)}
   )
-  try:
-    if 'model' in fields:
-      from composer_jax import wiring
+  if 'model' in fields:
+    from composer_jax import wiring
 
-      wiring.spec_of(fields)  # Refuses names that a run's config does not have.
-    tables = _answer(fields, asked)
-  except (ValueError, RuntimeError) as error:
-    start.fail(error)
+    wiring.spec_of(fields)  # Refuses names that a run's config does not have.
+  tables = _answer(fields, asked)
   if _JSON.value:
     rows = [table.to_json() for table in tables]
     print(json.dumps({asked.what: rows}))
@@ -140,4 +137,4 @@ def _main():
 
 
 if __name__ == '__main__':
-  start.run(_main)
+  start.run(_main, errors=(ValueError, RuntimeError))

@@ -81,29 +81,26 @@ def _main():
   fields = start.config_fields(_CONFIG)
   if _ON_SWAP.value:
     fields['engine']['on_swap'] = _ON_SWAP.value
-  try:
-    _check_flags()
-    start.emulate_devices(int(fields['devices']))
-    # After the flags: this import loads jax.
-    from composer_jax.serve import lifetime
+  _check_flags()
+  start.emulate_devices(int(fields['devices']))
+  # After the flags: this import loads jax.
+  from composer_jax.serve import lifetime
 
-    lifetime.run(
-      functools.partial(
-        lifetime.load,
-        pathlib.Path(_SOURCE.value).absolute(),
-        stage=_STAGE.value,
-        follow=_FOLLOW.value,
-        store=_STORE.value,
-      ),
-      fields,
-      host=_HOST.value,
-      port=_PORT.value,
-      name=_NAME.value,
-      token=_token(),
-    )
-  except (ValueError, OSError) as error:
-    start.fail(error)
+  lifetime.run(
+    functools.partial(
+      lifetime.load,
+      pathlib.Path(_SOURCE.value).absolute(),
+      stage=_STAGE.value,
+      follow=_FOLLOW.value,
+      store=_STORE.value,
+    ),
+    fields,
+    host=_HOST.value,
+    port=_PORT.value,
+    name=_NAME.value,
+    token=_token(),
+  )
 
 
 if __name__ == '__main__':
-  start.run(_main)
+  start.run(_main, errors=(ValueError, OSError))
