@@ -29,7 +29,8 @@ _SOURCE = flags.DEFINE_string(
 _VERSION = flags.DEFINE_integer(
   'version',
   None,
-  'Policy version; default: the next to publish, or the latest.',
+  'Policy version to publish (default: the next), to apply, or to compare with '
+  '--source (default: the latest).',
 )
 _TIER = flags.DEFINE_string(
   'tier', 'small', 'Tier of compression: small or fast.'
