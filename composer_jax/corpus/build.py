@@ -122,8 +122,7 @@ class Corpus:
   Attributes:
     folder: folder with `manifest.json` and `texts.bin`.
     documents: documents in the order of `texts.bin`.
-    counts: number of files by outcome: 'kept: <split>', the reason why they
-      were dropped, or 'beyond max_bytes'.
+    counts: number of files per outcome: 'kept: <split>' or why they are out.
     fingerprint: SHA-256 of all texts with their splits, in order.
   """
 

@@ -64,8 +64,7 @@ def run(
   """Serves until a signal ends it.
 
   Args:
-    load_policy: function of `overrides` and `mesh` that returns the policy:
-      `load`, with its other arguments bound.
+    load_policy: returns the policy for `overrides` and `mesh`; see `load`.
     config: values of configs/serve.
     host: address to listen on.
     port: port to listen on; 0 takes a free one.
