@@ -19,6 +19,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+# What most mains import: JAX, flax, optax, orbax and most of this project.
+IMPORTS = (
+  'jax',
+  'composer_jax.wiring',
+  'composer_jax.pipeline.reinforce',
+  'composer_jax.pipeline.stages',
+  'composer_jax.plan.muon',
+  'composer_jax.plan.params',
+  'composer_jax.report.document',
+)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # For a command that hangs; on a busy machine one takes minutes.
 TIMEOUT_S = 600
@@ -73,7 +83,7 @@ class Zygote:
     env: Mapping[str, str],
     out: int,
     err: int,
-    imports: Sequence[str] = (),
+    imports: Sequence[str] = IMPORTS,
   ) -> int:
     """Starts a command and returns its process id, which leads a session.
 
@@ -126,7 +136,7 @@ def _run(
   *,
   env: Mapping[str, str] | None = None,
   cwd: pathlib.Path = ROOT,
-  imports: Sequence[str] = (),
+  imports: Sequence[str] = IMPORTS,
   timeout_s: float = TIMEOUT_S,
 ) -> subprocess.CompletedProcess:
   env = os.environ if env is None else env
@@ -175,7 +185,8 @@ def _run_fresh(
   return subprocess.run(
     [sys.executable, *command],
     cwd=cwd,
-    env=env,
+    # Not None: libraries of C set variables that os.environ does not have.
+    env=os.environ if env is None else env,
     stdin=subprocess.DEVNULL,
     capture_output=True,
     text=True,
@@ -186,8 +197,8 @@ def _run_fresh(
 def run(module: str, *arguments: str, **options) -> subprocess.CompletedProcess:
   """Runs `python -m MODULE ARGUMENTS`; its outputs are texts.
 
-  Options are `env`, `cwd`, `timeout_s` and `imports`, libraries that the zygote
-  lacks and that are costly enough to be kept by it.
+  Options are `env`, `cwd`, `timeout_s` and `imports`, what the zygote imports
+  before it forks, unless it has it.
   """
   return _run(['-m', module, *arguments], **options)
 

@@ -1,4 +1,4 @@
-"""A process that has imported the libraries and forks one process per command.
+"""A process that imports libraries once and forks one process per command.
 
 Imports are most of the cost of a short command, so tests that start many pay
 for them once; `programs.py` is the other side. A fork does what a process that
@@ -26,16 +26,6 @@ import sys
 import tempfile
 import types
 
-# These import the rest: flax, optax, orbax and most of this project.
-IMPORTS = (
-  'jax',
-  'composer_jax.wiring',
-  'composer_jax.pipeline.reinforce',
-  'composer_jax.pipeline.stages',
-  'composer_jax.plan.muon',
-  'composer_jax.plan.params',
-  'composer_jax.report.document',
-)
 _TRUE = ('1', 'on', 't', 'true', 'y', 'yes')
 
 
@@ -46,6 +36,8 @@ def _configure_jax(event: str, arguments: tuple) -> None:
   """
   if event != 'os.putenv':
     return
+  if 'jax' not in sys.modules:
+    return  # JAX will read them itself.
   config = sys.modules['jax'].config
   name, text = map(os.fsdecode, arguments)
   option = name.lower()
@@ -66,7 +58,9 @@ def _hide_own_frames(kind, error, trace) -> None:
   sys.__excepthook__(kind, error.with_traceback(shown), shown)
 
 
-def _become(request: dict, outputs: list[int]) -> None:
+def _become(
+  request: dict, outputs: list[int], set_by_imports: dict[str, str]
+) -> None:
   """Makes this process one that the command started; the caller must end."""
   os.setsid()
   signal.set_wakeup_fd(-1)
@@ -77,11 +71,12 @@ def _become(request: dict, outputs: list[int]) -> None:
     os.close(descriptor)
   sys.addaudithook(_configure_jax)
   os.environ.clear()
-  os.environ.update(request['env'])
+  os.environ.update(set_by_imports | request['env'])
   gc.enable()
   # What modules remember of the first process.
   importlib.invalidate_caches()
-  sys.modules['numpy'].random.seed()
+  if 'numpy' in sys.modules:
+    sys.modules['numpy'].random.seed()
   tempfile.tempdir = None
   sys.excepthook = _hide_own_frames
   main = sys.modules['__main__'] = types.ModuleType('__main__')
@@ -125,10 +120,9 @@ def _num_threads() -> int:
 def main() -> None:
   # Before numpy is imported: threads of its BLAS would not survive a fork.
   os.environ['OPENBLAS_NUM_THREADS'] = '1'
+  before = dict(os.environ)
   # Imports make many objects, and next to none of them is garbage.
   gc.disable()
-  for name in IMPORTS:
-    importlib.import_module(name)
   client = socket.socket(fileno=0)
   children, writer = os.pipe()
   os.set_blocking(writer, False)
@@ -140,6 +134,8 @@ def main() -> None:
       return
     for name in request['imports']:
       importlib.import_module(name)
+    # JAX sets some, unless they are set.
+    set_by_imports = {k: v for k, v in os.environ.items() if k not in before}
     assert _num_threads() == 1, 'a thread would be missing in forks'
     # A fork that searched or freed these objects would copy them.
     gc.freeze()
@@ -148,7 +144,7 @@ def main() -> None:
       client.detach()
       os.close(children)
       os.close(writer)
-      _become(request, outputs)
+      _become(request, outputs, set_by_imports)
       return
     for descriptor in outputs:
       os.close(descriptor)

@@ -110,7 +110,7 @@ def start(
       env=environment(),
       out=output.fileno(),
       err=output.fileno(),
-      imports=['tensorboardX'],
+      imports=(*programs.IMPORTS, 'tensorboardX'),
     )
 
 

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pathlib
 import shutil
 import textwrap
 
@@ -15,7 +14,6 @@ from composer_jax.hf.tensors import files as hf_io
 from tests import programs
 from tests.hf import checkpoints, tiny
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DEEPSEEK = tiny.MODELS['deepseek_v3']
 QWEN = tiny.MODELS['qwen3_moe']
 
