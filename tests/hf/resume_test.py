@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import pathlib
 import shutil
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -11,9 +14,9 @@ import pytest
 from composer_jax.core import files
 from composer_jax.hf import exporting, importing, making, staging
 from composer_jax.hf.tensors import files as hf_io
-from tests import programs
 from tests.hf import checkpoints, tiny
 
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DEEPSEEK = tiny.MODELS['deepseek_v3']
 QWEN = tiny.MODELS['qwen3_moe']
 
@@ -69,7 +72,14 @@ def killed(tmp_path_factory):
   listed = [
     (str(a), str(root / f'{a.name}_{name}'), name, n) for a, name, n in runs
   ]
-  run = programs.run_code(textwrap.dedent(_KILLED), json.dumps(listed))
+  run = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_KILLED), json.dumps(listed)],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    timeout=120,
+  )
   assert run.returncode == 0, run.stderr
   return source, root / 'whole', root
 
