@@ -91,11 +91,11 @@ def test_a_module_that_runs_is_called_main():
   assert fork.stdout == fresh.stdout and fork.stderr == fresh.stderr == ''
 
 
-def test_variables_of_jax_take_effect():
+def test_variables_of_jax_take_effect(tmp_path):
   others = {k: v for k, v in os.environ.items() if not k.startswith('JAX_')}
   env = others | {
     'XLA_FLAGS': '--xla_force_host_platform_device_count=3',
-    'JAX_COMPILATION_CACHE_DIR': '/nowhere',
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path),
     'JAX_ENABLE_X64': '1',
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '2.5',
     'JAX_TRACEBACK_IN_LOCATIONS_LIMIT': '4',
@@ -104,7 +104,7 @@ def test_variables_of_jax_take_effect():
   }
   fork, fresh = both(JAX, env=env)
   assert fork == fresh
-  expected = ['3', 'cpu', '/nowhere', 'True', '2.5', '4', 'float64']
+  expected = ['3', 'cpu', str(tmp_path), 'True', '2.5', '4', 'float64']
   assert fork[1].split() == expected
   # The next fork has none of them.
   fork = programs.run_code(JAX, env=others | {'XLA_FLAGS': ''})
@@ -156,6 +156,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_parent(tmp_path):
   path = tmp_path / 'pids'
   with subprocess.Popen(
