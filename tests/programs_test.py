@@ -74,6 +74,7 @@ def test_a_module_that_cannot_run_is_named(module):
   assert fork.stderr == fresh.stderr and f'{module}' in fork.stderr
 
 
+@pytest.mark.slow
 def test_a_main_sees_its_own_arguments_environment_and_folder():
   env = os.environ | {'SAID': 'yes', 'XLA_FLAGS': ''}
   fork, fresh = both(WHO, 'one', '--two=3', env=env)
@@ -83,6 +84,7 @@ def test_a_main_sees_its_own_arguments_environment_and_folder():
   assert fork == fresh and 'SAID' not in fork[1]
 
 
+@pytest.mark.slow
 def test_a_module_that_runs_is_called_main():
   fork, fresh = (
     run(__name__, WHO) for run in (programs.run, programs.run_fresh)
@@ -91,6 +93,7 @@ def test_a_module_that_runs_is_called_main():
   assert fork.stdout == fresh.stdout and fork.stderr == fresh.stderr == ''
 
 
+@pytest.mark.slow
 def test_variables_of_jax_take_effect(tmp_path):
   others = {k: v for k, v in os.environ.items() if not k.startswith('JAX_')}
   env = others | {
@@ -137,6 +140,7 @@ def test_a_command_that_hangs_is_killed_and_the_next_one_runs():
   assert programs.run_code('print(3)').stdout == '3\n'
 
 
+@pytest.mark.slow
 def test_imports_are_kept():
   code = 'import sys; print("wave" in sys.modules)'
   assert programs.run_code(code).stdout == 'False\n'

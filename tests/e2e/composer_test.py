@@ -254,6 +254,8 @@ def synchronous(workdir):
   files.write_json(workdir / 'sync.json', history)
 
 
+# By default tests/pipeline/sync_equality_test.py has this law for one process.
+@pytest.mark.slow
 def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
   code = (
     'import pathlib, sys; from tests.e2e import composer_test; '

@@ -1,13 +1,8 @@
 """A flag that would have no effect is refused, in one line."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+from tests import programs
 
 
 @pytest.mark.parametrize(
@@ -35,13 +30,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 )
 def test_flags_without_effect_are_refused(command, message):
   main, *flags = command.split()
-  done = subprocess.run(
-    [sys.executable, '-m', f'experiments.{main}', *flags],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-  )
+  done = programs.run(f'experiments.{main}', *flags)
   assert (done.returncode, done.stdout) == (1, '')
   assert done.stderr.startswith('error: ') and message in done.stderr
   assert done.stderr.count('\n') == 1
