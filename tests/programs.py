@@ -67,7 +67,8 @@ class Zygote:
         # So that Ctrl-C reaches this process only.
         start_new_session=True,
       )
-    self._answers = self._requests.makefile()
+    # Without a buffer: `select` sees what was not read.
+    self._answers = self._requests.makefile('rb', buffering=0)
     self.pid = self._process.pid
 
   def _answer(self) -> int:

@@ -178,3 +178,16 @@ def test_nothing_outlives_a_killed_parent(tmp_path):
 
 if __name__ == '__main__':
   exec(sys.argv[1])
+
+
+def test_a_command_that_ended_before_its_id_was_read_is_no_hang():
+  programs.run_code('')  # The zygote has its imports.
+  shared = programs._shared()
+  answer, shared._answer = (
+    shared._answer,
+    lambda: (time.sleep(0.3), answer())[1],
+  )
+  try:
+    assert programs.run_code('', timeout_s=20).returncode == 0
+  finally:
+    shared._answer = answer
