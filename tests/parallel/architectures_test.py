@@ -114,7 +114,7 @@ LAYOUTS = {
   'fsdp4_cp2': ((1, 4, 2), layouts.TRAIN),
   'data_parallel': ((4, 2, 1), layouts.REPLICATED),
 }
-# Without --slow: latents here, grouped queries in tests/parallel/mesh_test.py.
+# Without --slow: latents here, grouped queries in mesh_test's uneven case.
 QUICK = (('deepseek_v3', 'cp2_ep8'),)
 CASES = [
   pytest.param(
