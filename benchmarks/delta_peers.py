@@ -8,9 +8,10 @@ timed decode as well. Hashes and file headers count for ours, not for these.
   index    int32 index and the new value of what changed (TRL, verl, vime)
   gaps     PULSE's and grail's lists: gaps of rows as u8 or i32, gaps of
            columns as u16 or i32, the new values, zstd-1
-  planes   XOR, its bytes apart, zstd-1
-  steps    gaps u8 and steps i8 with escapes, zstd-3: what our bundles held
-           before they knew exponents
+  planes   XOR with the base, its low and its high bytes apart, under zstd-1
+  steps    gaps as u8 and changes in units in the last place as i8, escapes for
+           larger ones, under zstd-3: the earlier format of our bundles, which
+           did not use the exponents of the base
 """
 
 from collections.abc import Callable, Mapping

@@ -17,10 +17,15 @@ import time
 
 import numpy as np
 
-from benchmarks import delta_data, delta_links, delta_sizes, interleaved
+from benchmarks import (
+  delta_data,
+  delta_links,
+  delta_servers,
+  delta_sizes,
+  interleaved,
+)
 from composer_jax.delta import fetch, publish, publish_encode, subscribe
 from composer_jax.delta import store as stores
-from tests.delta import http_servers
 
 FANOUT = 4
 ROUND_TRIP_S = 0.1  # round trip across an ocean
@@ -107,12 +112,12 @@ def _world(
     publisher.publish(delta_sizes.blocks(policies[0]), 0)
 
     # The trainer's end of its only link, in place of a bucket.
-    origin = stack.enter_context(http_servers.Origin(root / 'trainer'))
-    servers: list[http_servers.Nginx] = []
+    origin = stack.enter_context(delta_servers.Origin(root / 'trainer'))
+    servers: list[delta_servers.Nginx] = []
     for number in range(clusters):
       above = servers[(number - 1) // FANOUT].port if number else origin.port
       link = network.link(above, round_trip_s=ROUND_TRIP_S)
-      server = http_servers.Nginx(f'http://127.0.0.1:{link.port}', _SMALL)
+      server = delta_servers.Nginx(f'http://127.0.0.1:{link.port}', _SMALL)
       servers.append(stack.enter_context(server))
     followers = [_Cluster(server.url) for server in servers]
     # The first weights arrive at once; only the step is measured.

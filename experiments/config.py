@@ -36,12 +36,9 @@ def run() -> None:
   # After the flags: this import loads jax.
   from composer_jax import wiring
 
-  try:
-    for entry in wiring.resolved(fields):
-      print(_line(entry))
-  except ValueError as error:
-    start.fail(error)
+  for entry in wiring.resolved(fields):
+    print(_line(entry))
 
 
 if __name__ == '__main__':
-  start.run(run)
+  start.run(run, errors=(ValueError,))

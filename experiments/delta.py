@@ -29,7 +29,8 @@ _SOURCE = flags.DEFINE_string(
 _VERSION = flags.DEFINE_integer(
   'version',
   None,
-  'Policy version; default: the next to publish, or the latest.',
+  'Policy version to publish (default: the next), to apply, or to compare with '
+  '--source (default: the latest).',
 )
 _TIER = flags.DEFINE_string(
   'tier', 'small', 'Tier of compression: small or fast.'
@@ -37,8 +38,9 @@ _TIER = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_string(
   'dtype',
   None,
-  'Weights taken of --source: policy (bfloat16 of float32 masters; default for '
-  'our runs), stored (default for others), bfloat16, float16 or float32.',
+  'Dtype in which --source is read: policy (bfloat16 of float32 masters; '
+  'default for our runs), stored (default for others), bfloat16, float16 or '
+  'float32.',
 )
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
@@ -47,9 +49,16 @@ _OUT = flags.DEFINE_string('out', None, 'Folder to make; must not exist.')
 _KEEP = flags.DEFINE_integer(
   'keep', 64, 'Number of newest versions that gc keeps.'
 )
-_GRACE = flags.DEFINE_float('grace_s', 3600.0, 'Age of what gc may delete.')
+_GRACE = flags.DEFINE_float(
+  'grace_s',
+  3600.0,
+  'Seconds; gc keeps younger objects, which another publisher may need.',
+)
 
 _PLACE = (_STORE, _RUN, _KEY)
+_FLAGS = (
+  *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT, _KEEP, _GRACE),
+)
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
   'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _DAYS)),
@@ -70,6 +79,13 @@ def _run(command: str) -> None:
   missing = [f'--{flag.name}' for flag in needed if flag.value is None]
   if missing:
     raise ValueError(f'{command} needs {", ".join(missing)}; see --help.')
+  taken = {flag.name for flag in (*needed, *optional)}
+  flags_set = {flag.name for flag in _FLAGS if flag.present}
+  if unused := sorted(flags_set - taken):
+    raise ValueError(
+      f'{command} does not take {", ".join(f"--{name}" for name in unused)}; '
+      f'it takes {", ".join(f"--{name}" for name in sorted(taken))}.'
+    )
   from composer_jax.delta.device import commands
 
   values = {flag.name: flag.value for flag in (*needed, *optional)}

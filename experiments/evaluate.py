@@ -40,7 +40,9 @@ _THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')
 _URL = flags.DEFINE_string('url', '', 'URL of the endpoint, up to /v1.')
 _MODEL = flags.DEFINE_string('model', '', 'Name of the model at the endpoint.')
 _NATIVE = flags.DEFINE_bool(
-  'native_tools', False, "Chat: tools are called by the endpoint's own means."
+  'native_tools',
+  False,
+  'With --policy=chat: the endpoint calls tools by its own means, not in text.',
 )
 _TOKENIZER = flags.DEFINE_string(
   'tokenizer', '', 'tokenizer.json of a run; "" counts bytes (not for tokens).'
@@ -66,30 +68,27 @@ def run() -> None:
   from composer_jax.serve import client
   from composer_jax.tasks.practice import evaluation
 
-  try:
-    options = evaluation.EvaluationOptions(
-      policy=_POLICY.value,
-      split=_SPLIT.value,
-      tasks=_TASKS.value,
-      samples=_SAMPLES.value,
-      threads=_THREADS.value,
-      url=_URL.value,
-      model=_MODEL.value,
-      api_key=os.environ.get('COMPOSER_JAX_TOKEN', '').strip(),
-      native_tools=_NATIVE.value,
-      tokenizer=_TOKENIZER.value,
-    )
-    out = pathlib.Path(_OUT.value).absolute()
-    spec = wiring.spec_of(fields)
-    summary = evaluation.evaluate(
-      spec,
-      wiring.systems_of(spec),
-      options,
-      out,
-      remote=functools.partial(client.policy_for, options),
-    )
-  except (ValueError, OSError, RuntimeError) as error:
-    start.fail(error)
+  options = evaluation.EvaluationOptions(
+    policy=_POLICY.value,
+    split=_SPLIT.value,
+    tasks=_TASKS.value,
+    samples=_SAMPLES.value,
+    threads=_THREADS.value,
+    url=_URL.value,
+    model=_MODEL.value,
+    api_key=os.environ.get('COMPOSER_JAX_TOKEN', '').strip(),
+    native_tools=_NATIVE.value,
+    tokenizer=_TOKENIZER.value,
+  )
+  out = pathlib.Path(_OUT.value).absolute()
+  spec = wiring.spec_of(fields)
+  summary = evaluation.evaluate(
+    spec,
+    wiring.systems_of(spec),
+    options,
+    out,
+    remote=functools.partial(client.policy_for, options),
+  )
   print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):
     for name, rates in summary[part].items():
@@ -98,4 +97,4 @@ def run() -> None:
 
 
 if __name__ == '__main__':
-  start.run(run)
+  start.run(run, errors=(ValueError, OSError, RuntimeError))

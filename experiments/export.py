@@ -28,14 +28,14 @@ _DTYPE = flags.DEFINE_enum(
   'dtype',
   None,
   ['source', 'bfloat16', 'float16', 'float32'],
-  'Of the tensors. The default is bfloat16 for what was trained, and source, '
-  'that of each tensor as imported, for an import directory.',
+  'Dtype of the tensors. Default: bfloat16 for a run; for an import directory '
+  'source, the dtype that each tensor was imported with.',
 )
 _FAMILY = flags.DEFINE_string(
   'family',
   None,
-  'Whose names and config.json to write, for a model that was not imported: '
-  'qwen3_moe, deepseek_v3 or olmoe.',
+  'Family whose names and config.json are written, if the model was not '
+  'imported: qwen3_moe, deepseek_v3 or olmoe.',
 )
 
 

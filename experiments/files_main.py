@@ -24,9 +24,7 @@ def main(run: Callable[[], None]) -> None:
     os.environ['JAX_PLATFORMS'] = 'cpu'
     try:
       run()
-    except (ValueError, OSError) as error:
-      start.fail(error)
     except KeyboardInterrupt:
       sys.exit('Stopped; run the same command again.')
 
-  start.run(call)
+  start.run(call, errors=(ValueError, OSError))

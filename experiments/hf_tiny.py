@@ -13,7 +13,10 @@ _OUT = flags.DEFINE_string(
   'out', 'runs/hf_tiny', 'Folder to make; must not exist.'
 )
 _FAMILY = flags.DEFINE_enum(
-  'family', 'qwen3_moe', ['qwen3_moe', 'deepseek_v3'], 'What to imitate.'
+  'family',
+  'qwen3_moe',
+  ['qwen3_moe', 'deepseek_v3'],
+  'Family of models to imitate.',
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the weights.')
 

@@ -23,8 +23,8 @@ _CONFIG = start.define_config(
 _WORKDIR = flags.DEFINE_string(
   'workdir',
   'runs/tiny',
-  'Where the run keeps everything. The same command on the same workdir '
-  'resumes; another config needs another workdir.',
+  'Folder in which the run keeps everything. The same command on the same '
+  'workdir resumes; another config needs another workdir.',
 )
 _ROLE = flags.DEFINE_enum(
   'role',

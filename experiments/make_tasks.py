@@ -15,15 +15,19 @@ from absl import flags
 from experiments import files_main, start
 
 _CONFIG = start.define_config(
-  'configs/tasks/packages.py', 'Packages, options.', shows_all=True
+  'configs/tasks/packages.py',
+  'Config file of packages and options.',
+  shows_all=True,
 )
-_OUT = flags.DEFINE_string('out', 'runs/tasks', 'Folder of the set.')
+_OUT = flags.DEFINE_string('out', 'runs/tasks', 'Folder of the task set.')
 _ARCHIVES = flags.DEFINE_string(
   'archives', 'runs/sdists', 'Folder of sdists; missing ones are downloaded.'
 )
 _ONLY = flags.DEFINE_list('only', [], 'Packages of the config; all if empty.')
 _FOLDERS = flags.DEFINE_list(
-  'folders', [], 'NAME=PATH of packages on this machine, beside those.'
+  'folders',
+  [],
+  'Packages on this machine, as NAME=PATH, beside those of the config.',
 )
 
 

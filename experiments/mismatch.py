@@ -21,19 +21,32 @@ _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/tiny', 'Workdir of a finished run.'
 )
 _STAGE = flags.DEFINE_enum(
-  'stage', 'rl', ['cpt', 'sft', 'rl'], 'Whose policy; it must be finished.'
+  'stage',
+  'rl',
+  ['cpt', 'sft', 'rl'],
+  'Stage whose policy is measured; it must be finished.',
 )
 _TOKENS = flags.DEFINE_integer(
   'tokens', 10_000, 'Least number of tokens to sample.'
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of tasks and sampling.')
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'Of activations and matmuls.'
+  'dtype',
+  'float32',
+  ['float32', 'bfloat16'],
+  'Dtype of activations and products.',
 )
 _NUMERICS = flags.DEFINE_enum(
-  'numerics', 'fast', ['fast', 'batch_invariant'], 'Of both sides.'
+  'numerics',
+  'fast',
+  ['fast', 'batch_invariant'],
+  'Numerics of sampler and trainer.',
 )
-_OUT = flags.DEFINE_string('out', '', 'Folder to append to; empty keeps none.')
+_OUT = flags.DEFINE_string(
+  'out',
+  '',
+  'Folder of the metrics.jsonl that gets the numbers; empty keeps none.',
+)
 
 
 def _print(measures):
@@ -59,24 +72,18 @@ def run() -> None:
   from composer_jax.telemetry import machine, writer
   from experiments.studies.mismatch import probe
 
-  try:
-    measures = probe.of_run(
-      pathlib.Path(_WORKDIR.value),
-      probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
-      stage=_STAGE.value,
-      overrides={
-        'compute_dtype': _DTYPE.value,
-        'numerics': _NUMERICS.value,
-      },
-    )
-    _print(measures)
-    if _OUT.value:
-      with writer.Writer(_OUT.value, tensorboard=False) as out:
-        step = len(writer.read(_OUT.value)) + 1
-        out.write('mismatch', step, machine=machine.describe(), **measures)
-  except (ValueError, OSError) as error:
-    start.fail(error)
+  measures = probe.of_run(
+    pathlib.Path(_WORKDIR.value),
+    probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
+    stage=_STAGE.value,
+    overrides={'compute_dtype': _DTYPE.value, 'numerics': _NUMERICS.value},
+  )
+  _print(measures)
+  if _OUT.value:
+    with writer.Writer(_OUT.value, tensorboard=False) as out:
+      step = len(writer.read(_OUT.value)) + 1
+      out.write('mismatch', step, machine=machine.describe(), **measures)
 
 
 if __name__ == '__main__':
-  start.run(run)
+  start.run(run, errors=(ValueError, OSError))

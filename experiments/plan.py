@@ -28,7 +28,7 @@ _CONFIG = start.define_config(
 _QUESTIONS = ('params', 'muon', 'compile')
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
-_FIELDS = [
+_PLACE = [
   _text('topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'),
   _text('what', 'params', f'The question: {", ".join(_QUESTIONS)}.'),
   _text(
@@ -37,33 +37,56 @@ _FIELDS = [
     'replica,fsdp,context. Default: 2,N/4,2 where 4 divides the N devices, '
     '2,2,2 for 8; else 1,N,1.',
   ),
-  _text('layout', 'hsdp', 'hsdp or data_parallel.'),
-  _text('dtype', 'float32', 'Of the parameters.'),
-  # Flags of compile.
-  _int('batch', 0, 'Rows of a step; 0: one a microbatch on devices of rows.'),
+  _text('layout', 'hsdp', 'Layout of the parameters: hsdp or data_parallel.'),
+  _text('dtype', 'float32', 'Dtype of the parameters.'),
+]
+_COMPILE = [
+  _int(
+    'batch',
+    0,
+    'Rows of a step; 0: one a microbatch on each device that shards rows.',
+  ),
   _int('seq_len', 4096, 'Tokens of a row.'),
   _int('accumulate', 1, 'Microbatches of a step.'),
-  _text('transport', 'auto', 'To experts: auto, ring, a2a, ragged_a2a.'),
+  _text(
+    'transport',
+    'auto',
+    'Transport of tokens to experts: auto, ring, a2a or ragged_a2a.',
+  ),
   flags.DEFINE_float(
-    'bucket', 1.25, 'Room for received rows in means; 0 for the worst case.'
+    'bucket',
+    1.25,
+    'Size of buffers of received rows over their mean; 0: the worst case.',
   ),
   flags.DEFINE_list(
-    'remat_saves', None, 'What recomputing keeps; default: as in the config.'
+    'remat_saves',
+    None,
+    'Values that recomputation keeps; default: those of the config.',
   ),
-  _text('optimizer', 'muon', 'muon or adam.'),
-  _text('until', 'code', 'code, or schedule, which a TPU has much sooner.'),
-  _text('libtpu', '', f'Folder: {topologies.LIBTPU}'),
+  _text('optimizer', 'muon', 'Optimizer of the step: muon or adam.'),
+  _text(
+    'until',
+    'code',
+    'Last stage: code, or schedule, which the compiler of a TPU has sooner.',
+  ),
+  _text('libtpu', '', f'Folder made by `{topologies.LIBTPU}`.'),
 ]
 
 
 def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
+  if q.what not in _QUESTIONS:
+    raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
+  unused = [f'--{flag.name}' for flag in _COMPILE if flag.present]
+  if unused and q.what != 'compile':
+    raise ValueError(
+      f'{", ".join(unused)} can be set with --what=compile alone; --what is '
+      f'{q.what!r}.'
+    )
   # Before jax is imported, so that it takes no accelerator.
   topologies.prepare()
   from composer_jax.plan import case as cases
   from composer_jax.plan import muon, params
 
-  if q.what not in _QUESTIONS:
-    raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
   case = cases.make(
     fields,
     topology_name=q.topology,
@@ -96,15 +119,14 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
 
 def _main():
   fields = start.config_fields(_CONFIG)
-  asked = types.SimpleNamespace(**{flag.name: flag.value for flag in _FIELDS})
-  try:
-    if 'model' in fields:
-      from composer_jax import wiring
+  asked = types.SimpleNamespace(
+    **{flag.name: flag.value for flag in (*_PLACE, *_COMPILE)}
+  )
+  if 'model' in fields:
+    from composer_jax import wiring
 
-      wiring.spec_of(fields)  # Refuses names that a run's config does not have.
-    tables = _answer(fields, asked)
-  except (ValueError, RuntimeError) as error:
-    start.fail(error)
+    wiring.spec_of(fields)  # Refuses names that a run's config does not have.
+  tables = _answer(fields, asked)
   if _JSON.value:
     rows = [table.to_json() for table in tables]
     print(json.dumps({asked.what: rows}))
@@ -115,4 +137,4 @@ def _main():
 
 
 if __name__ == '__main__':
-  start.run(_main)
+  start.run(_main, errors=(ValueError, RuntimeError))

@@ -18,12 +18,8 @@ _WORKDIR = flags.DEFINE_string(
 
 
 def _main() -> None:
-  try:
-    path = document.write_report(_WORKDIR.value)
-  except (ValueError, OSError) as error:
-    start.fail(error)
-  print(f'Report: {path}')
+  print(f'Report: {document.write_report(_WORKDIR.value)}')
 
 
 if __name__ == '__main__':
-  start.run(_main)
+  start.run(_main, errors=(ValueError, OSError))

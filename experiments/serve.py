@@ -15,19 +15,25 @@ from absl import flags, logging
 from experiments import start
 
 _CONFIG = start.define_config(
-  'configs/serve/tiny.py', 'Shapes and limits.', shows_all=True
+  'configs/serve/tiny.py', 'Config file of shapes and limits.', shows_all=True
 )
 _SOURCE = flags.DEFINE_string(
   'source', 'runs/tiny', 'The workdir of a run, or a folder of hf_import.'
 )
 _STAGE = flags.DEFINE_enum(
-  'stage', '', ['', 'rl', 'sft', 'cpt'], 'Whose export; default: the last.'
+  'stage',
+  '',
+  ['', 'rl', 'sft', 'cpt'],
+  'Stage whose export is served; default: the last that is finished.',
 )
 _FOLLOW = flags.DEFINE_bool(
-  'follow', False, 'Serves what RL publishes in --source, as it does.'
+  'follow', False, 'Swaps in each policy version that RL publishes in --source.'
 )
 _STORE = flags.DEFINE_string(
-  'store', '', "With --follow: a cache's URL; default: the run's own store."
+  'store',
+  '',
+  "With --follow: URL of a cache of the run's bundles; default: the run's own "
+  'store.',
 )
 _ON_SWAP = flags.DEFINE_enum(
   'on_swap',
@@ -38,13 +44,13 @@ _ON_SWAP = flags.DEFINE_enum(
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.')
 _NAME = flags.DEFINE_string(
-  'name', '', 'Name of the model; default: made of the folder.'
+  'name', '', 'Name of the model; default: folder and stage.'
 )
 _TOKEN_FILE = flags.DEFINE_string(
   'token_file',
   '',
-  'Holds a token that clients must send (Authorization: Bearer). Default: the '
-  'variable COMPOSER_JAX_TOKEN; without either, none is wanted.',
+  'File of a token that clients must send (Authorization: Bearer). Default: '
+  'the variable COMPOSER_JAX_TOKEN; without either, none is asked for.',
 )
 
 
@@ -57,34 +63,44 @@ def _token() -> str:
   raise ValueError(f'{_TOKEN_FILE.value} is empty.')
 
 
+def _check_flags() -> None:
+  """Refuses flags that would have no effect."""
+  if _FOLLOW.value:
+    if _STAGE.value not in ('', 'rl'):
+      raise ValueError(
+        f'--follow serves the policies of stage rl, not of {_STAGE.value!r}; '
+        'leave out --stage or --follow.'
+      )
+  elif _STORE.value or _ON_SWAP.value:
+    raise ValueError('--store and --on_swap need --follow; add it.')
+
+
 def _main():
   if not start.DEBUG.value:
     logging.set_verbosity(logging.WARNING)  # orbax logs every file
   fields = start.config_fields(_CONFIG)
   if _ON_SWAP.value:
     fields['engine']['on_swap'] = _ON_SWAP.value
-  try:
-    start.emulate_devices(int(fields['devices']))
-    # After the flags: this import loads jax.
-    from composer_jax.serve import lifetime
+  _check_flags()
+  start.emulate_devices(int(fields['devices']))
+  # After the flags: this import loads jax.
+  from composer_jax.serve import lifetime
 
-    lifetime.run(
-      functools.partial(
-        lifetime.load,
-        pathlib.Path(_SOURCE.value).absolute(),
-        stage=_STAGE.value,
-        follow=_FOLLOW.value,
-        store=_STORE.value,
-      ),
-      fields,
-      host=_HOST.value,
-      port=_PORT.value,
-      name=_NAME.value,
-      token=_token(),
-    )
-  except (ValueError, OSError) as error:
-    start.fail(error)
+  lifetime.run(
+    functools.partial(
+      lifetime.load,
+      pathlib.Path(_SOURCE.value).absolute(),
+      stage=_STAGE.value,
+      follow=_FOLLOW.value,
+      store=_STORE.value,
+    ),
+    fields,
+    host=_HOST.value,
+    port=_PORT.value,
+    name=_NAME.value,
+    token=_token(),
+  )
 
 
 if __name__ == '__main__':
-  start.run(_main)
+  start.run(_main, errors=(ValueError, OSError))

@@ -58,14 +58,29 @@ def config_fields(config: flags.FlagHolder) -> dict[str, Any]:
     _refuse(error)
 
 
-def run(main: Callable[[], None]) -> None:
-  """Runs `main` under absl."""
+def run(
+  main: Callable[[], None], errors: tuple[type[Exception], ...] = ()
+) -> None:
+  """Runs `main` under absl.
+
+  Args:
+    main: function that does what the program is for, once flags are parsed.
+    errors: classes of the errors that a user can cause; such an error of `main`
+      ends the program with its message.
+  """
+
+  def call(_):
+    try:
+      main()
+    except errors as error:
+      fail(error)
+
   # --help lists the flags of the file that was started; add those it imports.
   for module, module_flags in flags.FLAGS.flags_by_module_dict().items():
     if module.startswith('experiments.'):
       for flag in module_flags:
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-  app.run(lambda _: main(), flags_parser=_parse)
+  app.run(call, flags_parser=_parse)
 
 
 def fail(error: BaseException) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import pathlib
 import re
 import shlex
@@ -11,26 +12,39 @@ import sys
 import pytest
 
 from composer_jax import wiring
+from composer_jax.core import files
+from composer_jax.models import config as model_config
 from tests import configs_test
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(
   [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *ROOT.glob('docs/**/*.md')]
 )
+REPORTS = sorted(
+  [ROOT / 'benchmarks/README.md', *ROOT.glob('experiments/studies/*/README.md')]
+)
 README_WORDS = 1500
 TERMS = 40
 
-each_page = pytest.mark.parametrize(
-  'page', PAGES, ids=lambda path: str(path.relative_to(ROOT))
-)
+
+def each(pages):
+  return pytest.mark.parametrize(
+    'page', pages, ids=lambda path: str(path.relative_to(ROOT))
+  )
+
+
+each_page = each(PAGES)
+each_text = each([*PAGES, *REPORTS])
 
 
 def commands(text: str) -> list[list[str]]:
   """Returns the words of each command of this project in a text."""
+  ours = (
+    r'(?:\./run\.sh|(?:\.venv/bin/)?python -m (?:experiments|benchmarks))\b'
+  )
   blocks = re.findall(r'^```\w*\n(.*?)^```', text, re.M | re.S)
-  blocks += re.findall(r'`(\./run\.sh[^`\n]*)`', text)
+  blocks += re.findall(rf'`({ours}[^`\n]*)`', text)
   lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
-  ours = r'(\./run\.sh|(\.venv/bin/)?python -m (experiments|benchmarks))\b'
   return [
     shlex.split(line, comments=True)
     for line in lines
@@ -38,72 +52,138 @@ def commands(text: str) -> list[list[str]]:
   ]
 
 
-@functools.cache
-def flags_of(module: str) -> frozenset[str]:
-  """Returns the names of the flags that a main defines."""
-  code = (
-    'import importlib, sys; from absl import flags; '
-    'importlib.import_module(sys.argv[1]); '
-    'print(*flags.FLAGS, "help", "helpfull")'
-  )
-  process = subprocess.run(
-    [sys.executable, '-c', code, module],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  return frozenset(process.stdout.split())
-
-
-@functools.cache
-def fields_of(config: str) -> frozenset[str]:
-  loaded = configs_test.load(ROOT / config).get_config()
-  return frozenset(e.name for e in wiring.resolved(loaded.to_dict()))
+# Commands that run.sh runs itself.
+WORDS = ('test', 'lint', 'install', 'docs', 'help')
 
 
 def main_of(words: list[str]) -> tuple[str, list[str]]:
-  """Returns the module that a command starts ('' for run.sh) and its flags."""
+  """Returns the module, or word of run.sh, that a command starts, and flags."""
   if words[0] != './run.sh':
     return words[2], words[3:]
   command, *arguments = words[1:] or ['']
-  if command in ('test', 'lint', 'install', 'docs', 'help'):
-    return '', arguments
+  if command in WORDS:
+    return command, arguments
   if command.startswith('-') or not command:
     return 'experiments.composer', words[1:]
   return f'experiments.{command}', arguments
 
 
-@each_page
-def test_commands_exist_with_their_flags(page):
+# One process for all mains, which import the same libraries. Two mains may
+# define one flag, so that those of the last one are removed.
+LIST_FLAGS = """
+import importlib, json, sys
+from absl import app, flags, logging
+always = {*flags.FLAGS, 'help', 'helpfull'}
+for name in sys.argv[1:]:
+  importlib.import_module(name)
+  default = 'config' in flags.FLAGS and flags.FLAGS['config'].default_unparsed
+  print(json.dumps([name, default, [*always, *flags.FLAGS]]))
+  for flag in {*flags.FLAGS} - always:
+    delattr(flags.FLAGS, flag)
+  for module in [m for m in sys.modules if m.startswith('experiments')]:
+    del sys.modules[module]
+"""
+
+
+def run(*arguments: str) -> str:
+  return subprocess.run(
+    [sys.executable, *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout
+
+
+@functools.cache
+def mains() -> dict[str, tuple[str, frozenset[str]]]:
+  """Returns default config and flags of each main that a text names."""
+  names = {
+    name
+    for page in [*PAGES, *REPORTS]
+    for words in commands(page.read_text())
+    if (ROOT / ((name := main_of(words)[0]).replace('.', '/') + '.py')).exists()
+  }
+  absl = [n for n in sorted(names) if n.startswith('experiments.')]
+  flags = {
+    name: (default, frozenset(flags))
+    for name, default, flags in map(
+      json.loads, run('-c', LIST_FLAGS, *absl).splitlines()
+    )
+  }
+  for name in names:
+    if name.startswith('benchmarks.'):
+      text = run('-m', name, '--help')
+      flags[name] = '', frozenset(re.findall(r'--([\w-]+)', text))
+  return flags
+
+
+RUN, MODEL = 'configs/composer/tiny.py', 'configs/models/tiny.py'
+SERVER, TASK_SET = 'configs/serve/tiny.py', 'configs/tasks/packages.py'
+
+
+@functools.cache
+def fields_of(config: str) -> frozenset[str]:
+  """Returns the fields that a command line may set of a config file."""
+  fields = configs_test.load(ROOT / config).get_config().to_dict()
+  if config == RUN:
+    return frozenset(e.name for e in wiring.resolved(fields))
+  if config == MODEL:
+    fields = model_config.ModelConfig.from_dict(fields).to_dict()
+  return frozenset(files.flatten(fields))
+
+
+def kind_of(config: str) -> str:
+  """Returns a config file with the fields that this one may have."""
+  of_folder = {'composer': RUN, 'models': MODEL, 'serve': SERVER}
+  return of_folder.get(pathlib.Path(config).parts[1], TASK_SET)
+
+
+@each_text
+def test_commands_exist_with_their_flags(page, pytestconfig):
   for words in commands(page.read_text()):
-    module, arguments = main_of(words)
-    if not module:
+    main, arguments = main_of(words)
+    if main == 'benchmarks.<name>':
       continue
-    path = ROOT / (module.replace('.', '/') + '.py')
-    assert path.exists(), shlex.join(words)
-    flags = [a[2:] for a in arguments if a.startswith('--')]
-    if not module.startswith('experiments'):
-      continue
-    for flag in flags:
-      name = flag.partition('=')[0]
-      if not name.startswith('config.'):
-        assert name in flags_of(module), f'--{name}: {shlex.join(words)}'
+    assert main in WORDS or main in mains(), shlex.join(words)
+    for argument in arguments:
+      flag = argument.partition('=')[0]
+      if main == 'test' and flag.startswith('-'):
+        pytestconfig.getoption(flag)  # raises for a name that does not exist
+      elif main == 'test' and '/' in argument:
+        assert (ROOT / argument).exists(), shlex.join(words)
+      elif flag.startswith('--') and not flag.startswith('--config.'):
+        known = () if main in WORDS else mains()[main][1]
+        assert flag[2:] in known, f'{flag}: {shlex.join(words)}'
 
 
-RUNS = ('composer', 'config', 'pretrain', 'sft', 'rl')
-
-
-@each_page
+@each_text
 def test_fields_on_command_lines_exist(page):
   for words in commands(page.read_text()):
-    module, arguments = main_of(words)
-    if module.removeprefix('experiments.') in RUNS:
-      for argument in arguments:
-        if argument.startswith('--config.'):
-          name = argument.removeprefix('--config.').partition('=')[0]
-          known = fields_of('configs/composer/tiny.py')
-          assert name in known, shlex.join(words)
+    main, arguments = main_of(words)
+    parts = [a.partition('=')[::2] for a in arguments]
+    fields = [name for name, _ in parts if name.startswith('--config.')]
+    if fields:
+      config = dict(parts).get('--config') or mains()[main][0]
+      known = fields_of(kind_of(config))
+      for name in fields:
+        assert name.removeprefix('--config.') in known, shlex.join(words)
+
+
+# A field that change_one_thing.md shows how to add.
+TO_ADD = 'cpt.final_ratio'
+
+
+@each_text
+def test_fields_and_flags_in_sentences_exist(page):
+  text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
+  fields = {n for c in (RUN, SERVER, TASK_SET) for n in fields_of(c)}
+  for name in re.findall(r'--config\.([\w.]+\w)', text):
+    assert (name in fields) != (name == TO_ADD), name
+  if page in PAGES:
+    flags = {name for _, names in mains().values() for name in names}
+    for name in re.findall(r'`--(\w+)[=`]', text):
+      assert name in flags, name
 
 
 def anchors(text: str) -> set[str]:

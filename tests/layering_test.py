@@ -324,14 +324,23 @@ def test_no_class_name_stands_twice(trees):
   assert len(TWICE) <= 5 and all(TWICE.values())
 
 
-def test_benchmarks_import_no_experiment():
+# Programs outside the package, and what none of their files may import.
+OUTSIDE = {
+  'benchmarks': ('experiments', 'tests'),
+  'configs': ('benchmarks', 'experiments', 'tests'),
+  'experiments': ('tests',),
+}
+
+
+@pytest.mark.parametrize('folder', OUTSIDE)
+def test_programs_import_nothing_above_them(folder):
   upwards = [
     f'{name_of(path)}:{line} {name}'
-    for path in ROOT.glob('benchmarks/*.py')
+    for path in (ROOT / folder).rglob('*.py')
     for line, name in imports(ast.parse(path.read_bytes()))
-    if name.split('.')[0] == 'experiments'
+    if name.split('.')[0] in OUTSIDE[folder]
   ]
-  assert not upwards
+  assert not upwards, '\n'.join(upwards)
 
 
 def test_results_of_a_study_are_compact():

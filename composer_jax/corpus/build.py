@@ -39,14 +39,14 @@ class CorpusOptions:
     heldout_share: share of the bytes held out, in whole packages.
     min_file_bytes: size below which files are dropped.
     max_file_bytes: size above which files are dropped.
-    near_duplicate: shared part of the smaller file's 5-grams from which on two
-      files count as copies.
+    near_duplicate: least share of the smaller file's 5-grams that the other
+      file must have for the two to count as copies.
     seed: seed of the choice of files and of the split.
     archives: folder with sdists and wheels for `pypi:` sources; '' for none.
     differences: 'stop' at sources that are not as pinned, or 'note' it.
-    exclude_licences: texts that no licence of a file may contain, in any case:
-      'gpl' excludes LGPL and 'MIT OR GPL-2.0' too; 'unknown' what declares
-      none.
+    exclude_licences: texts that no licence of a file may contain; case does
+      not count. 'gpl' excludes LGPL and 'MIT OR GPL-2.0' too, and 'unknown'
+      excludes files without a declared licence.
   """
 
   max_bytes: int = 12_000_000
@@ -122,7 +122,7 @@ class Corpus:
   Attributes:
     folder: folder with `manifest.json` and `texts.bin`.
     documents: documents in the order of `texts.bin`.
-    counts: number of files kept per split, dropped per reason, not needed.
+    counts: number of files per outcome: 'kept: <split>' or why they are out.
     fingerprint: SHA-256 of all texts with their splits, in order.
   """
 

@@ -181,6 +181,6 @@ def _ed25519():
   except ImportError as error:
     raise ValueError(
       'Ed25519 keys need the package cryptography: '
-      'pip install "composer_jax[signing]"'
+      "pip install -e '.[signing]' in the checkout."
     ) from error
   return ed25519, exceptions.InvalidSignature

@@ -42,7 +42,7 @@ class CutShort(ConnectionError):
 def no_package(url: str, error: ImportError) -> ValueError:
   return ValueError(
     f'{url}: stores elsewhere need a package that is not installed '
-    f'({error.name}): pip install "composer_jax[stores]".'
+    f"({error.name}): pip install -e '.[stores]' in the checkout."
   )
 
 

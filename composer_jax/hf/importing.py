@@ -175,7 +175,6 @@ def _write_records(
   record = {
     'family': source.family,
     'prefix': source.prefix,
-    'expert_layout': 'per_expert',
     'index': folder.index,
     'files': folder.headers,
     'header_texts': folder.header_texts,

@@ -75,7 +75,7 @@ class Endpoint:
     except ModuleNotFoundError as error:
       raise ValueError(
         "A policy behind an endpoint needs the package 'openai': pip install "
-        'composer_jax[judge].'
+        "-e '.[judge]' in the checkout."
       ) from error
     return openai.OpenAI(
       base_url=self.url,

@@ -1,4 +1,4 @@
-"""Requests that one client waits for, and the way of their tokens to it."""
+"""Requests that one client waits for, and the queue that brings it tokens."""
 
 import asyncio
 import contextlib

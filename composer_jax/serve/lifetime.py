@@ -64,7 +64,7 @@ def run(
   """Serves until a signal ends it.
 
   Args:
-    load_policy: `load`, with the folder and what of it to serve.
+    load_policy: returns the policy for `overrides` and `mesh`; see `load`.
     config: values of configs/serve.
     host: address to listen on.
     port: port to listen on; 0 takes a free one.
@@ -83,7 +83,7 @@ def run(
       raise
     raise ValueError(
       f'{error.name} is not installed, which the server needs: '
-      'pip install composer_jax[serve].'
+      "pip install -e '.[serve]' in the checkout."
     ) from error
   engine_options = _fields('engine', engines.EngineOptions, config['engine'])
   limits = _fields('limits', serve_options.ServeOptions, config['limits'])

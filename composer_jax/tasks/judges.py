@@ -199,8 +199,8 @@ class OpenAIJudge:
       import openai  # An extra.
     except ImportError as error:
       raise ValueError(
-        "A judge behind an endpoint needs the package 'openai': install "
-        'composer_jax[judge].'
+        "A judge behind an endpoint needs the package 'openai': pip install "
+        "-e '.[judge]' in the checkout."
       ) from error
     self._openai, self._model, self._max_chars = openai, model, max_chars
     self._client = openai.OpenAI(

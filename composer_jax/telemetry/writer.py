@@ -182,7 +182,7 @@ def _open_wandb(workdir: pathlib.Path) -> Any:
   except ImportError as error:
     raise ValueError(
       'wandb=True needs the Weights & Biases client, which is not installed; '
-      'run `pip install -e .[wandb]`, or set wandb to False.'
+      "pip install -e '.[wandb]' in the checkout, or set wandb to False."
     ) from error
   # One id per workdir: a resumed run continues its own curves.
   return wandb.init(

@@ -8,7 +8,9 @@ rate: matrices are found by names and shapes, embedding and head go to Adam, and
 shardings are read off the arrays.
 """
 
-from absl import app, flags
+from absl import flags
+
+from experiments import start
 
 _STEPS = flags.DEFINE_integer('steps', 60, 'Optimizer steps.', lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float('learning_rate', 0.02, "Muon's step size.")
@@ -16,9 +18,7 @@ _LEARNING_RATE = flags.DEFINE_float('learning_rate', 0.02, "Muon's step size.")
 NUM_LAYERS, VOCAB_SIZE, EMBED_DIM, FFW_DIM = 3, 64, 32, 96
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {argv[1:]}')
+def main():
   import jax
 
   # The number of devices is fixed when the first array is made.
@@ -100,4 +100,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

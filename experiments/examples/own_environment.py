@@ -15,10 +15,11 @@ import functools
 import random
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from composer_jax.agent import environment
 from composer_jax.core import records, turns
+from experiments import start
 
 STEPS = flags.DEFINE_integer('steps', 20, 'Optimizer steps.', lower_bound=1)
 
@@ -137,11 +138,9 @@ def report(history: list[dict[str, float]]) -> None:
       )
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {argv[1:]}')
+def main():
   report(train(STEPS.value))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

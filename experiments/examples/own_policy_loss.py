@@ -15,12 +15,13 @@ the game are those of `own_environment`.
 
 import functools
 
-from absl import app, flags
+from absl import flags
 
+from experiments import start
 from experiments.examples import own_environment
 
 _STRENGTH = flags.DEFINE_float(
-  'strength', 0.1, 'Weight of staying near the policy that sampled.'
+  'strength', 0.1, 'Weight of the pull towards the policy that sampled.'
 )
 
 
@@ -41,9 +42,7 @@ def squared_error(train_logprobs_BT, entropy_BT, batch, strength):
   return (error_BT**2 * weights_BT).sum() / (2 * strength), stats
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {argv[1:]}')
+def main():
   loss = functools.partial(squared_error, strength=_STRENGTH.value)
   own_environment.report(
     own_environment.train(own_environment.STEPS.value, loss)
@@ -51,4 +50,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

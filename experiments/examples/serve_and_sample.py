@@ -17,7 +17,9 @@ import sys
 import tempfile
 
 import numpy as np
-from absl import app, flags
+from absl import flags
+
+from experiments import start
 
 _SOURCE = flags.DEFINE_string(
   'source', '', 'Import or workdir to serve; by default a tiny random import.'
@@ -75,9 +77,7 @@ def sample(url: str, prompt_T: np.ndarray):
   return sampled.trajectory(request.temperature)
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {argv[1:]}')
+def main():
   import dataclasses
 
   import jax
@@ -124,4 +124,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

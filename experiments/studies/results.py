@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from absl import flags
+
 from composer_jax.core import files
 from composer_jax.telemetry import append, writer
 
@@ -46,6 +48,16 @@ def add(
   """Appends lines, all or none; safe beside other processes that append."""
   path = pathlib.Path(folder) / writer.METRICS
   append.AppendFile(path, 'results').append(_text(rows, by))
+
+
+def define_arms(arms: Iterable[str]) -> flags.FlagHolder:
+  """Defines --arms, a list of some of a study's arms; all by default."""
+  names = ', '.join(arms)
+  flag = flags.DEFINE_list('arms', list(arms), f'Arms to run, of {names}.')
+  flags.register_validator(
+    flag, lambda chosen: set(chosen) <= set(arms), f'must be some of {names}.'
+  )
+  return flag
 
 
 def _text(rows: Iterable[Row], by: Sequence[str]) -> bytes:

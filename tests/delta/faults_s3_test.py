@@ -18,9 +18,8 @@ def run(module, *arguments):
   return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-  'step, first', [(17, 9), pytest.param(1, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('step, first', [(17, 9), (1, 1)])
 def test_killed_between_any_two_requests(tmp_path, step, first):
   points, committed = run('faults_s3', step, first, tmp_path)
   # Before the pointer moved the old version stood, and then the new one.

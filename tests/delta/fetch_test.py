@@ -30,15 +30,6 @@ class Counting(store_lib.Store):
     return super().get_range(name, start, stop)
 
 
-@pytest.fixture
-def run(tmp_path):
-  run = bundles.Run(tmp_path / 'store')
-  run.add(0, pack_bytes=1500)
-  run.add(1, base=0, pack_bytes=300)
-  run.point(1)
-  return run
-
-
 def follow(store, **options):
   return subscribe.Subscriber(store, 'run', bundles.SIGNER, **options)
 

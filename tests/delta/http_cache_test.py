@@ -12,31 +12,23 @@ import urllib.request
 
 import pytest
 
+from benchmarks import delta_servers
 from composer_jax.delta import store, subscribe
-from tests.delta import bundles, http_servers
+from tests.delta import bundles
 
 ONCE = {'retry_config': {'max_retries': 0}}
 needs_nginx = pytest.mark.skipif(
-  not http_servers.has_nginx(), reason='no nginx: apt-get install nginx-light'
+  not delta_servers.has_nginx(), reason='no nginx: apt-get install nginx-light'
 )
 either = pytest.mark.parametrize(
   'kind',
-  [http_servers.Cache, pytest.param(http_servers.Nginx, marks=needs_nginx)],
+  [delta_servers.Cache, pytest.param(delta_servers.Nginx, marks=needs_nginx)],
 )
-
-
-@pytest.fixture
-def run(tmp_path):
-  run = bundles.Run(tmp_path / 'store')
-  run.add(0, pack_bytes=1500)
-  run.add(1, base=0, pack_bytes=300)
-  run.point(1)
-  return run
 
 
 @pytest.fixture
 def origin(run):
-  with http_servers.Origin(run.store.root) as origin:
+  with delta_servers.Origin(run.store.root) as origin:
     yield origin
 
 
@@ -96,15 +88,15 @@ def test_what_the_cache_damaged_is_read_past_and_stored_anew(
 @pytest.mark.parametrize(
   'kind',
   [
-    http_servers.Cache,
+    delta_servers.Cache,
     # On a busy machine its idle connections end before they are used again.
-    pytest.param(http_servers.Nginx, marks=[needs_nginx, pytest.mark.slow]),
+    pytest.param(delta_servers.Nginx, marks=[needs_nginx, pytest.mark.slow]),
   ],
 )
 def test_what_the_cache_cut_short_is_read_past(kind, origin):
   # Only then nginx ends the connection, and nothing else tells of the cut.
   soon = {'keepalive_timeout 5s;': 'keepalive_timeout 50ms;'}
-  options = [soon] if kind is http_servers.Nginx else []
+  options = [soon] if kind is delta_servers.Nginx else []
   with kind(origin.url, *options) as cache:
     _follow(cache)
     for change in lambda data: data[:-1], lambda data: b'':
@@ -169,7 +161,7 @@ def test_a_folder_has_no_caches_to_read_past(run):
 
 @pytest.fixture
 def nginx(origin):
-  with http_servers.Nginx(origin.url) as nginx:
+  with delta_servers.Nginx(origin.url) as nginx:
     yield nginx
 
 
@@ -273,7 +265,7 @@ def test_a_pointer_passes_nginx_in_a_second_and_outlives_the_origin(
 @needs_nginx
 @pytest.mark.slow
 def test_what_nginx_keeps_is_bounded(run, origin):
-  with http_servers.Nginx(
+  with delta_servers.Nginx(
     origin.url, {'max_size=200g': 'max_size=1m'}
   ) as nginx:
     client = store.Store(nginx.url, options=ONCE)

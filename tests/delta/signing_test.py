@@ -145,4 +145,4 @@ def test_without_its_extra_only_ed25519_is_missing(tmp_path):
   done = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
   )
-  assert 'pip install "composer_jax[signing]"' in done.stdout
+  assert "pip install -e '.[signing]'" in done.stdout

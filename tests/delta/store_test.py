@@ -291,5 +291,5 @@ def test_a_missing_extra_is_named_with_its_cure():
   )
   lines = done.stdout.splitlines()
   for line in lines[:5]:
-    assert 'pip install "composer_jax[stores]"' in line
+    assert "pip install -e '.[stores]'" in line
   assert "'nosuch://x' names no store" in lines[5]

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import subprocess
 import sys
 import time
 
@@ -19,10 +18,9 @@ from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import environment, family
 from composer_jax.train.checkpoints import manager
 from configs.composer import tiny
+from tests import programs
 from tests.agent import episode_test
 from tests.e2e import composer_test, jobs
-
-COMMAND = [sys.executable, '-m', 'experiments.composer']
 
 
 @pytest.mark.parametrize(
@@ -37,13 +35,11 @@ COMMAND = [sys.executable, '-m', 'experiments.composer']
   ],
 )
 def test_a_wrong_flag_is_named(tmp_path, flags, message):
-  process = subprocess.run(
-    [*COMMAND, f'--workdir={tmp_path / "run"}', *flags],
-    cwd=jobs.ROOT,
+  process = programs.run(
+    'experiments.composer',
+    f'--workdir={tmp_path / "run"}',
+    *flags,
     env=jobs.environment(),
-    capture_output=True,
-    text=True,
-    timeout=jobs.TIMEOUT_S,
   )
   assert process.returncode
   assert message in process.stderr + process.stdout

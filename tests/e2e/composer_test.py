@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +21,7 @@ from composer_jax.report import metrics
 from composer_jax.rl import sync_loop
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import manager
+from tests import programs
 from tests.e2e import jobs
 from tests.pipeline import runs
 
@@ -255,6 +254,8 @@ def synchronous(workdir):
   files.write_json(workdir / 'sync.json', history)
 
 
+# By default tests/pipeline/sync_equality_test.py has this law for one process.
+@pytest.mark.slow
 def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
   code = (
     'import pathlib, sys; from tests.e2e import composer_test; '
@@ -265,13 +266,8 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
     ' --xla_force_host_platform_device_count=2'
     ' --xla_cpu_multi_thread_eigen=false'
   )
-  process = subprocess.run(
-    [sys.executable, '-c', code, str(copy)],
-    cwd=jobs.ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=jobs.TIMEOUT_S,
+  process = programs.run_code(
+    code, str(copy), env=environment, timeout_s=jobs.TIMEOUT_S
   )
   assert process.returncode == 0, process.stderr
   rows = [r for r in writers.read(straight) if r['stage'] == 'rl']

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from tests import programs
 from tests.e2e import jobs
 
 
@@ -25,7 +26,7 @@ def straight(tmp_path_factory):
   output = folder / 'straight.txt'
   with jobs.locked(folder / 'straight.lock'):
     if not output.exists():
-      process = jobs.run(workdir)
+      process = jobs.run(workdir, run=programs.run_fresh)
       assert process.returncode == 0, (
         process.stderr[-3000:] + process.stdout[-3000:]
       )

@@ -9,7 +9,6 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,8 +22,9 @@ from composer_jax.models import decoder
 from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export
+from tests import programs
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = programs.ROOT
 CONFIG = 'configs/composer/tiny.py:smoke'
 # Six steps at this rate teach SFT which tokens are frequent, so that calls end
 # early and episodes differ in their invalid calls: groups have a gradient.
@@ -92,68 +92,33 @@ def arguments(workdir: pathlib.Path, *more: str) -> list[str]:
   return [f'--config={CONFIG}', f'--workdir={workdir}', *OVERRIDES, *more]
 
 
-def command(workdir: pathlib.Path, *more: str) -> list[str]:
-  return [
-    sys.executable,
-    '-m',
+def run(
+  workdir: pathlib.Path, *more: str, run=programs.run
+) -> subprocess.CompletedProcess:
+  """Runs the command line to its end."""
+  return run(
     'experiments.composer',
     *arguments(workdir, *more),
-  ]
-
-
-def run(workdir: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
-  """Runs the real command line to its end."""
-  return subprocess.run(
-    command(workdir, *more),
-    cwd=ROOT,
     env=environment(),
-    capture_output=True,
-    text=True,
-    timeout=TIMEOUT_S,
+    timeout_s=TIMEOUT_S,
   )
 
 
-class Zygote:
-  """Starts runs of the main job without the cost of imports; see `zygote.py`.
-
-  Attributes:
-    pid: process id of the process from which all runs are forked.
-  """
-
-  def __init__(self, *prefix: str):
-    self._process = subprocess.Popen(
-      [*prefix, sys.executable, '-m', 'tests.e2e.zygote'],
-      cwd=ROOT,
+def start(
+  zygote: programs.Zygote,
+  workdir: pathlib.Path,
+  log: pathlib.Path,
+  *more: str,
+) -> int:
+  """Starts a run from a zygote, without the cost of imports."""
+  with log.open('a') as output:
+    return zygote.start(
+      ['-m', 'experiments.composer', *arguments(workdir, *more)],
       env=environment(),
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
+      out=output.fileno(),
+      err=output.fileno(),
+      imports=(*programs.IMPORTS, 'tensorboardX'),
     )
-    self.pid = self._process.pid
-
-  def start(self, workdir: pathlib.Path, log: pathlib.Path, *more: str) -> int:
-    request = json.dumps([arguments(workdir, *more), str(log)])
-    self._process.stdin.write(request + '\n')
-    self._process.stdin.flush()
-    return json.loads(self._process.stdout.readline())
-
-  def exit_code(self) -> int:
-    """Waits for the last run to end and returns its exit code."""
-    return json.loads(self._process.stdout.readline())
-
-  def close(self) -> None:
-    self._process.stdin.close()
-    self._process.wait(timeout=TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def zygote(*prefix: str) -> Iterator[Zygote]:
-  """Starts a Zygote by the command `prefix`, which must exec it."""
-  started = Zygote(*prefix)
-  try:
-    yield started
-  finally:
-    started.close()
 
 
 # RL starts from these files; with them every earlier stage does nothing.

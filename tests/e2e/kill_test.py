@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from composer_jax.pipeline import buffer
+from tests import programs
 from tests.e2e import jobs
 
 
@@ -84,7 +85,7 @@ def run_through(
   hit = []
   waiting = list(strikes)
   while True:
-    pid = zygote.start(workdir, log, *more)
+    pid = jobs.start(zygote, workdir, log, *more)
     ended = False
     while waiting and not ended:
       moment = waiting.pop(0)
@@ -120,7 +121,7 @@ def assert_same(workdir, straight):
 
 @pytest.fixture(scope='module')
 def zygote():
-  with jobs.zygote() as started:
+  with programs.zygote() as started:
     yield started
 
 
@@ -205,7 +206,7 @@ class SmallDisk:
     outside: path of the disk for all other processes.
   """
 
-  zygote: jobs.Zygote
+  zygote: programs.Zygote
   inside: pathlib.Path
   outside: pathlib.Path
 
@@ -232,7 +233,7 @@ def small_disk(tmp_path):
     pytest.skip(f'no namespaces: {refused.stderr.strip()}')
   mount = f'mount -t tmpfs -o size=4m tmpfs {shlex.quote(str(folder))}'
   script = f'{mount} && exec "$@"'
-  with jobs.zygote(*become, 'sh', '-c', script, 'sh') as zygote:
+  with programs.zygote(*become, 'sh', '-c', script, 'sh') as zygote:
     outside = pathlib.Path(f'/proc/{zygote.pid}/root{folder}')
     deadline = time.monotonic() + 60
     while not outside.is_mount() and time.monotonic() < deadline:
@@ -247,7 +248,7 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
 ):
   zygote, run = small_disk.zygote, small_disk.inside / 'run'
   workdir, log = small_disk.outside / 'run', tmp_path / 'log.txt'
-  zygote.start(run, log)
+  jobs.start(zygote, run, log)
   assert zygote.exit_code() == 1
   error = log.read_text().splitlines()[-1]
   assert error.startswith('error: [Errno 28]') and 'Checkpoint' in error
@@ -256,7 +257,7 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   assert jobs.steps(workdir, 'cpt') == [1, 2]
   corpus = (workdir / 'corpus' / 'manifest.json').read_bytes()
   small_disk.resize(256 << 20)
-  pid = zygote.start(run, log)
+  pid = jobs.start(zygote, run, log)
   pretraining_over = jobs.Strike(
     'pretraining over', exists('demonstrations.json')
   )
@@ -281,14 +282,14 @@ def test_a_disk_that_fills_up_in_rl_loses_nothing(
   usage = shutil.disk_usage(small_disk.outside)
   # Space for the first policy and some groups, not for the whole stage.
   small_disk.resize(usage.used + (600 << 10))
-  zygote.start(run, log)
+  jobs.start(zygote, run, log)
   assert zygote.exit_code() == 1
   text = log.read_text()
   print(text)
   assert text.splitlines()[-1].startswith('error: ')
   assert 'Errno 28' in text and 'Traceback' not in text
   small_disk.resize(256 << 20)
-  zygote.start(run, log)
+  jobs.start(zygote, run, log)
   assert zygote.exit_code() == 0
 
   def of_rl(path):

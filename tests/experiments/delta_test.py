@@ -1,9 +1,6 @@
 """The main that turns checkpoints into bundles and back, as a user has it."""
 
 import dataclasses
-import pathlib
-import subprocess
-import sys
 import time
 
 import jax.numpy as jnp
@@ -15,9 +12,10 @@ import pytest
 from composer_jax.delta import store as stores
 from composer_jax.delta.device import commands, orbax_trees, sources
 from composer_jax.train.checkpoints import manager
+from tests import programs
 from tests.delta import bundles, s3_server
 
-REPOSITORY = pathlib.Path(__file__).parents[2]
+MAIN = 'experiments.delta'
 RUN = 'demo'
 
 
@@ -207,7 +205,7 @@ def test_verify_names_all_that_is_damaged(place, tmp_path):
   assert f'{unnoticed} of the {len(names)} objects of' in said
 
 
-def test_verify_says_what_a_relay_cannot_list(place, monkeypatch):
+def test_verify_says_when_a_store_cannot_list_its_objects(place, monkeypatch):
   monkeypatch.setattr(stores.Store, 'is_writable', False)
   assert 'cannot list them' in commands.verify(**place)
 
@@ -333,26 +331,17 @@ def test_commands_work_on_a_remote_store(workdir, tmp_path, remote):
 # The program.
 
 
-def run_main(*arguments):
-  return subprocess.run(
-    [sys.executable, '-m', 'experiments.delta', *arguments],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-  )
-
-
 def test_the_main_publishes_and_says_errors_in_one_line(workdir, tmp_path):
   flags = [
     f'--store={tmp_path / "store"}',
     '--run=demo',
     f'--key={tmp_path / "key"}',
   ]
-  run = run_main('publish', *flags, f'--source={workdir}:rl')
+  run = programs.run_fresh(MAIN, 'publish', *flags, f'--source={workdir}:rl')
   assert run.returncode == 0, run.stderr
   assert '[publish] 1/1' in run.stdout
   assert "Version 0 of run 'demo': key of" in run.stdout
-  run = run_main('apply', *flags)
+  run = programs.run(MAIN, 'apply', *flags)
   assert run.returncode == 1
   assert run.stderr == 'error: apply needs --out; see --help.\n'
 
@@ -368,10 +357,10 @@ def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
 
 
 def test_help_names_the_commands():
-  run = run_main('--help')
+  run = programs.run(MAIN, '--help')
   assert run.returncode == 0
   assert '--store' in run.stdout and 'experiments.delta publish' in run.stdout
-  run = run_main('fetch')
+  run = programs.run(MAIN, 'fetch')
   assert run.stderr.startswith("error: 'fetch' is no command; the commands are")
   assert "['publish'," in run.stderr
   assert run.stderr.count('\n') == 1

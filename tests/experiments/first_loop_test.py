@@ -55,6 +55,7 @@ def solve(folder, stage, solutions):
   files.write_atomic(path, '\n'.join(lines).encode())
 
 
+@pytest.mark.slow
 def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
   protocol = '\n'.join(practice.protocol_texts())
   neighbours = [
@@ -110,6 +111,7 @@ def test_audits_of_either_form_are_read():
   assert analyze._audited({**audit, 'verbatim_in': {}}) == '3, 2, 0'
 
 
+@pytest.mark.slow
 def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
   workdir, tmp_path, monkeypatch
 ):

@@ -3,37 +3,28 @@
 import filecmp
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
+from tests import programs
 from tests.hf import checkpoints, tiny
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 QWEN = tiny.MODELS['qwen3_moe']
-
-
-def _run(main, *flags):
-  return subprocess.run(
-    [sys.executable, '-m', f'experiments.{main}', *flags],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-  )
 
 
 def test_a_checkpoint_goes_in_and_out(tmp_path):
   arrays = checkpoints.tensors(QWEN)
   source = checkpoints.write(tmp_path / 'hf', QWEN, arrays)
   ours, back = tmp_path / 'ours', tmp_path / 'back'
-  run = _run('hf_import', f'--source={source}', f'--out={ours}')
+  run = programs.run_fresh(
+    'experiments.hf_import', f'--source={source}', f'--out={ours}'
+  )
   assert run.returncode == 0, run.stderr
   assert f'configs/composer/imported.py:{ours}' in run.stdout
   # Told first: the checkpoint has none.
   assert run.stdout.startswith('Warning: a run will refuse this tokenizer: ')
   assert '[import] ' in run.stdout
-  run = _run('export', f'--source={ours}', f'--out={back}')
+  run = programs.run_fresh(
+    'experiments.export', f'--source={ours}', f'--out={back}'
+  )
   assert run.returncode == 0, run.stderr
   names = sorted(os.listdir(source))
   assert sorted(os.listdir(back)) == names
@@ -49,7 +40,7 @@ def test_an_error_is_one_line(tmp_path):
     ('hf_import', "config.json: model_type 'gpt9' is not supported"),
     ('export', 'hf is no import directory and needs --stage; finished are []'),
   ):
-    run = _run(main, *flags)
+    run = programs.run(f'experiments.{main}', *flags)
     assert run.returncode == 1
     assert run.stderr.startswith('error: ')
     assert message in run.stderr and run.stderr.count('\n') == 1

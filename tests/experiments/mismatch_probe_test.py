@@ -51,6 +51,7 @@ def measured(workdir):
   )
 
 
+@pytest.mark.slow
 def test_equal_weights_differ_by_rounding_alone(measured):
   assert measured['sampled_tokens'] >= OPTIONS.tokens
   assert measured['trajectories'] % 4 == 0
@@ -59,10 +60,12 @@ def test_equal_weights_differ_by_rounding_alone(measured):
   assert min(measured['route_agreement_layers']) > 0.99
 
 
+@pytest.mark.slow
 def test_a_tape_that_is_a_token_off_does_not(measured):
   assert measured['mismatch_kl_shifted'] > 1e4 * measured['mismatch_kl_replay']
 
 
+@pytest.mark.slow
 def test_the_table_has_three_lines_an_arm(measured):
   rows = [json.loads(json.dumps(measured))]
   lines = analyze.table(rows).splitlines()

@@ -37,7 +37,8 @@ def test_rows_come_back_by_their_lines(tmp_path):
 
 def test_every_main_begins_with_the_common_start():
   """Which is what lists flags, exits 0 on --help and refuses other words."""
-  for path in STUDIES.glob('*/*.py'):
+  examples = ROOT / 'experiments' / 'examples'
+  for path in [*STUDIES.glob('*/*.py'), *examples.glob('*.py')]:
     last = ast.parse(path.read_text()).body[-1:]
     if last and isinstance(last[0], ast.If):
       assert ast.unparse(last[0].body) == 'start.run(main)', path
@@ -66,11 +67,3 @@ def test_table_and_readme_are_those_of_the_results(analyze):
   table = analyze.table(results.read(analyze.ROOT / 'results'))
   assert (analyze.ROOT / 'table.md').read_text() == table
   assert table.strip() in (analyze.ROOT / 'README.md').read_text()
-
-
-def test_no_benchmark_imports_an_experiment():
-  for path in (ROOT / 'benchmarks').glob('*.py'):
-    for line in path.read_text().splitlines():
-      words = line.split()
-      is_import = words[:1] in (['import'], ['from'])
-      assert not (is_import and words[1].startswith('experiments')), path

@@ -43,8 +43,11 @@ def _compare(name, seed, lengths):
 @pytest.mark.parametrize(
   'name',
   [
-    # Moonlight is DeepSeek-V3 with fewer options.
-    pytest.param(n, marks=[pytest.mark.slow] if n == 'moonlight' else [])
+    # These are DeepSeek-V3 and qwen3_moe_dense with fewer options.
+    pytest.param(
+      n,
+      marks=[pytest.mark.slow] if n in ('moonlight', 'qwen3_moe') else [],
+    )
     for n in tiny.MODELS
   ],
 )

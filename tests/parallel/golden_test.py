@@ -161,6 +161,8 @@ def test_a_step_sends_little_beside_its_tables(model, shape, transport):
   assert sum(sent.bytes for sent in others.values()) <= 0.02 * total, others
 
 
+# By default tests/parallel/remat_test.py has this law.
+@pytest.mark.slow
 def test_recomputation_gathers_weights_and_nothing_else():
   made = programs.program(*RING)
   again = [c for c in made.hlo.collectives if 'rematted' in c.scope]

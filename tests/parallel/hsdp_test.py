@@ -146,7 +146,11 @@ def test_experts_are_never_summed_and_gathered_only_where_cut(
 
 
 @pytest.mark.parametrize(
-  'case, width', [(WIDE, 8), (UNEVEN, 2)], ids=['wide', 'uneven']
+  'case, width',
+  [
+    pytest.param(WIDE, 8, id='wide', marks=pytest.mark.slow),
+    pytest.param(UNEVEN, 2, id='uneven'),
+  ],
 )
 def test_experts_spread_wider_than_a_replica_beside_context_shards(case, width):
   """CP = 2 with EP = 8 on 8 devices."""

@@ -26,6 +26,14 @@ CASES = {
   'data_parallel': ('mla_sigmoid', (4, 2, 1), layouts.REPLICATED),
 }
 
+by_case = pytest.mark.parametrize(
+  'case',
+  [
+    pytest.param(n, marks=[pytest.mark.slow] if n == 'hsdp_fsdp4_cp2' else [])
+    for n in CASES
+  ],
+)
+
 
 def _batch(config):
   (batch,) = replayed.pack(config, rows=8, seq_len=16)
@@ -67,14 +75,7 @@ def _on_mesh(case):
   return on_mesh
 
 
-@pytest.mark.parametrize(
-  'case',
-  [
-    'hsdp_cp2_ep8',
-    pytest.param('hsdp_fsdp4_cp2', marks=pytest.mark.slow),
-    'data_parallel',
-  ],
-)
+@by_case
 def test_replay_on_a_mesh_is_replay_on_one_device(case):
   config = replayed.CONFIGS[CASES[case][0]]
   batch = _batch(config)
@@ -134,7 +135,7 @@ def test_the_filter_keeps_and_refills_the_same_on_a_mesh():
   assert 0.1 < want.replay_replaced < 0.9
 
 
-@pytest.mark.parametrize('case', CASES)
+@by_case
 def test_another_order_of_layers_or_tokens_is_another_loss_on_a_mesh(case):
   config = replayed.CONFIGS[CASES[case][0]]
   batch = _batch(config)

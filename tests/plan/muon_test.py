@@ -167,8 +167,12 @@ def test_command_prints_the_plan(subject):
   [
     pytest.param(dict(repeats=False, split=1), 'owner', marks=pytest.mark.slow),
     (dict(repeats=False, split=1, chunks=9), 'owner'),
-    (dict(repeats=True, split=1), 'redundant'),
-    (dict(repeats=False, split=2), 'gram_sharded'),
+    pytest.param(
+      dict(repeats=True, split=1), 'redundant', marks=pytest.mark.slow
+    ),
+    pytest.param(
+      dict(repeats=False, split=2), 'gram_sharded', marks=pytest.mark.slow
+    ),
   ],
 )
 def test_owners_are_the_devices_to_which_matrices_travel(fixed, mode):

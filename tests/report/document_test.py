@@ -14,6 +14,7 @@ import pytest
 from composer_jax.core import files
 from composer_jax.report import document, figures, run_data
 from composer_jax.telemetry import intervals, machine, writer
+from tests import programs
 
 INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
@@ -345,22 +346,15 @@ def test_a_killed_run_has_a_report_by_command(tmp_path):
     process.stdout.readline()
     process.kill()
 
-  def command(workdir):
-    return subprocess.run(
-      [sys.executable, '-m', 'experiments.report', f'--workdir={workdir}'],
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
-
-  done = command(tmp_path)
+  done = programs.run_fresh('experiments.report', f'--workdir={tmp_path}')
   assert done.returncode == 0, done.stderr
   assert done.stdout == f'Report: {tmp_path / "report.html"}\n'
   assert (
     'Reinforcement learning: step 3, 0s'
     in (tmp_path / 'report.html').read_text()
   )
-  done = command(tmp_path / 'nowhere')
+  nowhere = tmp_path / 'nowhere'
+  done = programs.run('experiments.report', f'--workdir={nowhere}')
   assert done.returncode == 1
   assert done.stderr.startswith('error: ') and 'nowhere is not a' in done.stderr
 

@@ -127,11 +127,9 @@ def single(single_scored):
   return single_scored[0]
 
 
-@pytest.mark.parametrize(
-  'shape',
-  # tests/rl/mesh_test.py has the mesh of a default case.
-  [pytest.param((2, 2, 2), marks=pytest.mark.slow), (1, 8, 1)],
-)
+# By default tests/rl/mesh_test.py has this law for a whole update.
+@pytest.mark.slow
+@pytest.mark.parametrize('shape', [(2, 2, 2), (1, 8, 1)])
 def test_sharded_microbatch_equals_the_single_device(single_scored, shape):
   single, expected = single_scored
   sums, scores = sums_on(*shape)

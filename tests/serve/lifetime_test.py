@@ -177,6 +177,6 @@ def test_a_missing_package_is_named_with_its_cure(monkeypatch):
   monkeypatch.delattr(composer_jax.serve, 'http_server', False)
   monkeypatch.setitem(sys.modules, 'uvicorn', None)
   with pytest.raises(
-    ValueError, match=r'uvicorn is not .*pip install composer_jax\[serve\]'
+    ValueError, match=r"uvicorn is not .*pip install -e '\.\[serve\]'"
   ):
     _run({})

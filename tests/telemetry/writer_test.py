@@ -12,6 +12,7 @@ from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2
 
 from composer_jax.telemetry import writer
+from tests import programs
 
 
 def lines(path):
@@ -138,12 +139,9 @@ def test_a_full_disk_is_an_error_that_keeps_what_is_there(
     '  losses = {f"l{i}": 1.0 for i in range(int(sys.argv[2]))}\n'
     '  for step in range(100): out.write("cpt", step, **losses)\n'
   )
-  result = subprocess.run(
-    [sys.executable, '-c', program, str(tmp_path), str(num_metrics), board],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  imports = ['tensorboardX'] if board == 'board' else []
+  arguments = (str(tmp_path), str(num_metrics), board)
+  result = programs.run_code(program, *arguments, imports=imports)
   assert result.returncode == 1
   # The last error is the one that the run ends with.
   error = result.stderr.splitlines()[-1]
@@ -222,5 +220,5 @@ def test_the_first_error_is_the_one_that_leaves(tmp_path, monkeypatch):
 def test_wandb_without_its_package_names_the_extra(tmp_path, monkeypatch):
   # None in sys.modules is how Python itself marks a module as not importable.
   monkeypatch.setitem(sys.modules, 'wandb', None)
-  with pytest.raises(ValueError, match=r'pip install -e \.\[wandb\]'):
+  with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
     writer.Writer(tmp_path, wandb=True)

@@ -160,7 +160,7 @@ def _refuse(rule: str, value: Any) -> ValueError:
 def _require(
   fields: dict[str, Any], allowed: dict[str, tuple], at: str
 ) -> None:
-  """Raises unless each key has an allowed value; an absent key is the first."""
+  """Raises unless every value is allowed; an absent key has the first one."""
   for key, values in allowed.items():
     if fields.get(key, values[0]) not in values:
       raise _refuse(f'{at}{key}', fields[key])

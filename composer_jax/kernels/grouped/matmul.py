@@ -62,13 +62,13 @@ def grouped_matmul(
     raise ValueError(
       "grouped_matmul backend 'ragged' is refused on a GPU, where it does "
       f'{len(rhs_EDF)} times the work and keeps all products (a train step on '
-      "an H100 went from 15 to 54 GiB). Take 'triton', or 'tokamax' from "
-      'pip install "composer_jax[kernels]".'
+      "an H100 went from 15 to 54 GiB). Take 'triton', or 'tokamax' after "
+      "pip install -e '.[kernels]' in the checkout."
     )
   if backend == 'tokamax' and not _has_tokamax():
     raise ValueError(
       "grouped_matmul backend 'tokamax' needs the package tokamax: "
-      'pip install "composer_jax[kernels]". \'triton\' needs no package.'
+      "pip install -e '.[kernels]' in the checkout. 'triton' needs no package."
     )
   return _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32))
 

@@ -25,6 +25,11 @@ from composer_jax.optim.muon import newton_schulz as iteration
 from composer_jax.optim.muon import plan as muon_plan
 
 _DEFAULT = iteration.NewtonSchulz()
+_IN_INIT = 'Call init outside of jit, with the parameters on the mesh'
+_IN_UPDATE = (
+  'The state was made with parameters that were not on it: move them with '
+  'jax.device_put(params, shardings) before init'
+)
 
 
 class PlacedState(struct.PyTreeNode):
@@ -57,7 +62,7 @@ def muon(
   If parameters are on a mesh with Auto axes, call `init` outside of `jit`, or
   give `shardings`. Otherwise `update` raises an error, as it does if gradients
   or momentum are seen to lie elsewhere than their parameters. With
-  `optax.inject_hyperparams`, give it static_args='beta'.
+  `optax.inject_hyperparams`, give it static_args=('beta', 'consistent_rms').
 
   Args:
     learning_rate: step size or schedule of all parameters.
@@ -76,11 +81,13 @@ def muon(
     shardings: tree, or prefix of the tree, of the parameters' NamedShardings;
       those that are missing are read off the arrays.
   """
-  if isinstance(beta, jax.Array):
-    raise TypeError(
-      f'beta must be a number, not an array ({beta}). With '
-      "optax.inject_hyperparams, give it static_args='beta'."
-    )
+  for name, value in (('beta', beta), ('consistent_rms', consistent_rms)):
+    if isinstance(value, jax.Array):
+      raise TypeError(
+        f'{name} must be a number, not an array ({value}). With '
+        'optax.inject_hyperparams, give it '
+        "static_args=('beta', 'consistent_rms')."
+      )
   options = transform.MuonChoices(
     beta=beta, rms=consistent_rms, **dataclasses.asdict(newton_schulz)
   )
@@ -102,12 +109,12 @@ def muon(
     return built, tuple(placed.items())
 
   def init(params: Any) -> Any:
-    built, placed = build(params, {})
+    built, placed = build(params, None)
     return PlacedState(inner=built.init(params), placed=placed)
 
   def update(updates, state, params=None, **extra_args):
     tree = updates if params is None else params
-    built, _ = build(tree, dict(state.placed))
+    built, _ = build(tree, [place for _, place in state.placed])
     updates, inner = built.update(updates, state.inner, params, **extra_args)
     return updates, state.replace(inner=inner)
 
@@ -123,7 +130,7 @@ def plan(
 ) -> muon_plan.MuonPlan:
   """Returns the plan that `muon` with the same arguments follows."""
   matrices = _matrices(params, muon_weight_dimension_numbers)
-  placed = _placed(params, matrices, shardings, {})
+  placed = _placed(params, matrices, shardings, None)
   return planner.make(
     params, matrices, shardings=placed, newton_schulz=newton_schulz
   )
@@ -177,22 +184,29 @@ def _placed(
 ) -> dict[str, NamedSharding]:
   """Returns shardings of Muon's parameters by name; {} on one device.
 
-  They are the given ones, those kept since `init`, or the arrays' own; arrays
-  that have another sharding are an error.
+  They are the given ones, those kept since `init` (in the order of matrices,
+  whose names may differ: nnx.Optimizer passes variables to `init` alone; None
+  in `init`), or the arrays' own; arrays that have another sharding are an
+  error.
   """
   arrays = trees.flatten_names(params)
-  known = _given(shardings, arrays) or kept
+  known = _given(shardings, arrays)
+  if kept and not known:
+    known = dict(zip(matrices, kept, strict=False))
   placed: dict[str, Any] = {}
   for name in matrices:
+    if places.is_local(arrays[name]):
+      placed[name] = None
+      continue
     ndim, seen = arrays[name].ndim, places.of(arrays[name])
     place = known.get(name, seen)
     if isinstance(place, AbstractMesh):
       raise ValueError(
         f'Parameter {name} is on {places.in_words(seen, ndim)}, and arrays on '
-        'Auto axes do not tell under jit how they lie. Call init outside of '
-        'jit, with the parameters on the mesh, or give muon(shardings=...) the '
-        'tree of their NamedShardings (jax.tree.map(lambda x: x.sharding, '
-        'params)).'
+        'Auto axes do not tell under jit how they lie. '
+        f'{_IN_INIT if kept is None else _IN_UPDATE}, or give '
+        'muon(shardings=...) the tree of their NamedShardings '
+        '(jax.tree.map(lambda x: x.sharding, params)).'
       )
     if differ := places.disagreement(seen, place, ndim):
       raise ValueError(
@@ -208,8 +222,10 @@ def _placed(
         'it with jax.device_put(x, NamedSharding(mesh, spec)), or give '
         'muon(shardings=...) the NamedSharding that it equals.'
       )
-    placed[name] = None if is_single else place
+    placed[name] = place if isinstance(place, NamedSharding) else None
   meshes = {place and place.mesh for place in placed.values()}
+  if len(meshes) > 1 and all(m is None or m.size == 1 for m in meshes):
+    return {}
   if len(meshes) > 1:
     words = {n: places.in_words(p, arrays[n].ndim) for n, p in placed.items()}
     raise ValueError(
@@ -228,8 +244,14 @@ def _given(shardings: Any, arrays: dict[str, Any]) -> dict[str, Sharding]:
         f'shardings must hold NamedShardings; {path or "it"} is {place!r}. '
         'NamedSharding(mesh, spec) makes one of a PartitionSpec.'
       )
+
     # A sharding of a whole subtree is a prefix, as in jax.device_put.
-    names = [n for n in arrays if not path or f'{n}/'.startswith(f'{path}/')]
+    def below(prefix):
+      return [n for n in arrays if f'{n}/'.startswith(f'{prefix}/')]
+
+    # A tree of nnx's variables has one more level.
+    names = list(arrays) if not path else below(path)
+    names = names or below(path.removesuffix('/value'))
     if not names:
       raise ValueError(
         f'shardings has an entry {path}, but no parameter has this name; they '

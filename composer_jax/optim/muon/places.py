@@ -30,6 +30,14 @@ def of(x: Any) -> Sharding | AbstractMesh | None:
   return sharding.mesh if sharding.mesh.size > 1 else None
 
 
+def is_local(x: Any) -> bool:
+  """Tells whether an array is a device's own, as inside of shard_map."""
+  if not isinstance(x, jax.core.Tracer):
+    return False
+  kinds = jax.typeof(x).sharding.mesh.axis_types
+  return bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
+
+
 def in_words(place: Any, ndim: int) -> str:
   if isinstance(place, AbstractMesh):
     return f'mesh {dict(place.shape)}'
@@ -57,8 +65,12 @@ def disagreement(seen: Any, told: Any, ndim: int) -> tuple[str, str] | None:
     if words[0] == 'one device':
       return None
     # Both are meshes of concrete devices.
-    orders = [f' of devices {_ids(mesh)}' for mesh in meshes]
-    return words[0] + orders[0], words[1] + orders[1]
+    assert told is not None
+    more = [
+      f' of devices {_ids(place.mesh)} in memory {place.memory_kind}'
+      for place in (seen, told)
+    ]
+    return words[0] + more[0], words[1] + more[1]
   return words
 
 

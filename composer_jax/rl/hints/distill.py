@@ -48,7 +48,7 @@ class HintLossOptions:
     divergence: 'reverse' for KL(policy || teacher), 'forward', or 'jsd'.
     teacher: 'frozen' for the policy that RL began with, 'ema' for an average
       that follows the policy.
-    ema_rate: share of its distance to the policy that the average moves a step.
+    ema_rate: share of its distance to the policy that 'ema' moves in a step.
     ratio_cap: c, the largest weight p_train / p_rollout of a token.
   """
 

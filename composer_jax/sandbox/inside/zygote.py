@@ -115,7 +115,7 @@ class Zygote:
       return start(self, write_end)
     os.close(write_end)
     try:
-      report, timed_out = self._watch(pid, read_end)
+      report, timed_out = self._watch(read_end)
     finally:
       os.close(read_end)
       os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is its own
@@ -131,7 +131,7 @@ class Zygote:
       }
     )
 
-  def _watch(self, pid: int, read_end: int) -> tuple[bytes, bool]:
+  def _watch(self, read_end: int) -> tuple[bytes, bool]:
     """Reads the init's report until it dies or its time is up."""
     poller = select.poll()
     poller.register(read_end, select.POLLIN)

@@ -167,7 +167,7 @@ def _user_processes() -> int:
   return count
 
 
-def _enter(config: dict, privileged: bool) -> None:
+def _enter(privileged: bool) -> None:
   """Unshares; the next child is the init of the new pid namespace."""
   uid, gid = os.geteuid(), os.getegid()
   flags = _NEW_OTHERS if privileged else _NEW_OTHERS | _NEW_USER
@@ -364,7 +364,7 @@ def main() -> None:
   for descriptor in [*descriptors, config['control']]:
     os.set_inheritable(descriptor, True)
   if config['level'] == 'unshare':
-    _enter(config, privileged)
+    _enter(privileged)
   pid = os.fork()
   if pid == 0:
     try:

@@ -90,8 +90,8 @@ class RaySandbox(renewed.RenewedSandbox):
       import ray
     except ImportError as error:
       raise ValueError(
-        'a sandbox on Ray needs the package ray: pip install '
-        "'composer_jax[fleet]'."
+        "A sandbox on Ray needs the package ray: pip install -e '.[fleet]' in "
+        'the checkout.'
       ) from error
     if not ray.is_initialized():
       # Ray reports its use to its makers by default.

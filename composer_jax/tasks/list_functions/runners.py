@@ -47,13 +47,13 @@ class _LocalRunner:
   ) -> seams.RunResult:
     start = time.monotonic()
     text = files[module.replace('.', '/') + '.py']
-    outcomes = self._outcomes(text, module, function, arguments)
+    outcomes = self._outcomes(text, function, arguments)
     return LocalResult(
       level=self.level, value=outcomes, wall_s=time.monotonic() - start
     )
 
   def _outcomes(
-    self, text: str, module: str, function: str, arguments: list[list]
+    self, text: str, function: str, arguments: list[list]
   ) -> list[list]:
     raise NotImplementedError
 
@@ -66,10 +66,10 @@ class TrustedRunner(_LocalRunner):
 
   level = 'trusted'
 
-  def _outcomes(self, text, module, function, arguments) -> list[list]:
-    namespace = types.ModuleType(module).__dict__
+  def _outcomes(self, text, function, arguments) -> list[list]:
+    namespace = types.ModuleType('trusted').__dict__
     try:
-      exec(compile(text, module, 'exec', dont_inherit=True), namespace)
+      exec(compile(text, '<trusted>', 'exec', dont_inherit=True), namespace)
     except SyntaxError as error:
       return [['raised', f'SyntaxError: {error.msg}']] * len(arguments)
     return [self._call(namespace[function], args) for args in arguments]
@@ -93,7 +93,7 @@ class StaticRunner(_LocalRunner):
 
   level = 'static'
 
-  def _outcomes(self, text, module, function, arguments) -> list[list]:
+  def _outcomes(self, text, function, arguments) -> list[list]:
     composition = None
     with contextlib.suppress(ValueError):
       if node := source.find(source.check(text), function):

@@ -18,9 +18,13 @@ from composer_jax.telemetry import machine
 from experiments import start
 from experiments.studies import results
 
-_TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'Folder of make_tasks.')
+_TASKS = flags.DEFINE_string(
+  'tasks', 'runs/tasks', 'Folder that make_tasks wrote.'
+)
 _CPU_S = flags.DEFINE_float(
-  'cpu_s', 0.0, 'Processor seconds of the making, as a cgroup counted them.'
+  'cpu_s',
+  0.0,
+  'CPU seconds of make_tasks and its sandboxes, as a cgroup counted them.',
 )
 _RESULTS = flags.DEFINE_string(
   'results',

@@ -27,7 +27,7 @@ from experiments import start
 from experiments.studies import results
 
 _RECORDINGS = flags.DEFINE_string(
-  'recordings', 'runs/delta/recordings', 'Folder of `record`.'
+  'recordings', 'runs/delta/recordings', 'Folder that `record` wrote.'
 )
 _RESULTS = flags.DEFINE_string(
   'results',

@@ -31,8 +31,11 @@ from experiments.studies.first_loop import collect
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/first_loop', 'Folder for all arms.'
 )
-_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One main job each.')
-_ARMS = flags.DEFINE_list('arms', ['main', 'flawless', 'shuffled'], 'Which.')
+_SEEDS = flags.DEFINE_list(
+  'seeds', ['0', '1', '2'], 'Seeds, each of which gets every arm.'
+)
+ARMS = ('main', 'flawless', 'shuffled')
+_ARMS = results.define_arms(ARMS)
 _CONFIG = flags.DEFINE_string(
   'config', 'configs/composer/first_loop.py', 'Config of all arms.'
 )

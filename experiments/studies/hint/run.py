@@ -35,8 +35,11 @@ from experiments import start
 from experiments.studies import results
 from experiments.studies.hint import world
 
-_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One policy each.')
-_ARMS = flags.DEFINE_list('arms', [], 'Of ARMS; all by default.')
+_SEEDS = flags.DEFINE_list(
+  'seeds',
+  ['0', '1', '2'],
+  'Seeds; each has one SFT policy, with which all its arms begin.',
+)
 _STEPS = flags.DEFINE_integer('steps', 100, 'Steps of RL.')
 _RESULTS = flags.DEFINE_string(
   'results',
@@ -124,6 +127,7 @@ ARMS = {
   'rare_hint': Arm(hinted=RARE),
   'rare_live_teacher': Arm(hinted=RARE, teacher='live'),
 }
+_ARMS = results.define_arms(ARMS)
 
 
 def _sft_batches(seed: int, hinted: float) -> Any:
@@ -315,9 +319,7 @@ def main() -> None:
     if row['stage'] == 'done'
   }
   policy_of = functools.cache(sft)
-  for name, seed in itertools.product(
-    _ARMS.value or ARMS, map(int, _SEEDS.value)
-  ):
+  for name, seed in itertools.product(_ARMS.value, map(int, _SEEDS.value)):
     if (name, seed) not in finished:
       rows = run_arm(name, seed, policy_of(seed, ARMS[name].hinted))
       results.add(_RESULTS.value, rows, by=('stage', 'arm', 'seed'))

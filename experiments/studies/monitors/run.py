@@ -27,7 +27,7 @@ from experiments import start
 from experiments.studies import results
 from experiments.studies.monitors import labelled, releases
 
-_TASKS = flags.DEFINE_string('tasks', '', 'Folder of make_tasks.')
+_TASKS = flags.DEFINE_string('tasks', '', 'Folder that make_tasks wrote.')
 _PER_PACKAGE = flags.DEFINE_integer('per_package', 6, 'Tasks of each package.')
 _REQUIRES = flags.DEFINE_list(
   'requires',

@@ -19,13 +19,17 @@ from experiments import start
 from experiments.studies import results
 from experiments.studies.summary import stream, training
 
-_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One SFT policy each.')
+_SEEDS = flags.DEFINE_list(
+  'seeds',
+  ['0', '1', '2'],
+  'Seeds; each has one SFT policy, with which all its arms begin.',
+)
 _RESULTS = flags.DEFINE_string(
   'results',
   str(pathlib.Path(__file__).parent / 'results'),
   'Folder to append to.',
 )
-_QUICK = flags.DEFINE_bool('quick', False, 'Sizes of a test.')
+_QUICK = flags.DEFINE_bool('quick', False, 'Small sizes, for tests.')
 
 ARMS = ('chain', 'masked')
 _KEPT = ('pass_rate', 'entropy', 'grad_norm', 'mismatch_kl', 'tokens')

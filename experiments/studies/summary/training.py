@@ -81,7 +81,7 @@ class Sizes:
     transcripts: number of scripted transcripts, for clean and noisy each.
     clean_steps: steps of SFT on transcripts without errors.
     noisy_steps: steps of SFT after those, on transcripts with errors.
-    noise: probability that a noisy summary has a value wrong.
+    noise: probability with which each value of a noisy summary is random.
     steps: steps of RL.
     rate: learning rate of RL.
     prompts: prompts of a step (P).

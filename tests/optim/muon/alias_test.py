@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -283,14 +284,16 @@ def test_a_sharding_of_more_dimensions_is_an_error():
 
 
 def test_hyperparameters_can_be_injected():
-  transform = optax.inject_hyperparams(alias.muon, static_args='beta')(0.1)
+  static = ('beta', 'consistent_rms')
+  inject = optax.inject_hyperparams(alias.muon, static_args=static)
+  transform = inject(0.1, consistent_rms=0.2)
   params = {'w': jnp.ones((4, 3))}
   state = transform.init(params)
   updates, state = jax.jit(transform.update)(params, state, params)
-  plain = alias.muon(0.1)
+  plain = alias.muon(0.1, consistent_rms=0.2)
   expected, _ = plain.update(params, plain.init(params), params)
   assert_close(updates, expected)
-  with pytest.raises(TypeError, match="beta must .*static_args='beta'"):
+  with pytest.raises(TypeError, match=r"beta must .*static_args=\('beta'"):
     optax.inject_hyperparams(alias.muon)(0.1).init(params)
 
 
@@ -302,8 +305,60 @@ def test_auto_axes_under_jit_ask_for_shardings(name):
   with pytest.raises(ValueError, match=message):
     jax.jit(transform.init)(params)
   on_one_device = transform.init(values(0))
+  message = r'layers/down is on mesh .*not on it: move .*shardings=\.\.\.'
   with pytest.raises(ValueError, match=message):
     jax.jit(transform.update)(params, on_one_device, params)
+
+
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('jit', [jax.jit, lambda function: function])
+def test_a_mesh_of_one_device_is_one_device(kind, jit):
+  one = jax.make_mesh((1,), ('d',), (kind,), devices=jax.devices()[:1])
+  params = jax.device_put(values(0), NamedSharding(one, P()))
+  transform = ours()
+  updates, _ = jit(transform.update)(params, transform.init(params), params)
+  plain = transform.init(values(0))
+  expected, _ = transform.update(values(0), plain, values(0))
+  assert_close(jax.device_get(updates), expected)
+
+
+def test_inside_of_shard_map_arrays_are_whole():
+  mesh = jax.tree.leaves(shardings('fsdp8'))[0].mesh
+  transform = ours()
+  state = transform.init(values(0))
+  expected, _ = transform.update(values(1), state, values(0))
+  update = jax.shard_map(
+    lambda *trees: transform.update(*trees)[0],
+    mesh=mesh,
+    in_specs=P(),
+    out_specs=P(),
+    check_vma=False,
+  )
+  assert_close(jax.jit(update)(values(1), state, values(0)), expected)
+
+
+@each_mesh
+def test_an_optimizer_of_nnx_keeps_shardings(name):
+  places = shardings(name)['layers']
+
+  class Model(nnx.Module):
+    def __init__(self):
+      for part in ('up', 'down'):
+        weights = jax.device_put(values(0)['layers'][part], places[part])
+        setattr(self, part, nnx.Param(weights))
+
+  model = Model()
+  optimizer = nnx.Optimizer(model, alias.muon(0.1), wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer):
+    loss = lambda m: (m.up[...] ** 2).sum() + (m.down[...] ** 2).sum()
+    optimizer.update(model, nnx.grad(loss)(model))
+
+  before = np.asarray(model.up[...])
+  step(model, optimizer)
+  assert model.up[...].sharding.is_equivalent_to(places['up'], 3)
+  assert not np.array_equal(model.up[...], before)
 
 
 @pytest.mark.parametrize(

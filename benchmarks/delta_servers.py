@@ -1,6 +1,8 @@
-"""Web servers in front of a store: an origin that counts, and two caches.
+"""Web servers in front of a store of bundles: an origin and two caches.
 
-`Cache` is the least that an HTTP cache can be; `Nginx` is configs/delta.
+For `delta_world` and the tests of following over HTTP. `Origin` counts what it
+sends, `Cache` is the least that an HTTP cache can be, and `Nginx` is the server
+of configs/delta/nginx.conf.
 """
 
 import contextlib
@@ -17,17 +19,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 
-CONFIG = pathlib.Path(__file__).parents[2] / 'configs' / 'delta' / 'nginx.conf'
+CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'delta' / 'nginx.conf'
 _RANGE = re.compile(r'bytes=(\d+)-(\d*)')
-# What a cache kept, and what becomes of it.
+# Damage: makes other bytes of those that a cache has kept.
 Change = Callable[[bytes], bytes]
 
 
 class _Server:
-  """Answers GET and HEAD from threads; a context.
+  """Answers GET and HEAD from threads; a context manager.
 
   Attributes:
-    url: of the server, without a slash at its end.
+    port: port on which the server listens.
+    url: address of the server, without a slash at its end.
   """
 
   def __init__(self):
@@ -48,7 +51,7 @@ class _Server:
 
       do_HEAD = do_GET
 
-      def log_message(self, *args):
+      def log_message(self, format, *args):
         pass
 
     self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
@@ -76,7 +79,7 @@ class Origin(_Server):
 
   Attributes:
     asked: (path, bytes sent) of each request for a file that is there.
-    before: called with the path of each request.
+    before: function of a path, called before each request is answered.
   """
 
   def __init__(self, folder):
@@ -118,10 +121,10 @@ class Cache(_Server):
     if headers.get('Cache-Control') == 'no-cache':
       self._kept.pop(key, None)
     if key not in self._kept:
-      found = self._fetch(*key)
-      if found[0] >= 300 or not path.startswith('/objects/'):
-        return found
-      self._kept[key] = found
+      answer = self._fetch(*key)
+      if answer[0] >= 300 or not path.startswith('/objects/'):
+        return answer
+      self._kept[key] = answer
     return self._kept[key]
 
   def _fetch(self, path, asked):
@@ -129,8 +132,8 @@ class Cache(_Server):
     request = urllib.request.Request(self._origin + path, headers=headers)
     try:
       with urllib.request.urlopen(request) as reply:
-        told = reply.headers.get('Content-Range')
-        more = {'Content-Range': told} if told else {}
+        content_range = reply.headers.get('Content-Range')
+        more = {'Content-Range': content_range} if content_range else {}
         return reply.status, more, reply.read()
     except urllib.error.HTTPError as error:
       return error.code, {}, b''
@@ -141,18 +144,18 @@ class Cache(_Server):
 
 
 class Nginx:
-  """nginx as configs/delta has it, in front of an origin; a context.
+  """nginx as configs/delta has it, before an origin; a context manager.
 
   Attributes:
-    port: where it listens.
-    url: of the server, without a slash at its end.
+    port: port on which the server listens.
+    url: address of the server, without a slash at its end.
   """
 
   def __init__(self, origin: str, changes: Mapping[str, str] | None = None):
     """Prepares a server in a folder of its own.
 
     Args:
-      origin: URL, without a slash at its end.
+      origin: URL of the origin, without a slash at its end.
       changes: new text by the text of the config that it replaces.
     """
     with socket.socket() as free:
@@ -202,9 +205,9 @@ class Nginx:
     self._stack.close()
 
   def files(self) -> list[pathlib.Path]:
-    """What it keeps of objects."""
-    found = (self.folder / 'objects').rglob('*')
-    return [path for path in found if path.is_file()]
+    """Returns the files in which nginx keeps objects."""
+    paths = (self.folder / 'objects').rglob('*')
+    return [path for path in paths if path.is_file()]
 
   def damage(self, change: Change) -> None:
     for path in self.files():

@@ -1,0 +1,36 @@
+"""A flag that would have no effect is refused, in one line."""
+
+import pytest
+
+from tests import programs
+
+
+@pytest.mark.parametrize(
+  'command, message',
+  [
+    ('delta keys --key=k --out=o', 'keys does not take --out; it takes --key.'),
+    (
+      'delta verify --store=s --run=r --key=k --keep=3 --grace_s=1',
+      'verify does not take --grace_s, --keep; it takes --dtype, --key, --run,',
+    ),
+    ('serve --store=http://host', '--store and --on_swap need --follow; add'),
+    ('serve --on_swap=keep', '--store and --on_swap need --follow; add'),
+    ('serve --stage=sft --follow', "of stage rl, not of 'sft'; leave out"),
+    (
+      'plan --transport=ring --libtpu=folder',
+      '--transport, --libtpu can be set with --what=compile alone; --what is '
+      "'params'.",
+    ),
+    (
+      'studies.first_loop.run --arms=main,mian',
+      "--arms=['main', 'mian']: must be some of main, flawless, shuffled.",
+    ),
+    ('studies.hint.run --arms=hnt', "--arms=['hnt']: must be some of hint, "),
+  ],
+)
+def test_flags_without_effect_are_refused(command, message):
+  main, *flags = command.split()
+  done = programs.run(f'experiments.{main}', *flags)
+  assert (done.returncode, done.stdout) == (1, '')
+  assert done.stderr.startswith('error: ') and message in done.stderr
+  assert done.stderr.count('\n') == 1
