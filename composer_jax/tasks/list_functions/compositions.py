@@ -47,48 +47,51 @@ AGGREGATES = {
   'sum': Component(
     'sum({g})', sum,
     ('the sum of {m}', 'the total of {m}', 'the sum over {m}',
-     'the sum total of {m}'),
+     'the total over {m}', 'the sum total of {m}'),
     ('return their sum', 'add them up', 'give the total of these',
      'give the sum of these')),
   'largest': Component(
     'max(({g}), default=0)', lambda m: max(m, default=0),
     ('the largest of {m}', 'the maximum of {m}', 'the maximum over {m}',
-     'the largest one of {m}'),
+     'the largest in {m}', 'the largest one of {m}'),
     ('return the largest', 'give the maximum', 'keep only the largest',
      'keep only the maximum')),
   'smallest': Component(
     'min(({g}), default=0)', lambda m: min(m, default=0),
     ('the smallest of {m}', 'the minimum of {m}', 'the minimum over {m}',
-     'the smallest one of {m}'),
+     'the smallest in {m}', 'the smallest one of {m}'),
     ('return the smallest', 'give the minimum', 'keep only the smallest',
      'keep only the minimum')),
   'first': Component(
     'next(({g}), 0)', lambda m: m[0] if m else 0,
     ('the first of {m}', 'the very first of {m}', 'the first in {m}',
-     'the first one of {m}'),
+     'the very first in {m}', 'the first one of {m}'),
     ('return the first', 'give the first one', 'keep the very first',
      'keep only the first')),
   'list': Component(
     '[{g}]', list,
     ('a list of {m}', 'the list of {m}', 'a plain list of {m}',
-     'just a list of {m}'),
+     'the plain list of {m}', 'just a list of {m}'),
     ('return a list', 'give a plain list', 'list them', 'just list these')),
   'sorted': Component(
     'sorted({g})', sorted,
     ('a sorted list of {m}', 'an ascending list of {m}',
-     'the sorted list of {m}', 'a list in ascending order of {m}'),
+     'the sorted list of {m}', 'a list of {m}, ascending',
+     'a list in ascending order of {m}'),
     ('return them sorted', 'sort them', 'list them ascending',
      'list these sorted')),
   'descending': Component(
     'sorted(({g}), reverse=True)', lambda m: sorted(m)[::-1],
     ('a descending list of {m}', 'a falling list of {m}',
-     'the descending list of {m}', 'a list in descending order of {m}'),
+     'the descending list of {m}', 'a list of {m}, descending',
+     'a list in descending order of {m}'),
     ('return them descending', 'sort them falling', 'list them descending',
      'list these falling')),
   'reversed': Component(
     '[{g}][::-1]', lambda m: m[::-1],
     ('a reversed list of {m}', 'a backward list of {m}',
-     'the reversed list of {m}', 'a list in reversed order of {m}'),
+     'the reversed list of {m}', 'a list of {m}, reversed',
+     'a list in reversed order of {m}'),
     ('return them reversed', 'reverse them', 'list them backward',
      'list these reversed')),
 }  # fmt: skip
@@ -129,40 +132,50 @@ MAPS = {
 FILTERS = {
   'all': Component(
     '', lambda v, k: True,
-    ('the {a}', 'all {a}', 'every one of {a}', 'all of {a}')),
+    ('the {a}', 'all {a}', 'every one of {a}', 'each of {a}', 'all the {a}',
+     'all of {a}')),
   'even': Component(
     '{v} % 2 == 0', lambda v, k: v in range(-98, 99, 2),
     ('the even {a}', 'the {a} that are even', 'even numbers of {a}',
+     'all even {a}', 'any {a} which are even', 'even ones of {a}',
      'only even {a}')),
   'odd': Component(
     '{v} % 2 == 1', lambda v, k: v in range(-99, 99, 2),
     ('the odd {a}', 'the {a} that are odd', 'odd numbers of {a}',
+     'all odd {a}', 'any {a} which are odd', 'odd ones of {a}',
      'only odd {a}')),
   'positive': Component(
     '{v} > 0', lambda v, k: v >= 1,
-    ('the positive {a}', 'the {a} that are positive', 'positive ones of {a}',
+    ('the positive {a}', 'the {a} that are positive', 'positive numbers of {a}',
+     'all positive {a}', 'any {a} which are positive', 'positive ones of {a}',
      'only positive {a}')),
   'negative': Component(
     '{v} < 0', lambda v, k: v <= -1,
-    ('the negative {a}', 'the {a} that are negative', 'negative ones of {a}',
+    ('the negative {a}', 'the {a} that are negative', 'negative numbers of {a}',
+     'all negative {a}', 'any {a} which are negative', 'negative ones of {a}',
      'only negative {a}')),
   'above': Component(
     '{v} > {k}', lambda v, k: k < v,
-    ('the {a} above {k}', 'the {a} that exceed {k}', '{a} greater than {k}',
+    ('the {a} above {k}', 'the {a} that exceed {k}',
+     '{a} greater than {k}', 'all {a} above {k}',
+     'any {a} which exceed {k}', 'the {a} which are greater than {k}',
      '{a} that are above {k}')),
   'below': Component(
     '{v} < {k}', lambda v, k: k > v,
-    ('the {a} below {k}', 'the {a} that are under {k}', '{a} less than {k}',
+    ('the {a} below {k}', 'the {a} that are under {k}',
+     '{a} less than {k}', 'all {a} below {k}',
+     'any {a} which are under {k}', 'the {a} which are less than {k}',
      '{a} that are below {k}')),
 }  # fmt: skip
 
 # Sentences, the last of each held out. `{s}` stands for an aggregate of nouns;
 # `{f}`, `{m}` and `{s}` for a filter and two orders.
 NOUN_SENTENCES = (
-  'Return {s}.', 'Compute {s}.', 'Find {s}.', 'Give {s}.',
+  'Return {s}.', 'Compute {s}.', 'Find {s}.', 'Build {s}.', 'Give {s}.',
 )  # fmt: skip
 ORDER_SENTENCES = (
   'Take {f}, {m}, {s}.', 'From {f}: {m}, {s}.', 'Of {f}, {m}, then {s}.',
+  'With {f}, {m}, and {s}.',
   'Given {f}, {m} and {s}.',
 )  # fmt: skip
 
