@@ -10,7 +10,7 @@ import functools
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -131,7 +131,9 @@ def _compared(runs: dict[str, run_data.RunData]) -> str:
   ]
   return _template('comparison.html').render(
     runs=runs,
-    axes=[(n, row) for n, run in runs.items() for row in _axes(run)],
+    axes=_in_order(
+      row | {'run': n} for n, r in runs.items() for row in _axes(r)
+    ),
     chart=functools.partial(figures.comparison, runs),
     differences=[row for row in settings if len(set(row[1:])) > 1],
   )
@@ -153,7 +155,7 @@ def build(run: run_data.RunData) -> str:
       for name, row in evaluations.items()
       if 'axis' not in row
     ],
-    axes=[('', row) for row in _axes(run)],
+    axes=_in_order(_axes(run)),
     change=_change(run, *_EVALUATIONS),
     warnings=_warnings(run),
     waits=reinforcement.waits(run),
@@ -240,8 +242,18 @@ def _warnings(run: run_data.RunData) -> list[str]:
   ]
 
 
+def _in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Puts evaluations of one axis in a row, and within it those of a policy."""
+  rows = list(rows)
+  axes, policies = ([r[k] for r in rows] for k in ('axis', 'policy'))
+  return sorted(
+    rows,
+    key=lambda r: (axes.index(r['axis']), policies.index(r['policy'])),
+  )
+
+
 def _axes(run: run_data.RunData) -> list[dict[str, Any]]:
-  """Returns the evaluations of each axis, those of one axis in a row."""
+  """Returns the evaluations that name their axis."""
   rows = []
   for name, row in run.evaluations().items():
     if 'axis' in row:
@@ -250,8 +262,7 @@ def _axes(run: run_data.RunData) -> list[dict[str, Any]]:
       change = _change(run, before, name) if policy == 'rl' else None
       named = {'policy': policy, 'axis': str(row['axis']), 'change': change}
       rows.append(_result('', row) | named)
-  order = list(dict.fromkeys(row['axis'] for row in rows))
-  return sorted(rows, key=lambda row: order.index(row['axis']))
+  return rows
 
 
 def _change(

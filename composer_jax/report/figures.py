@@ -22,9 +22,9 @@ from composer_jax.telemetry import progress
 _WIDTH, _HEIGHT = 4.4, 2.55  # inches
 _INK, _SOFT, _LINE = '#1c2733', '#5d6b7a', '#e3e8ee'
 COLORS = ('#2563b0', '#d97706', '#1d7a4f', '#8a3fa0', '#b3372f', '#4b5563')
-# Lines of the curves, as (offset, (ink, gap, ...)): each shows those below it.
+# Lines of the curves; through gaps, (offset, (ink, gap, ...)), one sees others.
 _DASHES = (
-  *((0, ()), (0, (4, 2.5)), (0, (1.2, 2.2)), (0, (7, 2, 1.2, 2))),
+  *('-', (0, (4, 2.5)), (0, (1.2, 2.2)), (0, (7, 2, 1.2, 2))),
   *((3, (2.5, 4)), (0, (1, 5))),
 )
 _MAX_POINTS = 800
@@ -105,7 +105,7 @@ def _new_figure(title: str, height: float = _HEIGHT) -> tuple[Any, Any]:
     axes.spines[side].set_visible(False)
   for side in ('left', 'bottom'):
     axes.spines[side].set_color('#c5cdd6')
-  axes.tick_params(labelsize=8, colors=_SOFT, length=2.5)
+  axes.tick_params(which='both', labelsize=8, colors=_SOFT, length=2.5)
   return figure, axes
 
 
@@ -117,13 +117,16 @@ def _svg(title: str, figure: Any) -> str:
   # Salting with the title gives each figure of a page ids of its own, and equal
   # figures equal bytes.
   settings = {'svg.hashsalt': title, 'svg.fonttype': 'none'}
-  with matplotlib.rc_context(settings):
+  with matplotlib.rc_context(settings | {'font.sans-serif': ['DejaVu Sans']}):
     figure.savefig(buffer, format='svg', metadata={'Date': None})
   text = buffer.getvalue()
   text = text[text.index('<svg ') :]
   # The page has the style; ids such as line2d_3 are not referred to.
   text = re.sub(r'(?s)<metadata>.*?</metadata>|<style.*?</style>', '', text)
   text = re.sub(r' id="[\w.]+_\d+"', '', text)
+  text = re.sub(
+    r' d="[^"]*"', lambda d: re.sub(r'(\.\d\d)\d+ ?\n?', r'\1 ', d[0]), text
+  )
   name = f'<svg role="img" aria-label="{html.escape(title)}" '
   return text.replace('<svg ', name, 1)
 

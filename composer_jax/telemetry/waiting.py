@@ -1,5 +1,7 @@
 """Shares of time that trainer and rollouts wait for each other, from metrics.
 
+The trainer waits for groups; the rollouts wait, with no episode open, for the
+policy that admits the next groups to be trained, published and received.
 Where they take turns on the same devices (placement `colocated`), each waits
 while the other works, and the two shares add up to nearly one. In processes of
 their own, what both have beside their waiting is work done at the same time.
@@ -36,4 +38,6 @@ def summary(rows: list[dict[str, Any]]) -> str:
     if measured := seconds(rows, side):
       _, waited, total = (sum(parts) for parts in zip(*measured, strict=True))
       texts.append(f'{side} {100 * waited / total:.1f} % for {cause}')
-  return f'share of time waited: {", ".join(texts)}' if texts else ''
+  if not texts:
+    return ''
+  return f'time spent waiting, compilation included: {", ".join(texts)}'

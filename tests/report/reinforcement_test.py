@@ -25,7 +25,7 @@ def test_a_mismatch_of_zero_or_of_nothing_finite_is_drawn(tmp_path):
     {'mismatch_kl': value, 'mismatch_p99': value, 'mismatch_p99_no_replay': 0.0}
     for value in (0.0, float('inf'), float('nan'), 0.0)
   ]
-  assert 'data:image/svg+xml' in section(tmp_path, *rows)
+  assert 'Mismatch of rollout and trainer (KL)" ' in section(tmp_path, *rows)
 
 
 def test_steps_out_of_their_bands_are_named(tmp_path):
