@@ -43,7 +43,7 @@ class Served:
     receiver.served(first)
     self._clock, self._since = clock, clock()
     self._is_waiting = False
-    self._sample_s = self._wait_s = 0.0
+    self._seconds = [0.0, 0.0]  # Of sampling and of waiting.
 
   @property
   def version(self) -> int:
@@ -62,13 +62,11 @@ class Served:
       )
     self._receiver.drop(self.engine.switch(newer.variables))
     self.mark(self._is_waiting)
+    swap_s, (sample_s, wait_s) = self.engine.stats().swap_s, self._seconds
     self._receiver.served(
-      newer,
-      swap_s=self.engine.stats().swap_s,
-      sample_s=self._sample_s,
-      wait_s=self._wait_s,
+      newer, swap_s=swap_s, sample_s=sample_s, wait_s=wait_s
     )
-    self._sample_s = self._wait_s = 0.0
+    self._seconds = [0.0, 0.0]
 
   def mark(self, is_waiting: bool) -> None:
     """Counts the time since the last call as what that call announced.
@@ -78,10 +76,7 @@ class Served:
         admits more groups.
     """
     now = self._clock()
-    if self._is_waiting:
-      self._wait_s += now - self._since
-    else:
-      self._sample_s += now - self._since
+    self._seconds[self._is_waiting] += now - self._since
     self._since, self._is_waiting = now, is_waiting
 
   def stamp(self, group: records.Group) -> records.Group:

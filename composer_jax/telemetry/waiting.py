@@ -2,41 +2,38 @@
 
 The trainer waits for groups; the rollouts wait, with no episode open, for the
 policy that admits the next groups to be trained, published and received.
-Where they take turns on the same devices (placement `colocated`), each waits
-while the other works, and the two shares add up to nearly one. In processes of
-their own, what both have beside their waiting is work done at the same time.
+Colocated, each waits while the other works.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-# Stage of the metrics, and those that add up to all of a side's time; the first
-# one is its waiting.
+# Of each side: what it waits for, and the stage and names of the metrics that
+# add up to its time, waiting first.
 SIDES = {
-  'trainer': ('rl', ('wait_s', 'train_s', 'publish_s')),
-  'rollouts': ('received', ('wait_s', 'sample_s')),
+  'trainer': ('groups', 'rl', ('wait_s', 'train_s', 'publish_s')),
+  'rollouts': ('policies', 'received', ('wait_s', 'sample_s')),
 }
 
 
 def seconds(
-  rows: Iterable[dict[str, Any]], side: str
+  rows: list[dict[str, Any]], side: str
 ) -> list[tuple[int, float, float]]:
-  """Returns (step, seconds waited, all seconds) of the lines that tell them."""
-  stage, names = SIDES[side]
+  """Returns (step, seconds waited, all seconds) of the lines that have them."""
+  _, stage, names = SIDES[side]
   measured = []
   for row in rows:
     parts = [row.get(name) for name in names if row['stage'] == stage]
-    if parts and all(isinstance(part, (int, float)) for part in parts):
-      measured.append((row['step'], parts[0], sum(parts)))
-  return [each for each in measured if each[2] > 0]
+    if parts and all(isinstance(p, (int, float)) and p >= 0 for p in parts):
+      measured.append((row['step'], parts[0], max(sum(parts), 1e-9)))
+  return measured
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
   """Returns both shares in words; '' if none was measured."""
   texts = []
-  for side, cause in (('trainer', 'groups'), ('rollouts', 'policies')):
+  for side, (cause, *_) in SIDES.items():
     if measured := seconds(rows, side):
-      _, waited, total = (sum(parts) for parts in zip(*measured, strict=True))
+      _, waited, total = map(sum, zip(*measured, strict=True))
       texts.append(f'{side} {100 * waited / total:.1f} % for {cause}')
   if not texts:
     return ''
