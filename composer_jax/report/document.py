@@ -94,8 +94,8 @@ def write_comparison(
   for run in runs:
     if not run.metrics:
       raise ValueError(
-        f'{run.workdir} has no lines of metrics.jsonl, so there is no run in '
-        'it that could be compared; name workdirs of runs.'
+        f'{run.workdir} has no lines in metrics.jsonl that could be compared; '
+        f'name workdirs of runs. {" ".join(run.problems)}'.rstrip()
       )
   names = [path.resolve().name for path in paths]
   is_clear = len(set(names)) == len(names)

@@ -484,8 +484,11 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
   first = make_run(tmp_path / 'a', rate=0.5, seed=0)
   other = make_run(tmp_path / 'deeper' / 'a', rate=0.5, seed=0)
   (tmp_path / 'empty').mkdir()
+  (tmp_path / 'damaged').mkdir()
+  (tmp_path / 'damaged' / 'metrics.jsonl').write_text('hello\n')
   for others, message in (
-    ([tmp_path / 'empty'], 'empty has no lines of metrics.jsonl'),
+    ([tmp_path / 'empty'], 'empty has no lines in metrics.jsonl .* of runs.$'),
+    ([tmp_path / 'damaged'], 'no lines .* line 1 is not JSON'),
     ([tmp_path / 'nowhere'], 'nowhere is not a directory'),
     ([other, tmp_path / 'a'], 'Each run must be named once'),
     ([other] * 6, 'At most 6 runs can be compared; got 7'),
