@@ -116,9 +116,8 @@ def _template(name: str) -> jinja2.Template:
     lstrip_blocks=True,
   )
   environment.filters['shown'] = _shown
-  environment.globals['written'] = time.strftime(
-    '%Y-%m-%d %H:%M UTC', time.gmtime()
-  )
+  now = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())
+  environment.globals.update(written=now)
   return environment.get_template(name)
 
 

@@ -22,9 +22,10 @@ def seconds(
   _, stage, names = SIDES[side]
   measured = []
   for row in rows:
-    parts = [row.get(name) for name in names if row['stage'] == stage]
-    if parts and all(isinstance(p, (int, float)) and p >= 0 for p in parts):
-      measured.append((row['step'], parts[0], max(sum(parts), 1e-9)))
+    if row['stage'] == stage and row.keys() >= {*names}:
+      parts: list[Any] = [row[name] for name in names]
+      if all(isinstance(p, (int, float)) and p >= 0 for p in parts):
+        measured.append((row['step'], parts[0], max(sum(parts), 1e-9)))
   return measured
 
 
@@ -33,8 +34,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
   texts = []
   for side, (cause, *_) in SIDES.items():
     if measured := seconds(rows, side):
-      _, waited, total = map(sum, zip(*measured, strict=True))
-      texts.append(f'{side} {100 * waited / total:.1f} % for {cause}')
+      share = sum(m[1] for m in measured) / sum(m[2] for m in measured)
+      texts.append(f'{side} {100 * share:.1f} % for {cause}')
   if not texts:
     return ''
   return f'time spent waiting, compilation included: {", ".join(texts)}'

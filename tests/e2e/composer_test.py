@@ -115,6 +115,15 @@ def test_every_metric_is_explained_and_every_explained_one_is_there(straight):
   assert measured - row_keys == explained - elsewhere
 
 
+def test_rollouts_wait_for_every_policy_at_no_staleness(straight):
+  lines = writers.read(straight / writers.RECEIVED)
+  assert len(lines) > 2 and 'wait_s' not in lines[0]
+  assert all(line['wait_s'] > 0 < line['sample_s'] for line in lines[1:])
+  last = (straight.parent / 'straight.txt').read_text().split('[rl]')[-1]
+  told = re.match(r' time spent .*: trainer (.*) % .*, rollouts (.*) % ', last)
+  assert told and all(0 < float(share) < 100 for share in told.groups())
+
+
 def test_every_stage_was_timed(straight):
   seconds = files.read_json(straight / 'stages.json')
   assert seconds.keys() == {
