@@ -106,8 +106,9 @@ def write_comparison(
   return path
 
 
-def _template(name: str) -> jinja2.Template:
-  # Much of what the page shows was written by a policy: everything is escaped.
+def _render(name: str, **fields: Any) -> str:
+  # Much of what the page shows was written by a policy: everything is escaped,
+  # here or, in drawings, by `figures`.
   environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
     autoescape=True,
@@ -117,8 +118,7 @@ def _template(name: str) -> jinja2.Template:
   )
   environment.filters['shown'] = _shown
   now = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())
-  environment.globals.update(written=now)
-  return environment.get_template(name)
+  return environment.get_template(name).render(written=now, **fields)
 
 
 def _compared(runs: dict[str, run_data.RunData]) -> str:
@@ -128,7 +128,8 @@ def _compared(runs: dict[str, run_data.RunData]) -> str:
     (field, *(str(c.get(field, '')) for c in configs.values()))
     for field in fields
   ]
-  return _template('comparison.html').render(
+  return _render(
+    'comparison.html',
     runs=runs,
     axes=_in_order(
       row | {'run': n} for n, r in runs.items() for row in _axes(r)
@@ -141,7 +142,8 @@ def _compared(runs: dict[str, run_data.RunData]) -> str:
 def build(run: run_data.RunData) -> str:
   """Returns the page as text."""
   evaluations, machine = run.evaluations(), run.run.get('machine')
-  return _template('page.html').render(
+  return _render(
+    'page.html',
     run=run,
     stages=_stages(run),
     levels=episodes.levels(run),

@@ -160,12 +160,10 @@ def _tooltips(axes: Any, lines: Sequence[Curve]) -> str:
   return f'<g class="tooltips">{"".join(strips)}</g>'
 
 
-def _draw(axes: Any, line: Curve, values: np.ndarray, number: int) -> None:
+def _draw(axes: Any, line: Curve, values: np.ndarray, number: int) -> Any:
+  """Draws a curve and returns it for the legend."""
   steps, color = np.asarray(line.steps), COLORS[number]
-  # A dollar sign would begin a formula.
-  label = line.label.replace('$', r'\$') or None
-  style: dict[str, Any] = {'color': color, 'label': label}
-  style['ls'] = _DASHES[number]
+  style: dict[str, Any] = {'color': color, 'ls': _DASHES[number]}
   if line.is_noisy and len(values) >= 8:
     axes.plot(thin(steps), thin(values), color=color, alpha=0.25, lw=1)
     values = running_mean(values, max(3, len(values) // 30))
@@ -174,7 +172,7 @@ def _draw(axes: Any, line: Curve, values: np.ndarray, number: int) -> None:
     style['lw'] = 1.6
     if line.has_marks or len(values) < 3:
       style |= {'marker': 'o', 'ms': 3.5}
-  axes.plot(thin(steps), thin(values), **style)
+  return axes.plot(thin(steps), thin(values), **style)[0]
 
 
 def curves(
@@ -199,12 +197,15 @@ def curves(
   import matplotlib.ticker
 
   figure, axes = _new_figure(title)
+  legend: dict[str, Any] = {}
   for number, line in enumerate(lines):
     values = np.asarray(line.values, float)
     if is_log:
       values = np.where(values > 0, values, np.nan)
     if np.isfinite(values).any():
-      _draw(axes, line, values, number)
+      # A dollar sign would begin a formula.
+      label = line.label.replace('$', r'\$')
+      legend[label] = _draw(axes, line, values, number)
   if is_log:
     axes.set_yscale('log')
   else:
@@ -216,8 +217,11 @@ def curves(
   )
   axes.set_xlabel('step', fontsize=8, color=_SOFT)
   axes.set_ylabel(unit, fontsize=8, color=_SOFT)
-  if len(lines) > 1 and axes.get_legend_handles_labels()[0]:
-    axes.legend(fontsize=7.5, frameon=False, labelcolor=_INK, handlelength=2.8)
+  if len(lines) > 1:
+    axes.legend(
+      *(list(legend.values()), list(legend)),
+      fontsize=7.5, frameon=False, labelcolor=_INK, handlelength=2.8,
+    )  # fmt: skip
   svg = _svg(title, figure)
   # Once it is drawn, places are known.
   end = svg.rindex('</svg>')

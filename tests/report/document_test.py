@@ -457,19 +457,19 @@ def make_run(folder, *, rate, seed):
 
 def test_runs_are_compared_on_one_page(tmp_path):
   first = make_run(tmp_path / 'a', rate=0.5, seed=0)
-  second = make_run(tmp_path / '$x$ <script>', rate=0.75, seed=1)
+  second = make_run(tmp_path / '_$x$ <script>', rate=0.75, seed=1)
   # A comma in a name separates runs, so the command is given another one.
   page = document.write_comparison(first, [second]).read_text()
   assert not (first / 'report.html').exists()
   tags = Tags(page)
   assert tags.open == [] and 'script' not in {tag for tag, _ in tags.tags}
   (reward,) = (p for p in pictures_of(page) if 'aria-label="Reward"' in p)
-  for name in ('a', '$x$ &lt;script&gt;'):
+  for name in ('a', '_$x$ &lt;script&gt;'):
     assert re.search(rf'<text [^>]*>{re.escape(name)}</text>', reward)
     assert f'{name}: 0.' in reward
   assert [row[:4] for row in rows_of(page, HEADING)] == [
     ['unseen_names', 'rl', 'a', '50.0'],
-    ['unseen_names', 'rl', '$x$ &lt;script&gt;', '75.0'],
+    ['unseen_names', 'rl', '_$x$ &lt;script&gt;', '75.0'],
   ]
   differences = rows_of(page, 'Differences of the configurations')
   assert differences == [['seed', '0', '1']]
