@@ -2,7 +2,8 @@
 
 It shows what is there. Missing pieces say "not yet", damaged files are named,
 and a run that was interrupted or is still going has a report like any other.
-`page.html` is the template, which lays out and escapes what is computed here.
+`page.html` is the template, which lays out and escapes what is computed here;
+`comparison.html` is that of several runs.
 """
 
 import collections
