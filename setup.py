@@ -115,7 +115,7 @@ setuptools.setup(
     'composer_jax.corpus': ['pinned.sources'],
     # What the compiler has to know of a GPU that is not there.
     'composer_jax.plan': ['*.txtpb'],
-    'composer_jax.report': ['page.html'],
+    'composer_jax.report': ['*.html'],
   },
   python_requires='>=3.11',
   install_requires=REQUIRED,

@@ -165,8 +165,8 @@ class WeightReceiver(Protocol):
   def drop(self, weights_before: Any) -> None:
     """Frees weights that are no longer served."""
 
-  def served(self, policy: ReceivedPolicy, swap_s: float | None) -> None:
-    """Writes metrics of a policy's first use, with the swap's seconds."""
+  def served(self, policy: ReceivedPolicy, **seconds: float) -> None:
+    """Writes metrics of a policy's first use, with seconds of the rollouts."""
 
   def close(self) -> None: ...
 

@@ -27,7 +27,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
-from composer_jax.telemetry import progress
+from composer_jax.telemetry import progress, waiting, writer
 from composer_jax.train import compiler_options
 from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
@@ -174,6 +174,9 @@ def _reinforce(job: jobs.Job) -> None:
       state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
   export.save(job.workdir, 'rl', rl.steps, state.variables())
+  rows = writer.read(job.workdir) + writer.read(job.workdir / writer.RECEIVED)
+  if waited := waiting.summary(rows):
+    say(waited)
 
 
 def _ports(

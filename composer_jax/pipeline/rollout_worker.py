@@ -5,6 +5,8 @@ from the version it serves (`buffer.admitted`); which are missing, from disk.
 """
 
 import dataclasses
+import time
+from collections.abc import Callable
 
 from composer_jax.core import records, seams
 from composer_jax.pipeline import buffer as buffers
@@ -20,8 +22,8 @@ class Served:
   Consumes: received policies, newest first.
   Waits for: nothing; it polls between decode steps.
   Woken by: the loop of the engine.
-  Produces: swaps of the engine's weights, and the policy identities stamped on
-    groups.
+  Produces: swaps of the engine's weights, the policy identities stamped on
+    groups, and the seconds spent sampling and waiting before each swap.
 
   Attributes:
     engine: sampling engine, whose weights only this object swaps.
@@ -32,12 +34,16 @@ class Served:
     engine: engines.Engine,
     first: seams.ReceivedPolicy,
     receiver: seams.WeightReceiver,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Starts with `first`, the policy that the engine was made with."""
     self.engine = engine
     self._receiver = receiver
     self._identities = {first.version: first.target_id}
-    receiver.served(first, None)
+    receiver.served(first)
+    self._clock, self._since = clock, clock()
+    self._is_waiting = False
+    self._seconds = [0.0, 0.0]  # Of sampling and of waiting.
 
   @property
   def version(self) -> int:
@@ -55,7 +61,23 @@ class Served:
         'again.'
       )
     self._receiver.drop(self.engine.switch(newer.variables))
-    self._receiver.served(newer, self.engine.stats().swap_s)
+    self.mark(self._is_waiting)
+    swap_s, (sample_s, wait_s) = self.engine.stats().swap_s, self._seconds
+    self._receiver.served(
+      newer, swap_s=swap_s, sample_s=sample_s, wait_s=wait_s
+    )
+    self._seconds = [0.0, 0.0]
+
+  def mark(self, is_waiting: bool) -> None:
+    """Counts the time since the last call as what that call announced.
+
+    Args:
+      is_waiting: true if no episode is open from now on, until a newer policy
+        admits more groups.
+    """
+    now = self._clock()
+    self._seconds[self._is_waiting] += now - self._since
+    self._since, self._is_waiting = now, is_waiting
 
   def stamp(self, group: records.Group) -> records.Group:
     """Adds to a group the ids of the weights that sampled it; thread-safe."""
@@ -114,6 +136,7 @@ def run(
       if not buffer.path(next_group).exists():
         stream.admit(next_group)
       next_group += 1
+    served.mark(stream.open_episodes == 0)
 
   def done():
     return (
@@ -124,6 +147,7 @@ def run(
 
   try:
     policy.serve(done, before_step)
+    served.mark(True)  # Colocated: the trainer's turn.
   finally:
     stream.close()
     policy.close()

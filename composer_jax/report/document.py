@@ -2,15 +2,16 @@
 
 It shows what is there. Missing pieces say "not yet", damaged files are named,
 and a run that was interrupted or is still going has a report like any other.
-`page.html` is the template, which lays out and escapes what is computed here.
+`page.html` is the template, which lays out and escapes what is computed here;
+`comparison.html` is that of several runs.
 """
 
-import base64
 import collections
 import functools
 import os
 import pathlib
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -27,6 +28,7 @@ from composer_jax.report import (
 from composer_jax.telemetry import intervals, progress
 
 REPORT = 'report.html'
+COMPARISON = 'comparison.html'
 
 STAGES = {
   'cpt': 'Continued pretraining',
@@ -50,6 +52,14 @@ _TRAINED = ('cpt', 'sft', 'rl')
 
 _EVALUATIONS = {'sft': 'Before: after SFT', 'rl': 'After: after RL'}
 
+# Share of unfinished held-out episodes above which the page warns, and what to
+# change, by the stage that the policy comes from.
+_MOST_UNFINISHED = 0.05
+_CURES = {
+  'sft': 'let demonstrations give up more often (demonstrations.give_up)',
+  'rl': 'raise the price of not finishing (rewards.unfinished_penalty)',
+}
+
 
 def write_report(workdir: str | os.PathLike) -> pathlib.Path:
   """Writes the report of whatever the workdir holds and returns its path.
@@ -64,9 +74,42 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
   return path
 
 
-def build(run: run_data.RunData) -> str:
-  """Returns the page as text."""
-  # Much of what the page shows was written by a policy: everything is escaped.
+def write_comparison(
+  workdir: str | os.PathLike, others: Sequence[str | os.PathLike]
+) -> pathlib.Path:
+  """Writes a page with the curves of several runs into the first's workdir.
+
+  Raises:
+    ValueError: a folder has no metrics or is named twice, or there are more
+      runs than colours; nothing is written.
+    OSError: the page cannot be written; an older one is untouched.
+  """
+  paths = [pathlib.Path(path) for path in (workdir, *others)]
+  if len(paths) > (most := len(figures.COLORS)):
+    raise ValueError(f'At most {most} runs can be compared; got {len(paths)}.')
+  if len({path.resolve() for path in paths}) < len(paths):
+    raise ValueError(
+      f'Each run must be named once; got {", ".join(map(str, paths))}.'
+    )
+  runs = [run_data.load(path) for path in paths]
+  for run in runs:
+    if not run.metrics:
+      raise ValueError(
+        f'{run.workdir} has no lines in metrics.jsonl that could be compared; '
+        f'name workdirs of runs. {" ".join(run.problems)}'.rstrip()
+      )
+  names = [path.resolve().name for path in paths]
+  is_clear = len(set(names)) == len(names)
+  labels = names if is_clear else [str(path) for path in paths]
+  path = paths[0] / COMPARISON
+  page = _compared(dict(zip(labels, runs, strict=True)))
+  files.write_atomic(path, page.encode())
+  return path
+
+
+def _render(name: str, **fields: Any) -> str:
+  # Much of what the page shows was written by a policy: everything is escaped,
+  # here or, in drawings, by `figures`.
   environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
     autoescape=True,
@@ -75,13 +118,34 @@ def build(run: run_data.RunData) -> str:
     lstrip_blocks=True,
   )
   environment.filters['shown'] = _shown
-  environment.filters['base64'] = lambda text: base64.b64encode(
-    str(text).encode()
-  ).decode()
+  now = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())
+  return environment.get_template(name).render(written=now, **fields)
+
+
+def _compared(runs: dict[str, run_data.RunData]) -> str:
+  configs = {n: files.flatten(run.config) for n, run in runs.items()}
+  fields = dict.fromkeys(field for c in configs.values() for field in c)
+  settings = [
+    (field, *(str(c.get(field, '')) for c in configs.values()))
+    for field in fields
+  ]
+  return _render(
+    'comparison.html',
+    runs=runs,
+    axes=_in_order(
+      row | {'run': n} for n, r in runs.items() for row in _axes(r)
+    ),
+    chart=functools.partial(figures.comparison, runs),
+    differences=[row for row in settings if len(set(row[1:])) > 1],
+  )
+
+
+def build(run: run_data.RunData) -> str:
+  """Returns the page as text."""
   evaluations, machine = run.evaluations(), run.run.get('machine')
-  return environment.get_template('page.html').render(
+  return _render(
+    'page.html',
     run=run,
-    written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
     stages=_stages(run),
     levels=episodes.levels(run),
     results=[
@@ -93,8 +157,10 @@ def build(run: run_data.RunData) -> str:
       for name, row in evaluations.items()
       if 'axis' not in row
     ],
-    axes=_axes(run),
-    change=_change(run),
+    axes=_in_order(_axes(run)),
+    change=_change(run, *_EVALUATIONS),
+    warnings=_warnings(run),
+    waits=reinforcement.waits(run),
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
     alarms=reinforcement.alarms(run),
@@ -151,27 +217,62 @@ def _result(title: str, row: dict[str, Any]) -> dict[str, Any]:
     'rate': _share(row, 'pass_rate'),
     'episodes': row.get('episodes', '?'),
     'interval': None if low is None or high is None else (low, high),
-    'unfinished': _share(row, 'unfinished_rate'),
+    'first_edit': _share(row, 'first_edit_rate'),
+    **_unfinished(row),
   }
 
 
-def _axes(run: run_data.RunData) -> list[list[Any]]:
-  """Returns rates in percent of every evaluation that names its axis."""
-  names = ('pass_rate', 'pass_low', 'pass_high')
-  names += ('first_edit_rate', 'unfinished_rate')
+def _unfinished(row: dict[str, Any]) -> dict[str, Any]:
+  share = _share(row, 'unfinished_rate')
+  is_high = share is not None and share > _MOST_UNFINISHED
+  return {'unfinished': share, 'is_unfinished': is_high}
+
+
+def _warnings(run: run_data.RunData) -> list[str]:
+  """Names the policies that leave too many episodes unfinished, and cures."""
+  worst: dict[str, float] = {}
+  for name, row in run.evaluations().items():
+    result, stage = _unfinished(row), name.split('_')[0]
+    if result['is_unfinished'] and stage in _CURES:
+      worst[stage] = max(worst.get(stage, 0.0), result['unfinished'])
+  return [
+    f'The policy after {stage.upper()} leaves up to {100 * share:.1f} % of '
+    f'held-out episodes unfinished; more than {100 * _MOST_UNFINISHED:.0f} % '
+    f'is too many. What helps: {_CURES[stage]}, or give room where good '
+    'episodes run out of it (episode.max_tokens, episode.max_turns).'
+    for stage, share in worst.items()
+  ]
+
+
+def _in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Puts evaluations of one axis in a row, and within it those of a policy."""
+  rows = list(rows)
+  axes, policies = ([r[k] for r in rows] for k in ('axis', 'policy'))
+  return sorted(
+    rows,
+    key=lambda r: (axes.index(r['axis']), policies.index(r['policy'])),
+  )
+
+
+def _axes(run: run_data.RunData) -> list[dict[str, Any]]:
+  """Returns the evaluations that name their axis."""
   rows = []
   for name, row in run.evaluations().items():
     if 'axis' in row:
-      shares = [_share(row, metric) for metric in names]
-      texts = ['' if s is None else f'{100 * s:.1f}' for s in shares]
-      rows.append([name.split('_')[0], str(row['axis']), *texts])
+      policy, _, axis = name.partition('_')
+      before = '_'.join(filter(None, ('sft', axis)))
+      change = _change(run, before, name) if policy == 'rl' else None
+      named = {'policy': policy, 'axis': str(row['axis']), 'change': change}
+      rows.append(_result('', row) | named)
   return rows
 
 
-def _change(run: run_data.RunData) -> tuple[float, float, float] | None:
-  """Returns RL's gain with its interval, once both sides are measured."""
+def _change(
+  run: run_data.RunData, before: str, after: str
+) -> tuple[float, float, float] | None:
+  """Returns the gain of pass rate, with its interval, if both are measured."""
   counts = []
-  for name in _EVALUATIONS:
+  for name in (before, after):
     row = run.evaluations().get(name, {})
     rate, count = _share(row, 'pass_rate'), run_data.number(row.get('episodes'))
     if rate is None or not count or count < 1:

@@ -1,6 +1,7 @@
-"""What each metric of `metrics.jsonl` means; checked against a run.
+"""What each metric of a run means; checked against a run.
 
-By stage, as `telemetry.writer` writes them. A line of the file tells of the one
+By stage, as `telemetry.writer` writes them to `metrics.jsonl`, and those of the
+stage `received` to `received.jsonl`. A line of the file tells of the one
 step that it names. Metrics of RL cover all rollouts of the step, but for those
 marked *: these cover only what the step trains on, which is the trajectories
 with an advantage, or all of them where none has one.
@@ -135,7 +136,7 @@ rl
   expert_load_max: * tokens of the busiest expert over the mean, worst layer
   repeated_microbatches: * number of microbatches whose buffers overflowed;
       absent if none did
-  wait_s: seconds of waiting for the step's groups
+  wait_s: seconds of waiting for the step's groups; colocated, of sampling them
   train_s: seconds of the update
   publish_s: seconds of handing over the policy, which waits for the one before
       if that is still under way
@@ -152,6 +153,25 @@ delta
   skip_bytes: bytes of deltas to versions further back
   encode_s: background seconds of encoding, decoding again and comparing
   upload_s: background seconds of writing to the store
+
+received
+  target_id: text: Merkle root that the receiver computed of the weights it has,
+      whose version is `step`
+  route: list of the bundles that it came by, from what was held
+  bytes: bytes moved for it
+  fetch_s: seconds of reading the store, summed over requests
+  decode_s: seconds of decoding and hashing, summed over threads
+  wall_s: seconds of both, from the pointer to verified weights on the host
+  transfer_s: seconds to arrays on the device
+  place_s: seconds to where the engine serves them; the engine steps meanwhile,
+      as during all of the above if it is in a process of its own
+  swap_s: seconds between two decode steps, to the new weights; this and the
+      next two are absent for the first policy of a process
+  sample_s: seconds since the policy before with an episode open, be it only the
+      last one of many
+  wait_s: seconds since the policy before without: all groups that it admitted
+      were finished, and the rollouts waited for this one to be trained,
+      published and received. Colocated, these are the trainer's turns
 
 eval
   name: text: evaluated policy, 'sft' or 'rl', and the axis unless it is the

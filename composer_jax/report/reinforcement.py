@@ -2,7 +2,10 @@
 
 import collections
 
-from composer_jax.report import run_data
+import numpy as np
+
+from composer_jax.report import figures, run_data
+from composer_jax.telemetry import waiting
 
 # Number of steps named of those that left the bands of the gate.
 _SHOWN = 8
@@ -34,3 +37,23 @@ def breaches(run: run_data.RunData) -> list[str]:
     f'{steps}.',
     *(map(str, gate) if isinstance(gate, list) else ()),
   ]
+
+
+def waits(run: run_data.RunData) -> tuple[figures.Figure, str]:
+  """Returns a drawing of the shares of time waited, and their sums in words."""
+  title, lines = 'Share of time spent waiting', []
+  for side in waiting.SIDES:
+    if measured := waiting.seconds(run.metrics, side):
+      step, waited, total = np.array(measured).T
+      lines.append(
+        figures.Curve(
+          label=side,
+          steps=step.astype(int),
+          values=waited / total,
+          is_noisy=True,
+        )
+      )
+  if not lines:
+    return figures.Figure(title, ''), ''
+  drawing = figures.curves(title, lines, bounds=(-0.03, 1.03))
+  return drawing, waiting.summary(run.metrics)

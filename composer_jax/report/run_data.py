@@ -23,9 +23,6 @@ from typing import Any
 from composer_jax.core import files
 from composer_jax.telemetry import stage_times, writer
 
-# The name in `delta.device.received`, which would import jax.
-_RECEIVED = 'received.jsonl'
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunData:
@@ -105,7 +102,7 @@ def load(workdir: str | pathlib.Path) -> RunData:
   # A version comes twice to a restarted process, or after the trainer went back
   # to a checkpoint.
   received = {
-    row['step']: row for row in _metrics(workdir / _RECEIVED, problems)
+    row['step']: row for row in _metrics(workdir / writer.RECEIVED, problems)
   }
   seconds = _object(workdir / stage_times.STAGES, problems)
   return RunData(

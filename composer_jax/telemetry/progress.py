@@ -4,6 +4,7 @@ Log files, notebooks and continuous integration get one plain line every few
 seconds instead of control characters.
 """
 
+import collections
 import contextlib
 import functools
 import sys
@@ -23,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: Any) -> str:
-  """Formats a metric in at most about six characters: 3.142, 12.3k, 4.1e-05."""
+  """Formats a metric in at most four digits: 3.142, 12.35k, 4.1e-05."""
   if not isinstance(value, (int, float)):
     return str(value)
   if isinstance(value, int) and abs(value) < 10_000:
@@ -31,7 +32,7 @@ def number(value: Any) -> str:
   size = abs(value)
   for limit, unit in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e4, 'k')):
     if size >= limit:
-      return f'{value / (1e3 if unit == "k" else limit):.1f}{unit}'
+      return f'{value / (1e3 if unit == "k" else limit):.4g}{unit}'
   if size and size < 1e-3:
     return f'{value:.1e}'
   return f'{value:.4g}'
@@ -45,8 +46,8 @@ class Progress(contextlib.AbstractContextManager):
         ...
         bar.update(step + 1, loss=loss, tokens_per_s=rate)
 
-  The rate and the time left come from the steps after the first one of this
-  process, whose time is mostly compilation.
+  The rate and the time left come from the later half of the steps that this
+  process did, and from the third on: steps that compile are soon forgotten.
   """
 
   def __init__(
@@ -71,8 +72,10 @@ class Progress(contextlib.AbstractContextManager):
     self._every_s = every_s
     self._stream = stream or sys.stdout
     self._clock = clock
-    # Time and number of the first step that was reported.
-    self._first: tuple[float, int] | None = None
+    # Number of the first step that was reported.
+    self._first: int | None = None
+    # Time and number of the steps of the later half.
+    self._later = collections.deque[tuple[float, int]]()
     self._shown_at: float | None = None
     self._line = ''  # Not printed yet.
     self._bar = self._open_bar(start) if self._stream.isatty() else None
@@ -102,9 +105,14 @@ class Progress(contextlib.AbstractContextManager):
     """
     now = self._clock()
     parts = [f'{name} {number(value)}' for name, value in metrics.items()]
-    self._first = self._first or (now, step)
-    elapsed, done = now - self._first[0], step - self._first[1]
-    if done > 0 and elapsed > 0:
+    first, later = step if self._first is None else self._first, self._later
+    self._first = first
+    if not later or step > later[-1][1]:
+      later.append((now, step))
+    while len(later) > 2 and later[1][1] <= (first + step) / 2:
+      later.popleft()
+    elapsed, done = now - later[0][0], step - later[0][1]
+    if step - first >= 2 and done > 0 and elapsed > 0:
       rate = done / elapsed
       parts.append(f'{number(rate)} steps/s')
       parts.append(f'{duration((self._total - step) / rate)} left')

@@ -21,6 +21,8 @@ from composer_jax.core import files
 from composer_jax.telemetry import append, board
 
 METRICS = 'metrics.jsonl'
+# Lines of the same form with the stage 'received', by whoever samples.
+RECEIVED = 'received.jsonl'
 _OWN_FIELDS = ('stage', 'step', 'time')
 
 

@@ -1,6 +1,7 @@
 """Which weights the worker serves, and which ones a group names."""
 
 import dataclasses
+import itertools
 import types
 
 import pytest
@@ -38,19 +39,22 @@ def placed(version, target_id):
 
 @pytest.fixture
 def make():
-  """make(news) returns (Served, engine, dropped policies, logged lines)."""
+  """make(news, times) returns (Served, engine, dropped policies, lines)."""
 
-  def make(news):
+  def make(news, clock=()):
     dropped, logged = [], []
     engine = Engine(weights='first', version=3)
     receiver = types.SimpleNamespace(
       take=iter(news).__next__,
       drop=dropped.append,
-      served=lambda policy, swap_s: logged.append(
-        (policy.version, policy.target_id, swap_s)
+      served=lambda policy, **seconds: logged.append(
+        (policy.version, policy.target_id, seconds)
       ),
     )
-    served = rollout_worker.Served(engine, policy(3, 'aa'), receiver)
+    times = iter(clock) if clock else itertools.repeat(0.0)
+    served = rollout_worker.Served(
+      engine, policy(3, 'aa'), receiver, times.__next__
+    )
     return served, engine, dropped, logged
 
   return make
@@ -67,7 +71,25 @@ def test_each_newer_policy_is_served_and_the_last_kept(make):
     versions.append((served.version, engine.version))
   assert versions == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
   assert dropped == ['first', policies[0].variables]
-  assert logged == [(3, 'aa', None), (4, 'bb', 0.25), (7, 'cc', 0.25)]
+  seconds = {'swap_s': 0.25, 'sample_s': 0.0, 'wait_s': 0.0}
+  assert logged == [(3, 'aa', {}), (4, 'bb', seconds), (7, 'cc', seconds)]
+
+
+def test_every_second_between_swaps_is_of_sampling_or_of_waiting(make):
+  served, _, _, logged = make(
+    [None, placed(4, 'bb'), placed(5, 'cc')],
+    clock=[0.0, 10.0, 13.0, 20.0, 31.0, 34.0, 36.0, 39.0],
+  )
+  served()
+  served.mark(False)  # 10 s since the start: an engine was made.
+  served.mark(True)  # 3 s with an open episode.
+  served.mark(True)  # 7 s without.
+  served()  # 11 s more of it.
+  served.mark(False)  # 3 s until the new policy's first episode: waiting too.
+  served.mark(False)  # 2 s of sampling.
+  served()  # 3 s more of it.
+  times = [(line['sample_s'], line['wait_s']) for _, _, line in logged[1:]]
+  assert times == [(13.0, 18.0), (5.0, 3.0)]
 
 
 def test_a_group_is_stamped_with_the_weights_of_its_versions(make):

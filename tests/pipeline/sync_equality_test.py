@@ -188,6 +188,16 @@ def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
   assert 'swap_s' not in received[0] and received[1]['swap_s'] > 0
 
 
+def test_colocated_sides_wait_while_the_other_works(colocated):
+  workdir, _ = colocated
+  rows = writers.read(workdir) + writers.read(workdir / writers.RECEIVED)
+  by_key = {(row['stage'], row['step']): row for row in rows}
+  for step in (1, 2):
+    trainer, rollouts = by_key['rl', step], by_key['received', step]
+    assert rollouts['wait_s'] >= trainer['train_s'] > 0
+    assert trainer['wait_s'] >= rollouts['sample_s'] > 0
+
+
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
   spec, tokenizer, colocated
 ):

@@ -1,8 +1,8 @@
 """The report shows whatever a workdir holds and runs nothing of it."""
 
-import base64
 import html.parser
 import json
+import math
 import re
 import subprocess
 import sys
@@ -48,6 +48,14 @@ class Tags(html.parser.HTMLParser):
     return ' '.join(' '.join(self.words).split())
 
 
+def pictures_of(page: str) -> list[str]:
+  return re.findall(r'(?s)<svg .*?</svg>', page)
+
+
+def titles_of(page: str) -> set[str | None]:
+  return {a.get('aria-label') for tag, a in Tags(page).tags if tag == 'svg'}
+
+
 def write_evaluation(out, step, name, passed, episodes, **more):
   low, high = intervals.wilson(passed, episodes)
   out.write(
@@ -59,9 +67,7 @@ def write_evaluation(out, step, name, passed, episodes, **more):
     pass_high=high,
     episodes=episodes,
     passed=passed,
-    unfinished_rate=0.05,
-    infrastructure=2,
-    **more,
+    **{'unfinished_rate': 0.05, 'infrastructure': 2} | more,
   )
 
 
@@ -185,8 +191,10 @@ def test_nothing_written_by_a_policy_becomes_markup(whole):
 def test_the_page_is_self_contained_and_forbids_scripts(whole):
   tags = Tags(whole)
   for _, attributes in tags.tags:
-    source = attributes.get('src') or attributes.get('href')
-    assert source is None or source.startswith('data:image/svg+xml;base64,')
+    for name in ('src', 'href', 'xlink:href'):
+      source = attributes.get(name, '#')
+      # Parts of this page, and the pixels of a heat map.
+      assert source.startswith(('#', 'data:image/png;base64,')), source
   policy = [
     a for _, a in tags.tags if 'content-security-policy' in str(a).lower()
   ]
@@ -208,19 +216,26 @@ def test_the_page_shows_every_part_of_a_whole_run(whole):
     'numpy',
   ):
     assert words in text, words
-  titles = {a.get('alt') for tag, a in Tags(whole).tags if tag == 'img'}
-  assert {'Continued pretraining: loss', 'Reward', 'Entropy'} <= titles
+  assert {'Continued pretraining: loss', 'Reward', 'Entropy'} <= titles_of(
+    whole
+  )
   # SFT and a few metrics are not there.
   assert 'Supervised fine-tuning: loss: not yet.' in text
   assert 'Staleness: not yet.' in text
 
 
-def test_figures_are_valid_svg(whole):
-  pictures = re.findall(r'base64,([^"]+)"', whole)
+def test_figures_are_valid_svg_and_their_ids_are_unique(whole):
+  pictures = pictures_of(whole)
   assert len(pictures) == 11
   for picture in pictures:
-    tree = xml.etree.ElementTree.fromstring(base64.b64decode(picture))
+    tree = xml.etree.ElementTree.fromstring(picture)
     assert tree.tag.endswith('svg')
+  ids = re.findall(r' id="(.*?)"', whole)
+  assert len(ids) == len(set(ids)) > 20
+  # What a drawing refers to is in the same drawing.
+  for picture in pictures:
+    for name in re.findall(r'(?:href="|url\()#(\w+)', picture):
+      assert f'id="{name}"' in picture
 
 
 def test_an_empty_workdir_has_a_report(tmp_path):
@@ -234,16 +249,41 @@ def test_each_axis_is_a_line_and_the_first_alone_a_card(tmp_path):
     for name, axis, passed in (
       ('sft', 'unseen_compositions', 100),
       ('sft_unseen_names', 'unseen_names', 37),
+      ('rl_unseen_names', 'unseen_names', 77),
     ):
       more = {'axis': axis, 'first_edit_rate': 0.125}
       write_evaluation(out, 0, name, passed, 200, **more)
   page = document.write_report(tmp_path).read_text()
   lines = rows_of(page, 'By what of the tasks training never saw')
-  assert [line[:3] + line[5:] for line in lines] == [
-    ['sft', 'unseen_compositions', '50.0', '12.5', '5.0'],
-    ['sft', 'unseen_names', '18.5', '12.5', '5.0'],
+  low, high = intervals.difference((37, 200), (77, 200))
+  change, shares = [f'{100 * low:+.1f} to {100 * high:+.1f}'], ['12.5', '5.0']
+  assert lines == [
+    ['unseen_compositions', 'sft', '50.0', '43.1 to 56.9', *('', ''), *shares],
+    ['unseen_names', 'sft', '18.5', '13.7 to 24.5', *('', ''), *shares],
+    ['unseen_names', 'rl', '38.5', '32.0 to 45.4', '+20.0', *change, *shares],
   ]
   assert page.count('class="card"') == 2  # Before and after.
+  assert page.count('First edit right in 12.5 %') == 1
+
+
+def test_a_policy_that_leaves_too_much_unfinished_is_flagged(tmp_path):
+  for share, count in ((0.05, 0), (0.0501, 1), (0.28, 1)):
+    workdir = tmp_path / str(share)
+    with writer.Writer(workdir, tensorboard=False) as out:
+      axis = 'unseen_names'
+      write_evaluation(out, 0, 'sft', 1, 9, axis='any', unfinished_rate=0.0)
+      write_evaluation(
+        out, 9, 'rl_unseen_names', 1, 9, axis=axis, unfinished_rate=share
+      )
+      write_evaluation(out, 9, 'rl', 1, 9, axis='any', unfinished_rate=share)
+    page = document.write_report(workdir).read_text()
+    text = Tags(page).text
+    assert text.count('unfinished: too many') == count
+    assert text.count('rewards.unfinished_penalty') == count
+    assert 'demonstrations.give_up' not in text
+    # Both axes of the table.
+    chips = re.findall(r'number"><span class="chip warn">(.*?)<', page)
+    assert chips == [f'{100 * share:.1f}'] * 2 * count
 
 
 def test_an_episode_that_a_monitor_flagged_did_not_pass(tmp_path):
@@ -276,7 +316,7 @@ def rows_of(text, heading):
   """Returns the cells of the first table after a heading, row by row."""
   table = text[text.index(f'>{heading}<') :]
   table = table[: table.index('</table>')]
-  rows = re.findall(r'<tr>(.*?)</tr>', table)
+  rows = re.findall(r'(?s)<tr.*?>(.*?)</tr>', table)
   cells = [re.findall(r'<td.*?>(.*?)</td>', row) for row in rows]
   return [row for row in cells if row]
 
@@ -314,10 +354,9 @@ def test_muon_is_shown_where_it_was_used(tmp_path, whole):
       out.write('sft', step, **metrics)
   text = document.write_report(tmp_path).read_text()
   assert rows_of(text, 'Muon, by its plan of a step') == [
-    ['Supervised fine-tuning', '30', '3', '2.0M', '2.5M', '12.0k']
+    ['Supervised fine-tuning', '30', '3', '2M', '2.5M', '12k']
   ]
-  titles = {a.get('alt') for tag, a in Tags(text).tags if tag == 'img'}
-  assert 'Largest attention logit' in titles
+  assert 'Largest attention logit' in titles_of(text)
 
 
 def test_demonstrations_are_shown_apart(whole):
@@ -372,3 +411,99 @@ def test_equal_figures_are_equal_text():
   line = figures.Curve(label='', steps=[1, 2, 3], values=[0.0, -1.0, 5.0])
   texts = {figures.curves('title', [line], is_log=True) for _ in range(2)}
   assert len(texts) == 1
+
+
+def test_curves_that_lie_on_each_other_are_all_seen():
+  lines = [
+    figures.Curve(label=f'curve {n}', steps=range(20), values=np.ones(20))
+    for n in range(len(figures.COLORS))
+  ]
+  svg = figures.curves('title', lines).svg
+  for over, color in enumerate(figures.COLORS):
+    (curve,) = re.findall(rf'clip-path.*?style="(.*?stroke: {color}.*?)"', svg)
+    # The lowest is whole; through the gaps of each other one it is seen.
+    assert ('stroke-dasharray' in curve) == (over > 0)
+  styles = re.findall(r'clip-path.*?stroke-dasharray: (.*?);', svg)
+  assert len(set(styles)) == len(lines) - 1
+
+
+def test_tooltips_tell_what_was_measured_at_a_step_or_nearest_to_it():
+  lines = [
+    figures.Curve(label='a<b', steps=range(1000), values=np.arange(1000) / 7),
+    figures.Curve(
+      label='c', steps=[0, 990], values=[0.123456, math.nan], has_marks=True
+    ),
+  ]
+  svg = figures.curves('title', lines).svg
+  texts = re.findall(r'(?s)<title>(.*?)</title>', svg)
+  assert 50 <= len(texts) <= 62
+  assert texts[0] == 'step 0\na&lt;b: 0\nc: 0.1235'
+  assert texts[-1] == 'step 999\na&lt;b: 142.7\nc: 0.1235 (step 0)'
+  strips = re.findall(r'<rect x="([\d.]+)" width="(.*?)"', svg)
+  ends = [float(x) + float(width) for x, width in strips]
+  starts = [float(x) for x, _ in strips]
+  # No gap between them, where a pointer would find nothing.
+  np.testing.assert_allclose(ends[:-1], starts[1:], atol=0.11)
+
+
+def make_run(folder, *, rate, seed):
+  with writer.Writer(folder, tensorboard=False) as out:
+    for step in range(3):
+      out.write('rl', step, reward=rate)
+    write_evaluation(out, 0, 'rl', int(100 * rate), 100, axis='unseen_names')
+  files.write_json(folder / 'config.json', {'seed': seed, 'rl': {'steps': 3}})
+  return folder
+
+
+def test_runs_are_compared_on_one_page(tmp_path):
+  first = make_run(tmp_path / 'a', rate=0.5, seed=0)
+  second = make_run(tmp_path / '_$x$ <script>', rate=0.75, seed=1)
+  # A comma in a name separates runs, so the command is given another one.
+  page = document.write_comparison(first, [second]).read_text()
+  assert not (first / 'report.html').exists()
+  tags = Tags(page)
+  assert tags.open == [] and 'script' not in {tag for tag, _ in tags.tags}
+  (reward,) = (p for p in pictures_of(page) if 'aria-label="Reward"' in p)
+  for name in ('a', '_$x$ &lt;script&gt;'):
+    assert re.search(rf'<text [^>]*>{re.escape(name)}</text>', reward)
+    assert f'{name}: 0.' in reward
+  assert [row[:4] for row in rows_of(page, HEADING)] == [
+    ['unseen_names', 'rl', 'a', '50.0'],
+    ['unseen_names', 'rl', '_$x$ &lt;script&gt;', '75.0'],
+  ]
+  differences = rows_of(page, 'Differences of the configurations')
+  assert differences == [['seed', '0', '1']]
+
+
+HEADING = 'Held-out tasks, by what of them training never saw'
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_is_written(
+  tmp_path,
+):
+  first = make_run(tmp_path / 'a', rate=0.5, seed=0)
+  other = make_run(tmp_path / 'deeper' / 'a', rate=0.5, seed=0)
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'damaged').mkdir()
+  (tmp_path / 'damaged' / 'metrics.jsonl').write_text('hello\n')
+  for others, message in (
+    ([tmp_path / 'empty'], 'empty has no lines in metrics.jsonl .* of runs.$'),
+    ([tmp_path / 'damaged'], 'no lines .* line 1 is not JSON'),
+    ([tmp_path / 'nowhere'], 'nowhere is not a directory'),
+    ([other, tmp_path / 'a'], 'Each run must be named once'),
+    ([other] * 6, 'At most 6 runs can be compared; got 7'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      document.write_comparison(first, others)
+  with pytest.raises(ValueError, match='empty has no lines'):
+    document.write_comparison(tmp_path / 'empty', [first])
+  assert not list(tmp_path.rglob('*.html'))
+  # Two runs of one name are told apart by their paths.
+  done = programs.run(
+    'experiments.report', f'--workdir={first}', f'--compare={other}'
+  )
+  assert done.stdout == f'Comparison: {first / "comparison.html"}\n', (
+    done.stderr
+  )
+  cells = rows_of((first / 'comparison.html').read_text(), HEADING)
+  assert [row[2] for row in cells] == [str(first), str(other)]

@@ -1,5 +1,8 @@
 """What the report says of the mismatch of rollout and trainer."""
 
+import json
+import re
+
 from composer_jax.report import document, run_data
 from composer_jax.telemetry import writer
 
@@ -25,7 +28,38 @@ def test_a_mismatch_of_zero_or_of_nothing_finite_is_drawn(tmp_path):
     {'mismatch_kl': value, 'mismatch_p99': value, 'mismatch_p99_no_replay': 0.0}
     for value in (0.0, float('inf'), float('nan'), 0.0)
   ]
-  assert 'data:image/svg+xml' in section(tmp_path, *rows)
+  assert 'Mismatch of rollout and trainer (KL)" ' in section(tmp_path, *rows)
+
+
+def test_the_shares_of_waiting_are_those_of_all_seconds(tmp_path):
+  trainer = [
+    {'wait_s': 9.0, 'train_s': 1.0, 'publish_s': 0.0},
+    {'reward': 1.0},
+    {'wait_s': 0.0, 'train_s': 28.0, 'publish_s': 2.0},
+  ]
+  path = tmp_path / writer.RECEIVED
+  lines = [{'sample_s': 1.0, 'wait_s': 3.0}, {'swap_s': 1.0}]
+  path.write_text(
+    ''.join(
+      json.dumps({'stage': 'received', 'step': n, 'time': 0.0} | line) + '\n'
+      for n, line in enumerate(lines, 1)
+    )
+  )
+  text = section(tmp_path, *trainer)
+  assert 'trainer 22.5 % for groups, rollouts 75.0 % for policies' in text
+  start = text.index('aria-label="Share of time spent waiting"')
+  drawing = text[start : text.index('</svg>', start)]
+  titles = re.findall('(?s)<title>(.*?)</title>', drawing)
+  assert titles == [
+    'step 1\ntrainer: 0.9\nrollouts: 0.75',
+    'step 3\ntrainer: 0\nrollouts: 0.75 (step 1)',
+  ]
+
+
+def test_a_run_that_measured_no_waiting_says_nothing_of_it(tmp_path):
+  text = section(tmp_path, {'reward': 1.0}, {'wait_s': 'nan', 'train_s': 1.0})
+  assert 'Share of time spent waiting: not yet' in text
+  assert 'time spent waiting, ' not in text
 
 
 def test_steps_out_of_their_bands_are_named(tmp_path):

@@ -110,7 +110,7 @@ def test_words_of_numbers():
   texts = {
     0: '0',
     250: '250',
-    12345: '12.3k',
+    12345: '12.35k',
     3.14159: '3.142',
     4.1e-5: '4.1e-05',
     2.5e6: '2.5M',
@@ -118,6 +118,9 @@ def test_words_of_numbers():
   for value, text in texts.items():
     assert progress.number(value) == text
   assert progress.number('sft') == 'sft'
+  for value in [*np.geomspace(1e-12, 1e18, 997), 999_960.0, 9_999, 10_000]:
+    digits = progress.number(value).partition('e')[0].strip('0.kMGT')
+    assert len(digits.replace('.', '')) <= 4, value
   seconds = {8.4: '8s', 200: '3m20s', 7500: '2h05m', -1: '0s'}
   for value, text in seconds.items():
     assert progress.duration(value) == text
@@ -160,20 +163,43 @@ def test_lines_are_thinned_and_the_last_step_is_always_shown():
 def test_rate_leaves_out_the_steps_of_an_earlier_run():
   lines = play(total=100, start=90, seconds_per_step=2.0, every_s=1.0)
   assert lines[0] == '[cpt] 91/100  loss 2.5'
-  assert lines[1] == '[cpt] 92/100  loss 2.5  0.5 steps/s  16s left'
+  assert lines[1] == '[cpt] 92/100  loss 2.5'
+  assert lines[2] == '[cpt] 93/100  loss 2.5  0.5 steps/s  14s left'
 
 
-def test_rate_leaves_out_the_first_step_which_compiles():
+def test_time_left_forgets_the_steps_that_compile():
   stream, clock = io.StringIO(), Clock()
   with progress.Progress('rl', 50, stream=stream, clock=clock) as bar:
-    for step, seconds in ((1, 600.0), (2, 5.0), (3, 5.0)):
+    # The program of steps without measurements compiles in the second one.
+    for step, seconds in ((1, 600.0), (2, 70.0), (3, 5.0), (4, 7.0)):
       clock.now += seconds
       bar.update(step)
   assert stream.getvalue().splitlines() == [
     '[rl] 1/50',
-    '[rl] 2/50  0.2 steps/s  4m00s left',
+    '[rl] 2/50',
     '[rl] 3/50  0.2 steps/s  3m55s left',
+    '[rl] 4/50  0.1667 steps/s  4m36s left',
   ]
+
+
+def test_time_left_follows_a_change_of_speed():
+  stream, clock = io.StringIO(), Clock()
+  with progress.Progress('sft', 400, stream=stream, clock=clock) as bar:
+    for step in range(1, 301):
+      clock.now += 20.0 if step <= 100 else 2.0
+      bar.update(step)
+  # Of 300 steps the slow first 100 count no more.
+  assert stream.getvalue().splitlines()[-1].endswith('0.5 steps/s  3m20s left')
+
+
+def test_reports_of_the_same_step_are_no_steps():
+  stream, clock = io.StringIO(), Clock()
+  with progress.Progress('eval', 40, stream=stream, clock=clock) as bar:
+    for call in range(81):
+      bar.update(call // 4)
+      clock.now += 1.0
+  line = stream.getvalue().splitlines()[-1]
+  assert line == '[eval] 20/40  0.25 steps/s  1m20s left'
 
 
 def test_plain_output_is_text_without_styles():

@@ -2,21 +2,8 @@
 
 `received.jsonl` is the rollout side's: `metrics.jsonl` has one writer, the
 trainer. Its lines have the form of that file, with the stage 'received' and the
-version as the step, so that a report draws both alike:
-
-| name       | meaning                                                        |
-|------------|----------------------------------------------------------------|
-| target_id  | Merkle root that the receiver computed of the weights it has   |
-| route      | list of the bundles that it came by, from what was held        |
-| bytes      | moved for it                                                   |
-| fetch_s    | reading the store, summed over requests                        |
-| decode_s   | decoding and hashing, summed over threads                      |
-| wall_s     | of both, from the pointer to verified weights on the host      |
-| transfer_s | to arrays on the device                                        |
-| place_s    | to where the engine serves them; the engine steps meanwhile,   |
-|            | as during all of the above if it is in a process of its own    |
-| swap_s     | between two decode steps, to the new weights; absent for the   |
-|            | first policy of a process                                      |
+version as the step, so that a report draws both alike; `report.metrics` says
+what each metric means.
 """
 
 import json
@@ -27,7 +14,6 @@ from typing import Any
 
 from composer_jax.telemetry import append, writer
 
-RECEIVED = 'received.jsonl'
 STAGE = 'received'
 
 
@@ -37,7 +23,9 @@ def truncate(workdir: str | os.PathLike, step: int) -> None:
   Other weights may be published under their numbers, and not all of them be
   received. Nobody may be writing to the file.
   """
-  writer.keep(pathlib.Path(workdir) / RECEIVED, lambda row: row['step'] <= step)
+  writer.keep(
+    pathlib.Path(workdir) / writer.RECEIVED, lambda row: row['step'] <= step
+  )
 
 
 class Received:
@@ -45,7 +33,7 @@ class Received:
 
   def __init__(self, workdir: str | os.PathLike):
     """Opens the file, cutting off a line that a kill tore."""
-    path = pathlib.Path(workdir) / RECEIVED
+    path = pathlib.Path(workdir) / writer.RECEIVED
     self._file = append.AppendFile(path, 'a line of received policies')
     self._file.cut_torn_line()
 

@@ -116,9 +116,9 @@ class _InTurn:
   def drop(self, weights_before: Any) -> None:
     del weights_before
 
-  def served(self, policy: seams.ReceivedPolicy, swap_s: float | None) -> None:
+  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
     fields = {'target_id': policy.target_id, **policy.received}
-    self._lines.write(policy.version, **fields, swap_s=swap_s)
+    self._lines.write(policy.version, **fields, **seconds)
 
   def close(self) -> None:
     self._lines.close()
