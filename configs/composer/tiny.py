@@ -61,12 +61,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # Prompts and first calls alone for two epochs, 170 steps: there names are
     # copied after 100 steps, in whole transcripts after 250.
     opening=32,
-    steps=890,
+    steps=1100,
     batch_size=8,
     seq_len=320,
-    learning_rate=0.015,
-    adam_learning_rate=6e-3,
-    decay_steps=240,
+    learning_rate=7e-3,
+    adam_learning_rate=3e-3,
+    decay_steps=500,
   )
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
@@ -74,6 +74,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # too, teaches both sooner than calls alone.
     context_loss=0.9,
     # Flaws, each with its probability per decision; RL has to unlearn them.
+    # Names that no context gives would teach to guess: calls name what exists,
+    # and edits come after a read.
+    wrong_arguments=0.0,
+    skip_read=0.0,
+    wrong_tool=0.05,
     wrong_edit=0.08,
     broken_edit=0.1,
     skip_test=0.5,

@@ -76,21 +76,21 @@ AGGREGATES = {
   'sorted': Component(
     'sorted({g})', sorted,
     ('a sorted list of {m}', 'an ascending list of {m}',
-     'the sorted list of {m}', 'a list of {m}, ascending',
+     'the sorted list of {m}', 'a list of {m} in rising order',
      'a list in ascending order of {m}'),
     ('return them sorted', 'sort them', 'list them ascending',
      'list these sorted')),
   'descending': Component(
     'sorted(({g}), reverse=True)', lambda m: sorted(m)[::-1],
     ('a descending list of {m}', 'a falling list of {m}',
-     'the descending list of {m}', 'a list of {m}, descending',
+     'the descending list of {m}', 'a list of {m} in falling order',
      'a list in descending order of {m}'),
     ('return them descending', 'sort them falling', 'list them descending',
      'list these falling')),
   'reversed': Component(
     '[{g}][::-1]', lambda m: m[::-1],
     ('a reversed list of {m}', 'a backward list of {m}',
-     'the reversed list of {m}', 'a list of {m}, reversed',
+     'the reversed list of {m}', 'a list of {m} in backward order',
      'a list in reversed order of {m}'),
     ('return them reversed', 'reverse them', 'list them backward',
      'list these reversed')),
@@ -137,22 +137,22 @@ FILTERS = {
   'even': Component(
     '{v} % 2 == 0', lambda v, k: v in range(-98, 99, 2),
     ('the even {a}', 'the {a} that are even', 'even numbers of {a}',
-     'all even {a}', 'any {a} which are even', 'even ones of {a}',
+     'all even {a}', 'only the even {a}', 'any {a} which are even', 'even ones of {a}',
      'only even {a}')),
   'odd': Component(
     '{v} % 2 == 1', lambda v, k: v in range(-99, 99, 2),
     ('the odd {a}', 'the {a} that are odd', 'odd numbers of {a}',
-     'all odd {a}', 'any {a} which are odd', 'odd ones of {a}',
+     'all odd {a}', 'only the odd {a}', 'any {a} which are odd', 'odd ones of {a}',
      'only odd {a}')),
   'positive': Component(
     '{v} > 0', lambda v, k: v >= 1,
     ('the positive {a}', 'the {a} that are positive', 'positive numbers of {a}',
-     'all positive {a}', 'any {a} which are positive', 'positive ones of {a}',
+     'all positive {a}', 'only the positive {a}', 'any {a} which are positive', 'positive ones of {a}',
      'only positive {a}')),
   'negative': Component(
     '{v} < 0', lambda v, k: v <= -1,
     ('the negative {a}', 'the {a} that are negative', 'negative numbers of {a}',
-     'all negative {a}', 'any {a} which are negative', 'negative ones of {a}',
+     'all negative {a}', 'only the negative {a}', 'any {a} which are negative', 'negative ones of {a}',
      'only negative {a}')),
   'above': Component(
     '{v} > {k}', lambda v, k: k < v,
