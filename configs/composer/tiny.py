@@ -47,13 +47,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Short: a token of a transcript teaches far more of the tasks than one of
   # the corpus, and copying begins after half a million of them.
   c.cpt = dict(
-    steps=100,
+    steps=80,
     batch_size=16,  # rows
     seq_len=256,
     learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
     adam_learning_rate=2e-3,  # peak, of what AdamW keeps
     warmup_steps=20,
-    decay_steps=30,  # linear, to a tenth of the peak
+    decay_steps=25,  # linear, to a tenth of the peak
     optimizer='muon',  # on matrices, AdamW on the rest; or 'adam' on all
   )
   # The fields of cpt. Small batches: until names are copied, steps count.
@@ -61,12 +61,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # Prompts and first calls alone for two epochs, 170 steps: there names are
     # copied after 100 steps, in whole transcripts after 250.
     opening=32,
-    steps=1100,
-    batch_size=8,
-    seq_len=320,
-    learning_rate=7e-3,
+    steps=1300,
+    batch_size=6,
+    seq_len=400,
+    learning_rate=5e-3,
     adam_learning_rate=3e-3,
-    decay_steps=500,
+    decay_steps=600,
   )
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
@@ -78,7 +78,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # and edits come after a read.
     wrong_arguments=0.0,
     skip_read=0.0,
-    wrong_tool=0.05,
     wrong_edit=0.08,
     broken_edit=0.1,
     skip_test=0.5,
@@ -86,7 +85,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.tasks = dict(family='list_functions')  # or 'deletion'; see deletion.py
   c.episode = dict(
-    max_tokens=320,
+    max_tokens=400,
     max_turns=10,
     max_call_tokens=64,
     max_sampled_tokens=10_000,  # over all windows of an episode
@@ -126,14 +125,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     on_swap='keep',  # keys and values of older weights, or 'refresh' them
   )
   c.rl = dict(
-    steps=100,
+    steps=50,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
     learning_rate=3e-4,
     warmup_steps=3,
-    decay_steps=70,  # linear, to a tenth
+    decay_steps=25,  # linear, to a tenth
     # Usual norms are 3 to 14. Adam ignores the scale of gradients, so that this
     # only bounds the weight of an odd step.
     grad_clip=20.0,
@@ -148,7 +147,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # routes unchanged.
     gate=dict(action='stop'),  # before such a step is applied; 'flag', or 'off'
     rows=8,
-    seq_len=320,
+    seq_len=400,
     checkpoint_every=5,
     mismatch_every=10,  # steps; measured both with and without replay
   )
