@@ -47,6 +47,10 @@ PROMPTS = (
 _COMMON_ARGUMENTS = ('values', 'numbers', 'items', 'counts')
 _COMMON_VARIABLES = ('v', 'x', 'n', 'i')
 
+# Finished functions that only filter and aggregate. Which operator a filter's
+# words stand for is learnt last; few other words beside them bring it sooner.
+_SIMPLE_SHARE = 0.6
+
 _NUM_HIDDEN = 8
 _NUM_VISIBLE = 2
 _NUM_PAIRS = 8  # Pairs of visible inputs, of which one is chosen.
@@ -191,6 +195,13 @@ def draw_composition(
   return _with_constants(draw.choice(near), draw, constants)
 
 
+def _draw_neighbour(draw: random.Random) -> compositions.Composition:
+  kinds = _kinds_of(False)
+  if draw.random() < _SIMPLE_SHARE:
+    kinds = [k for k in kinds if k[1] == 'itself' and k[2] != 'all']
+  return _with_constants(draw.choice(kinds), draw)
+
+
 def _with_constants(
   kinds: tuple[str, str, str],
   draw: random.Random,
@@ -253,7 +264,7 @@ def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
     _definition(function, argument, words(composition, argument), stub)
   ]
   # A neighbour that must stay as it is, and shows the module's loop variable.
-  other, neighbour = name('argument'), draw_composition(draw)
+  other, neighbour = name('argument'), _draw_neighbour(draw)
   body = neighbour.body(other, variable)
   described = words(neighbour, other)
   definitions.append(_definition(name('function'), other, described, body))
