@@ -116,6 +116,7 @@ setuptools.setup(
     # What the compiler has to know of a GPU that is not there.
     'composer_jax.plan': ['*.txtpb'],
     'composer_jax.report': ['*.html'],
+    'composer_jax.tasks.list_functions': ['words.txt'],
   },
   python_requires='>=3.11',
   install_requires=REQUIRED,

@@ -366,7 +366,7 @@ def test_misspelt_section_is_named():
     ('parallel.sequence_order', 'striped', "'zigzag'.*'striped'"),
     ('model.remat_saves', ('key',), r"remat_saves must be of .*'keys'.*'key',"),
     ('rl.mesh.fsdp', 3, r'rl\.rows \(8\) .*replica x fsdp \(3\).* or 9'),
-    ('rl.mesh.context', 7, r'rl\.seq_len \(320\) .*\(14\).* or 322'),
+    ('rl.mesh.context', 7, r'rl\.seq_len \(384\) .*\(14\).* or 392'),
     ('rl.mesh.context', 0, r'rl\.mesh\.context .* 1; got 0'),
     ('cpt.warmup_steps', 10**6, r'warmup_steps \(1000000\)'),
     ('cpt.optimizer', 'sgd', 'sgd'),

@@ -51,9 +51,9 @@ class DemonstrationOptions(demonstrations.Noise):
   conversations: str = ''
   context_loss: float = 0.0
   wrong_tool: float = 0.1
-  wrong_arguments: float = 0.05
+  wrong_arguments: float = 0.0
   detour: float = 0.03
-  skip_read: float = 0.02
+  skip_read: float = 0.0
   wrong_edit: float = 0.08
   broken_edit: float = 0.1
   skip_test: float = 0.5

@@ -16,6 +16,7 @@ from composer_jax.models import decoder, flops
 from composer_jax.parallel import layouts, shardings, topology
 from composer_jax.plan import case as cases
 from composer_jax.plan import params, report, topologies
+from configs.composer import tiny
 from configs.models import moe_1_5t
 from tests import programs
 
@@ -305,7 +306,8 @@ def test_command_takes_configs_of_runs_and_prints_json():
     '--json',
   )
   assert code == 0
-  subject = case(topology_name='cpu:2', layout='data_parallel')
+  model = tiny.get_config().model.to_dict()
+  subject = case(model, topology_name='cpu:2', layout='data_parallel')
   expected = [table.to_json() for table in params.tables(subject)]
   assert json.loads(text) == json.loads(json.dumps({'params': expected}))
 
