@@ -95,7 +95,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     effort_turn_tokens=8.0,
     # More than a failure costs: a policy in doubt must not retry until its
     # tokens are used up.
-    unfinished_penalty=0.3,
+    unfinished_penalty=1.0,
   )
   c.hints = dict(
     loss=dict(
@@ -124,7 +124,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
-    learning_rate=3e-4,
+    learning_rate=2e-4,
     warmup_steps=3,
     decay_steps=25,  # linear, to a tenth
     # Usual norms are 3 to 14. Adam ignores the scale of gradients, so that this
