@@ -127,7 +127,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     learning_rate=2e-4,
     warmup_steps=3,
     decay_steps=25,  # linear, to a tenth
-    # Usual norms are 3 to 14. Adam ignores the scale of gradients, so that this
+    # Usual norms are 2 to 9. Adam ignores the scale of gradients, so that this
     # only bounds the weight of an odd step.
     grad_clip=20.0,
     loss=dict(name='tis'),  # truncated importance sampling; see policy_loss.py
