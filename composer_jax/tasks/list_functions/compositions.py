@@ -156,16 +156,14 @@ FILTERS = {
      'any {a} which are negative', 'only negative {a}')),
   'above': Component(
     '{v} > {k}', lambda v, k: k < v,
-    ('the {a} above {k}', 'the {a} that exceed {k}',
-     '{a} greater than {k}', 'all {a} above {k}',
-     'any {a} which exceed {k}', 'the {a} which are greater than {k}',
-     '{a} that are above {k}')),
+    ('the {a} above {k}', 'the {a} that exceed {k}', '{a} greater than {k}',
+     'all {a} above {k}', 'any {a} which exceed {k}',
+     'the {a} which are greater than {k}', '{a} that are above {k}')),
   'below': Component(
     '{v} < {k}', lambda v, k: k > v,
-    ('the {a} below {k}', 'the {a} that are under {k}',
-     '{a} less than {k}', 'all {a} below {k}',
-     'any {a} which are under {k}', 'the {a} which are less than {k}',
-     '{a} that are below {k}')),
+    ('the {a} below {k}', 'the {a} that are under {k}', '{a} less than {k}',
+     'all {a} below {k}', 'any {a} which are under {k}',
+     'the {a} which are less than {k}', '{a} that are below {k}')),
 }  # fmt: skip
 
 # Sentences, the last of each held out. `{s}` stands for an aggregate of nouns;
@@ -175,8 +173,7 @@ NOUN_SENTENCES = (
 )  # fmt: skip
 ORDER_SENTENCES = (
   'Take {f}, {m}, {s}.', 'From {f}: {m}, {s}.', 'Of {f}, {m}, then {s}.',
-  'With {f}, {m}, and {s}.',
-  'Given {f}, {m} and {s}.',
+  'With {f}, {m}, and {s}.', 'Given {f}, {m} and {s}.',
 )  # fmt: skip
 
 KINDS = tuple(itertools.product(AGGREGATES, MAPS, FILTERS))
