@@ -210,6 +210,7 @@ def test_there_are_notebooks():
   assert {path.stem for path in NOTEBOOKS} == set(CHECKS)
 
 
+@pytest.mark.slow
 def test_muon_plan_shows_what_is_committed(execute):
   """About ten seconds on a quiet core, most of them compiling."""
   path = FOLDER / 'muon_plan.ipynb'
