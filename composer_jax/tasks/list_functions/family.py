@@ -2,7 +2,7 @@
 
 The docstring of the function describes it in English; the body is one line of
 Python. Names come from an open set (`names`), so that they must be copied from
-the prompt and the file, in which finished functions stand beside the missing
+the prompt and the file, in which a finished function stands beside the missing
 one. Three things are held out, each in a split of its own, and all in a fourth:
 a fifth of the (aggregate, map, filter) kinds, such that every pair of
 components stays in training; a fifth of the stems of names; and a wording of
@@ -47,8 +47,8 @@ PROMPTS = (
 _COMMON_ARGUMENTS = ('values', 'numbers', 'items', 'counts')
 _COMMON_VARIABLES = ('v', 'x', 'n', 'i')
 
-# Finished functions that only filter and aggregate. Which operator a filter's
-# words stand for is learnt last; few other words beside them bring it sooner.
+# Share of finished functions that only filter and aggregate: next to few other
+# words, the operator that a filter's words stand for is learnt sooner.
 _SIMPLE_SHARE = 0.6
 
 _NUM_HIDDEN = 8

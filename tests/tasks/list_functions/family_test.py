@@ -169,8 +169,24 @@ def test_names_come_from_large_sets_and_differ_within_a_task(tasks):
     assert not names.RESERVED & {s for n in drawn for s in n.split('_')}
   for task in tasks['train']:
     functions = source.parse(_text(task)).body
-    assert 2 <= len(functions) <= 3
+    assert len(functions) == 2
     assert len(_names(task)) == 3 + 2 * len(functions)
+
+
+def test_most_neighbours_only_filter_and_aggregate(tasks):
+  simple = []
+  for task in tasks['train']:
+    (neighbour,) = (
+      node
+      for node in source.parse(_text(task)).body
+      if node.name != task.function
+    )
+    composition = compositions.recognise(source.normal_form(neighbour))
+    assert composition is not None and not composition.held_out
+    is_simple = composition.map == 'itself' and composition.filter != 'all'
+    simple.append(is_simple)
+  # 0.6, and a seventh of the others; within four standard deviations.
+  assert abs(sum(simple) / NUM - 0.66) < 4 * (0.66 * 0.34 / NUM) ** 0.5
 
 
 def test_no_word_of_a_description_can_be_a_name():
