@@ -18,6 +18,10 @@ from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.text import chat
 
+# Ends an answer after which there may be no room for more than one call, so
+# that a policy in doubt can finish.
+LAST_CALL = '\nlast call'
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeOptions:
@@ -176,6 +180,11 @@ def _interact(
     if result.is_final or env.is_broken:
       break
     answer_T = chat.tool(tokenizer, result.text)
+    room = summarizer.limit - chain.length - len(answer_T)
+    # Half a call more, for the answer to the next call.
+    short = 2 * room < 3 * options.max_call_tokens and not summary.trigger
+    if short or num_calls + 1 == options.max_turns:
+      answer_T = chat.tool(tokenizer, result.text + LAST_CALL)
     context_T = np.append(answer_T, chat.call_prefix(tokenizer))
     if chain.is_open:  # A call cut off lacks its end token.
       context_T = np.insert(context_T, 0, tokenizer.END)

@@ -58,6 +58,7 @@ class DemonstrationOptions(demonstrations.Noise):
   broken_edit: float = 0.1
   skip_test: float = 0.5
   give_up: float = 0.35
+  cut_short: float = 0.1
 
   def __post_init__(self):
     checks.at_least(self, 1, 'count')

@@ -36,7 +36,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Names of open sets must be copied from the context. With normed queries and
   # keys SFT from random weights learns it in half the steps (15 % dearer).
   c.model.attention.qk_norm = 'head'
-  c.tokenizer = dict(train_bytes=2_000_000)  # from which merges are learnt
+  c.tokenizer = dict(train_bytes=300_000)  # from which merges are learnt
   c.data = dict(
     sources=('pinned',),  # or folders, sdists, lists; see corpus/sources.py
     max_bytes=12_000_000,
@@ -45,7 +45,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Short: a token of a transcript teaches far more of the tasks than one of
   # the corpus, and copying begins after half a million of them.
   c.cpt = dict(
-    steps=80,
+    steps=60,
     batch_size=16,  # rows
     seq_len=256,
     learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
@@ -76,6 +76,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     broken_edit=0.1,
     skip_test=0.5,
     give_up=0.35,  # after an error or a failed test
+    # Episodes of few calls, which end when told so: a policy that has learnt to
+    # retry must know when to stop.
+    cut_short=0.1,
   )
   c.tasks = dict(family='list_functions')  # or 'deletion'; see deletion.py
   c.episode = dict(
@@ -119,14 +122,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     on_swap='keep',  # keys and values of older weights, or 'refresh' them
   )
   c.rl = dict(
-    steps=50,
+    steps=40,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
     learning_rate=2e-4,
     warmup_steps=3,
-    decay_steps=25,  # linear, to a tenth
+    decay_steps=20,  # linear, to a tenth
     # Norms were 0.5 to 14, with a median of 4. Adam ignores the scale of
     # gradients, so that this only bounds the weight of an odd step.
     grad_clip=20.0,

@@ -12,7 +12,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg:
     raise ValueError(f'configs/models/tiny.py takes no argument, not {arg!r}.')
   c = ml_collections.ConfigDict()
-  c.vocab_size = 1024  # the tokenizer is trained to this size
+  c.vocab_size = 768  # the tokenizer is trained to this size
   c.embed_dim = 128
   c.num_layers = 4
   c.num_dense_layers = 1  # the first of num_layers

@@ -47,6 +47,8 @@ class Noise:
     broken_edit: probability that a body lacks its last bracket or word.
     skip_test: probability of finishing after an edit without a test.
     give_up: probability of finishing after an error or a failed test.
+    cut_short: probability that an episode has 2 to 5 calls only; it finishes
+      with the last.
   """
 
   wrong_tool: float = 0.0
@@ -57,6 +59,7 @@ class Noise:
   broken_edit: float = 0.0
   skip_test: float = 0.0
   give_up: float = 0.0
+  cut_short: float = 0.0
 
   def __post_init__(self):
     for field in dataclasses.fields(Noise):
@@ -111,6 +114,8 @@ class ScriptedPolicy:
     if self._is_first:
       skip = self._happens(self._noise.skip_read)
       self._step = 'edit' if skip else 'read'
+    elif answer.endswith(episode.LAST_CALL):
+      self._step = 'finish'
     elif answer.startswith('error:'):
       give_up = self._happens(self._noise.give_up)
       self._step = 'finish' if give_up else self._resume
@@ -203,9 +208,13 @@ def transcripts(
     task = family.generate(index, 'train', seed)
     draw = random.Random(f'demonstration/{seed}/{index}')
     policy = ScriptedPolicy(task, tokenizer, noise, draw)
+    limits = options
+    if draw.random() < noise.cut_short:
+      turns = min(draw.randint(2, 5), options.max_turns)
+      limits = dataclasses.replace(options, max_turns=turns)
     yield episode.run(
         environment.FunctionEnvironment(task, runner), policy, tokenizer,
-        options, group=index, member=0, seed=seed, hints=hints,
+        limits, group=index, member=0, seed=seed, hints=hints,
     )  # fmt: skip
 
 

@@ -40,6 +40,11 @@ PROMPTS = (
   'Restore {function} in {path}.',
   'In {path} the body of {function} is missing.',
   'The file {path} lacks the body of {function}.',
+  'Complete {function} in {path}.',
+  'Implement {function} as {path} describes it.',
+  'Look at {path} and fill in {function}.',
+  'Please add the missing body of {function} to {path}.',
+  'Function {function} of {path} has no body yet.',
   'Write the body of {function} in {path}.',
 )
 

@@ -1,6 +1,7 @@
 """Names of packages, modules, functions, arguments and variables.
 
-A name is one stem or two, drawn from words, syllables and letters. A hash
+A name is one stem or two, drawn from words, blends of two words, syllables and
+letters. A hash
 divides the stems in two: a name of a training task has no stem that a name of
 an unseen-names task can have, on any machine.
 """
@@ -41,6 +42,16 @@ def _letters(draw: random.Random, count: int) -> str:
   return ''.join(draw.choice(string.ascii_lowercase) for _ in range(count))
 
 
+def _blend(draw: random.Random) -> str:
+  """Joins the start of a word and the end of another.
+
+  Every piece that a tokenizer cuts words into then occurs in training names,
+  also those that only unseen words have.
+  """
+  start, end = draw.choice(WORDS), draw.choice(WORDS)
+  return start[: draw.randint(2, 4)] + end[-draw.randint(2, 4) :]
+
+
 def _stem(draw: random.Random, kind: str) -> str:
   if kind == 'package':  # Long enough to be no module of Python's own.
     return _syllables(draw, 4)
@@ -49,6 +60,7 @@ def _stem(draw: random.Random, kind: str) -> str:
   return draw.choice(
     (
       draw.choice(WORDS),
+      _blend(draw),
       _syllables(draw, draw.choice((2, 2, 3))),
       _letters(draw, draw.choice((2, 3))),
     )
