@@ -173,7 +173,9 @@ def test_an_episode_without_finish_fails_however_right(tokenizer):
 
 def test_the_window_never_exceeds_max_tokens(tokenizer):
   _, whole = _run(tokenizer, HONEST)
+  # In a window that is just large enough, each answer announces the last call.
   length = len(whole.trajectories[0])
+  length += 3 * len(tokenizer.encode(episode.LAST_CALL))
   for max_tokens in range(length - 40, length):
     _, rollout = _run(tokenizer, HONEST, max_tokens=max_tokens)
     (trajectory,) = rollout.trajectories
@@ -184,6 +186,41 @@ def test_the_window_never_exceeds_max_tokens(tokenizer):
   assert rollout.verdict.passed
   with pytest.raises(ValueError, match=r'max_tokens \(5\) must exceed that'):
     _run(tokenizer, HONEST, max_tokens=5)
+
+
+def _answers(rollout, tokenizer):
+  turns = episode.turns(rollout, tokenizer)
+  return [t['text'] for t in turns if t['role'] == 'tool']
+
+
+def test_the_answer_before_the_last_call_says_so(tokenizer):
+  calls = ['list', *HONEST[:2], 'test']
+  for max_turns in range(2, 5):
+    _, rollout = _run(tokenizer, calls, max_turns=max_turns)
+    told = [a.endswith(episode.LAST_CALL) for a in _answers(rollout, tokenizer)]
+    assert told == [False] * (max_turns - 2) + [True]
+  _, rollout = _run(tokenizer, ['list', 'finish'], max_turns=3)
+  assert not _answers(rollout, tokenizer)[0].endswith(episode.LAST_CALL)
+
+
+def test_a_policy_is_told_when_its_window_may_hold_one_more_call_only(
+  tokenizer,
+):
+  # 1.5 calls of 200 tokens, less the tokens of the answer itself.
+  _, whole = _run(tokenizer, ['list'] * 6 + ['finish'])
+  (trajectory,) = whole.trajectories
+  starts = np.flatnonzero(trajectory.tokens_T == tokenizer.TOOL)
+  length = starts[1] - starts[0]
+  for max_tokens in range(starts[2] + 250, starts[4] + 300, 5):
+    _, rollout = _run(
+      tokenizer, ['list'] * 6 + ['finish'], max_tokens=int(max_tokens)
+    )
+    # Up to the first that says so, answers are as long as without a limit.
+    told = [a.endswith(episode.LAST_CALL) for a in _answers(rollout, tokenizer)]
+    answer = len(tokenizer.encode(_answers(whole, tokenizer)[0])) + 2
+    ends = [starts[0] + i * length + answer for i in range(len(told))]
+    first = next(i for i, end in enumerate(ends) if max_tokens - end < 300)
+    assert told[: first + 1] == [False] * first + [True]
 
 
 def test_a_broken_sandbox_is_not_the_policys_failure(tokenizer):

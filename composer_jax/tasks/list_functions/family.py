@@ -45,6 +45,10 @@ PROMPTS = (
   'Look at {path} and fill in {function}.',
   'Please add the missing body of {function} to {path}.',
   'Function {function} of {path} has no body yet.',
+  'Fill in the body of {function} in {path}.',
+  'Supply what {function} of {path} lacks.',
+  'Finish {path}; only {function} is missing.',
+  'Someone deleted {function} from {path}; restore it.',
   'Write the body of {function} in {path}.',
 )
 

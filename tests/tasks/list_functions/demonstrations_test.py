@@ -20,7 +20,9 @@ from composer_jax.text import tokenizer as tokenizer_lib
 from composer_jax.text import tool_calls
 
 COUNT = 60
-OPTIONS = episode.EpisodeOptions(max_tokens=2048, max_call_tokens=256)
+OPTIONS = episode.EpisodeOptions(
+  max_tokens=4096, max_turns=16, max_call_tokens=256
+)
 
 
 @pytest.fixture(scope='module')
@@ -74,6 +76,8 @@ NEVER_RIGHT = {'wrong_edits': 1.0, 'passed': 0.0, 'correct': 0.0}
     # The calls are read, an edit that does not parse, finish.
     ({'broken_edit': 1.0, 'give_up': 1.0}, {'turns': 3.0, 'finished': 1.0}),
     ({'skip_test': 1.0}, {'tested': 0.0, 'passed': 1.0, 'turns': 3.0}),
+    ({'cut_short': 1.0}, {'invalid_calls': 0.0, 'finished': 1.0}),
+    ({'cut_short': 1.0, 'broken_edit': 1.0}, {'finished': 1.0}),
     ({'skip_read': 1.0}, {'invalid_calls': 0.0, 'finished': 1.0}),
   ],
 )
