@@ -8,7 +8,6 @@ windows (`agent.summarize`): one Trajectory for each, one reward for all.
 
 import contextlib
 import dataclasses
-import time
 from typing import Any
 
 import numpy as np
@@ -32,8 +31,6 @@ class EpisodeOptions:
     max_turns: most tool calls, invalid ones included.
     max_call_tokens: most tokens of one call, its end token included.
     max_sampled_tokens: most sampled tokens of all windows, summaries included.
-    max_seconds: seconds after which no call begins, a guard against episodes
-      that hang; set it high, since its effect depends on the machine's speed.
     temperature: sampling temperature, above 0.
   """
 
@@ -41,13 +38,12 @@ class EpisodeOptions:
   max_turns: int = 10
   max_call_tokens: int = 64
   max_sampled_tokens: int = 10_000
-  max_seconds: float = 3600.0
   temperature: float = 1.0
 
   def __post_init__(self):
     names = ('max_tokens', 'max_turns', 'max_call_tokens', 'max_sampled_tokens')
     checks.at_least(self, 1, *names)
-    checks.positive(self, 'max_seconds', 'temperature')
+    checks.positive(self, 'temperature')
 
 
 def run(
@@ -148,8 +144,7 @@ def _interact(
     )
   moments: list[environment.Moment] = []
   num_calls = 0
-  deadline = time.monotonic() + options.max_seconds
-  while num_calls < options.max_turns and time.monotonic() < deadline:
+  while num_calls < options.max_turns:
     budget = options.max_sampled_tokens - chain.num_sampled
     if summarizer.is_due(chain, context_T):
       # A summary is of no use if no call can follow it.

@@ -5,7 +5,6 @@ that the host adds are made anew and compared with it. A difference, of answers
 or of limits, is an error.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ import numpy as np
 from composer_jax.agent import environment as environment_lib
 from composer_jax.agent import episode, rewards, summarize
 from composer_jax.core import records
-
-# The record shows which calls were made in time.
-_NO_DEADLINE = 1e9
 
 
 class Differs(ValueError):
@@ -87,9 +83,7 @@ def replay(
     environment,
     TapePolicy(rollout, tokenizer),
     tokenizer,
-    dataclasses.replace(
-      options, max_turns=rollout.num_turns, max_seconds=_NO_DEADLINE
-    ),
+    options,
     group=rollout.group,
     member=rollout.member,
     seed=0,  # Nothing is drawn.

@@ -171,6 +171,13 @@ def _reinforce(job: jobs.Job) -> None:
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
       ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)
+      if not job.rl_placement.buckets:  # These compile the sizes they meet.
+        ports = dataclasses.replace(
+          ports,
+          prepare=lambda state: update.compile_ahead(
+            state, start.functions, spec.batch_shape(), start.teacher
+          ),
+        )
       state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
   export.save(job.workdir, 'rl', rl.steps, state.variables())

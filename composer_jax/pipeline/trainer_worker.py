@@ -29,6 +29,7 @@ class Ports:
     save: (step, state, is_last) -> None; starts a checkpoint if one is due.
     saved_step: () -> the newest step whose checkpoint is durable.
     log: (step, metrics, groups) -> None; writes metrics and readable episodes.
+    prepare: (state) -> None; what can be done before the first groups.
   """
 
   buffer: buffers.GroupBuffer
@@ -38,6 +39,7 @@ class Ports:
   save: Callable[[int, train_state.TrainState, bool], None]
   saved_step: Callable[[], int]
   log: Callable[[int, dict[str, Any], list[records.Group]], None]
+  prepare: Callable[[train_state.TrainState], None] = lambda state: None
 
 
 def run(
@@ -70,6 +72,8 @@ def run(
   start = int(state.step)
   # Publish `start` again: a kill may have come between checkpoint and pointer.
   ports.publish(state, start)
+  if start < rl.steps:
+    ports.prepare(state)
   for step in range(start, rl.steps):
     began = time.monotonic()
     groups = ports.wait(list(range(step * P, (step + 1) * P)))

@@ -56,7 +56,7 @@ _EVALUATIONS = {'sft': 'Before: after SFT', 'rl': 'After: after RL'}
 # change, by the stage that the policy comes from.
 _MOST_UNFINISHED = 0.05
 _CURES = {
-  'sft': 'let demonstrations give up more often (demonstrations.give_up)',
+  'sft': 'end more demonstrations early (demonstrations.cut_short)',
   'rl': 'raise the price of not finishing (rewards.unfinished_penalty)',
 }
 

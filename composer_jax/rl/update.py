@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import checks, records
+from composer_jax.core import batches, checks, records
 from composer_jax.rl import (
   advantage,
   batching,
@@ -159,6 +159,24 @@ def add_hints(
     sums, stats = functions.add_hints(values, teacher, sums, batch)
     total = stats if total is None else jax.tree.map(jnp.add, total, stats)
   return sums, counts, total
+
+
+def compile_ahead(
+  state: train_state.TrainState,
+  functions: steps.Functions,
+  shape: batching.BatchShape,
+  teacher: Any,
+) -> None:
+  """Compiles the gradients of `update` on padding, before there are groups.
+
+  The optimizer, which donates the state, compiles in the first step.
+  """
+  values = functions.policy(state)
+  padding = batches.RLBatch(**batching.padding(shape))
+  sums, _ = functions.add_microbatch(values, None, padding)
+  if teacher is not None:
+    hints = hint_batching.microbatch([], shape, 0)
+    functions.add_hints(values, teacher, sums, hints)
 
 
 def update(

@@ -54,7 +54,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.episode.max_tokens = 2048
   c.episode.max_turns = 24
   c.episode.max_call_tokens = 256
-  c.episode.max_seconds = 600.0
   c.summary.trigger = 2048
   c.rewards.failed_edit_penalty = 0.05
   c.rewards.open_todo_penalty = 0.05

@@ -316,7 +316,6 @@ def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
   [
     ('max_turns', 0, 'max_turns must be .* at least 1; got 0'),
     ('max_tokens', 0, 'max_tokens must be .* at least 1'),
-    ('max_seconds', 0.0, 'max_seconds must be positive'),
   ],
 )
 def test_options_that_make_no_sense_are_refused(field, value, message):

@@ -48,10 +48,9 @@ def chain(tokenizer):
   return rollout
 
 
-def again(rollout, tokenizer, talker, summary=summarize_test.SUMMARY):
-  return replay.replay(
-    rollout, talker, tokenizer, summarize_test.OPTIONS, summary=summary
-  )
+def again(rollout, tokenizer, talker, summary=summarize_test.SUMMARY, **budget):
+  options = dataclasses.replace(summarize_test.OPTIONS, **budget)
+  return replay.replay(rollout, talker, tokenizer, options, summary=summary)
 
 
 def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
@@ -114,8 +113,10 @@ def test_what_a_budget_ended_ends_there_again(tokenizer, budget):
   calls = summarize_test.long_talk(30)
   _, cut = summarize_test.play(tokenizer, talker, calls, **budget)
   assert cut.verdict.status == records.UNFINISHED
-  # The replay needs no budget: it ends where the record ends.
-  assert_same(again(cut, tokenizer, summarize_test.Talker()), cut)
+  talker = summarize_test.Talker()
+  assert_same(again(cut, tokenizer, talker, **budget), cut)
+  with pytest.raises(replay.Differs, match='ends after|differs from'):
+    again(cut, tokenizer, summarize_test.Talker())
 
 
 def test_another_answer_is_named_with_its_turn(tokenizer, chain):

@@ -280,7 +280,7 @@ def test_a_policy_that_leaves_too_much_unfinished_is_flagged(tmp_path):
     text = Tags(page).text
     assert text.count('unfinished: too many') == count
     assert text.count('rewards.unfinished_penalty') == count
-    assert 'demonstrations.give_up' not in text
+    assert 'demonstrations.cut_short' not in text
     # Both axes of the table.
     chips = re.findall(r'number"><span class="chip warn">(.*?)<', page)
     assert chips == [f'{100 * share:.1f}'] * 2 * count

@@ -112,7 +112,7 @@ def pack(
       fits = parts[-1].add(window, hint)
       assert fits, (hint, part_shape)
   packed = [
-    _microbatch(parts[i : i + num_parts], shape, part_shape.rows)
+    microbatch(parts[i : i + num_parts], shape, part_shape.rows)
     for i in range(0, len(parts), num_parts)
   ]
   packed_hints = [hint for part in parts for hint in part.hints]
@@ -135,9 +135,10 @@ def _hints(
     number += len(rollout.trajectories)
 
 
-def _microbatch(
+def microbatch(
   parts: list[_Part], shape: batching.BatchShape, part_rows: int
 ) -> batches.HintBatch:
+  """Returns the rows of all parts; of no part, a microbatch of padding."""
   student, teacher = batching.padding(shape), batching.padding(shape)
   slots: Any = np.zeros((2, shape.rows, shape.seq_len), np.int32)
   student_slots_BT, teacher_slots_BT = slots

@@ -98,33 +98,35 @@ AGGREGATES = {
 MAPS = {
   'itself': Component(
     '{v}', lambda v, k: v,
-    ('{f}', '{f} as they are', '{f} unchanged', '{f} left as they are'),
+    ('{f}', '{f} as they are', '{f} unchanged', '{f}, all unchanged',
+     '{f} left as they are'),
     ('', 'keep them as they are', 'leave them unchanged',
      'leave these as they are')),
   'double': Component(
     '2 * {v}', lambda v, k: v + v,
     ('the doubles of {f}', 'twice {f}', '{f}, each doubled',
-     'the double of {f}'),
+     'doubles of {f}', '{f}, all doubled', 'the double of {f}'),
     ('double each', 'take twice each', 'double them all', 'double these')),
   'square': Component(
     '{v} * {v}', lambda v, k: v**2,
     ('the squares of {f}', '{f} squared', '{f}, each squared',
-     'the square of {f}'),
+     'squares of {f}', '{f}, all squared', 'the square of {f}'),
     ('square each', 'take their squares', 'square them all', 'square these')),
   'cube': Component(
     '{v} ** 3', lambda v, k: v * v * v,
     ('the cubes of {f}', '{f} cubed', '{f}, each cubed',
-     'the cube of {f}'),
+     'cubes of {f}', '{f}, all cubed', 'the cube of {f}'),
     ('cube each', 'take their cubes', 'cube them all', 'cube these')),
   'negate': Component(
     '-{v}', lambda v, k: 0 - v,
     ('the negations of {f}', '{f} negated', '{f}, each negated',
-     'the negation of {f}'),
+     'negations of {f}', '{f}, all negated', 'the negation of {f}'),
     ('negate each', 'take their negations', 'negate them all',
      'negate these')),
   'plus': Component(
     '{v} + {k}', lambda v, k: k + v,
     ('{f}, each plus {k}', '{f} plus {k}', '{f}, each raised by {k}',
+     '{f}, all plus {k}', '{f}, all raised by {k}',
      '{f} raised by {k} each'),
     ('add {k} to each', 'raise each by {k}', 'add {k} to them all',
      'raise these by {k}')),

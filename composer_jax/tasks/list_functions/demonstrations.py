@@ -21,7 +21,6 @@ from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import (
   environment,
   family,
-  names,
   runners,
 )
 from composer_jax.tasks.repository import scripts
@@ -29,7 +28,6 @@ from composer_jax.text import chat, tool_calls
 
 _MENDED = (turns_lib.OK, turns_lib.FAILED)
 _UNKNOWN_TOOLS = ('open', 'run', 'write', 'show', 'check')
-_MISSING_FILES = ('tests.py', 'setup.py', 'util.py')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +36,6 @@ class Noise:
 
   Attributes:
     wrong_tool: probability that a call names a tool that does not exist.
-    wrong_arguments: probability that a call names a missing file or function,
-      or lacks an argument.
-    detour: probability of a valid but useless call (list, or read of
-      `__init__.py`).
-    skip_read: probability of an edit without a read; its body is a guess.
     wrong_edit: probability that a body is that of a near composition.
     broken_edit: probability that a body lacks its last bracket or word.
     skip_test: probability of finishing after an edit without a test.
@@ -52,9 +45,6 @@ class Noise:
   """
 
   wrong_tool: float = 0.0
-  wrong_arguments: float = 0.0
-  detour: float = 0.0
-  skip_read: float = 0.0
   wrong_edit: float = 0.0
   broken_edit: float = 0.0
   skip_test: float = 0.0
@@ -86,18 +76,15 @@ class ScriptedPolicy:
   ):
     self._task, self._tokenizer = task, tokenizer
     self._noise, self._draw = noise, draw
-    self._step = self._resume = 'read'
-    self._has_read = False
+    self._step = 'read'
     self._is_first = True
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Writes the next call, cut off at the request's limit."""
-    answer = ''
     if not self._is_first:
       # The context ends with the answer and the start of a call.
       messages = chat.turns(self._tokenizer, request.context_T)
-      answer = messages[-2]['text']
-    self._advance(answer)
+      self._advance(messages[-2]['text'])
     text = tool_calls.render(self._call())
     is_first, self._is_first = self._is_first, False
     return scripts.completion(self._tokenizer, request, text, is_first=is_first)
@@ -111,37 +98,23 @@ class ScriptedPolicy:
 
   def _advance(self, answer: str) -> None:
     """Chooses the next step after the answer to the last one."""
-    if self._is_first:
-      skip = self._happens(self._noise.skip_read)
-      self._step = 'edit' if skip else 'read'
-    elif answer.endswith(episode.LAST_CALL):
+    if answer.endswith(episode.LAST_CALL):
       self._step = 'finish'
     elif answer.startswith('error:'):
-      give_up = self._happens(self._noise.give_up)
-      self._step = 'finish' if give_up else self._resume
-    elif self._step == 'detour':
-      self._step = self._resume
+      if self._happens(self._noise.give_up):
+        self._step = 'finish'
     elif self._step == 'read':
-      self._has_read = True
       self._step = 'edit'
     elif self._step == 'edit':
       skip = self._happens(self._noise.skip_test)
       self._step = 'finish' if skip else 'test'
     elif self._step == 'test':
       failed = ' failed' in answer
-      if failed and not self._happens(self._noise.give_up):
-        self._step = 'edit' if self._has_read else 'read'
-      else:
-        self._step = 'finish'
-    self._resume = self._step
+      again = failed and not self._happens(self._noise.give_up)
+      self._step = 'edit' if again else 'finish'
 
   def _call(self) -> tool_calls.Call:
     """Returns the call of the current step, or a flawed one in its place."""
-    if self._happens(self._noise.detour):
-      self._step = 'detour'
-      if self._draw.random() < 0.5:
-        return tool_calls.Call(name='list')
-      return tool_calls.Call(name='read', arguments=('__init__.py',))
     arguments: tuple[str, ...] = ()
     payload = ''
     if self._step in ('read', 'edit'):
@@ -155,30 +128,12 @@ class ScriptedPolicy:
     if self._happens(self._noise.wrong_tool):
       name = self._draw.choice(_UNKNOWN_TOOLS)
       return dataclasses.replace(call, name=name)
-    if self._happens(self._noise.wrong_arguments):
-      return self._misdirected(call)
     return call
 
-  def _misdirected(self, call: tool_calls.Call) -> tool_calls.Call:
-    if not call.arguments:
-      return dataclasses.replace(call, arguments=(self._task.path,))
-    flaw = self._draw.randrange(3)
-    arguments = list(call.arguments)
-    if flaw == 0:
-      arguments.pop()
-    elif flaw == 1 or len(arguments) == 1:
-      arguments[0] = self._draw.choice(_MISSING_FILES)
-    else:
-      arguments[1] = names.draw_name(
-        'function', self._draw, unseen=False, taken={self._task.function}
-      )
-    return dataclasses.replace(call, arguments=tuple(arguments))
-
   def _body(self) -> str:
-    body, like = self._task.reference, None
-    if self._has_read and self._happens(self._noise.wrong_edit):
+    body = self._task.reference
+    if self._happens(self._noise.wrong_edit):
       like = family.composition_of(self._task)
-    if like or not self._has_read:
       wrong = family.draw_composition(self._draw, like=like)
       body = wrong.body(*family.names_of(self._task))
     if self._happens(self._noise.broken_edit):
@@ -219,7 +174,7 @@ def transcripts(
 
 
 def hindsight(
-  rollout: records.Rollout, tokenizer: Any
+  rollout: records.Rollout,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
   """Yields (tokens_T, loss_mask_T) for each hint whose mistake was mended.
 
@@ -228,7 +183,7 @@ def hindsight(
   was meant: the example has it after the hint, in place of the mistake.
 
   Only a call right after the mistake counts, carried out in the same window. A
-  call that ends the episode mends nothing, unless the mistake names its tool.
+  call that ends the episode mends nothing.
   """
   turn_after = {
     (before.trajectory, before.start): after
@@ -237,13 +192,9 @@ def hindsight(
   }
   for hint in rollout.hints:
     after = turn_after.get((hint.trajectory, hint.start))
-    if after is None:
+    if after is None or after is rollout.turns[-1]:
       continue
     tokens_T = rollout.trajectories[hint.trajectory].tokens_T
-    ids = tokens_T[hint.start : hint.stop - 1]
-    mistake = tokenizer.decode(ids) if chat.is_text(tokenizer, ids) else ''
-    if after is rollout.turns[-1] and after.tool not in mistake:
-      continue
     context_T = np.concatenate(
       [tokens_T[: hint.at], hint.tokens_T, tokens_T[hint.at : hint.start]]
     )

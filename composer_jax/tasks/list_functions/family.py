@@ -189,17 +189,12 @@ def _round(split: str, seed: int, number: int) -> tuple[tuple, ...]:
 
 
 def draw_composition(
-  draw: random.Random, like: compositions.Composition | None = None
+  draw: random.Random, like: compositions.Composition
 ) -> compositions.Composition:
-  """Returns a random train composition.
-
-  Args:
-    like: composition to differ from in exactly one kind; None for any.
-  """
-  kinds = _kinds_of(False)
-  if like is None:
-    return _with_constants(draw.choice(kinds), draw)
-  near = [k for k in kinds if sum(map(operator.ne, k, like.kinds)) == 1]
+  """Returns a train composition that differs in exactly one kind."""
+  near = [
+    k for k in _kinds_of(False) if sum(map(operator.ne, k, like.kinds)) == 1
+  ]
   constants = like.map_constant, like.filter_constant
   return _with_constants(draw.choice(near), draw, constants)
 

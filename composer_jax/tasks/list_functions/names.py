@@ -43,11 +43,7 @@ def _letters(draw: random.Random, count: int) -> str:
 
 
 def _blend(draw: random.Random) -> str:
-  """Joins the start of a word and the end of another.
-
-  Every piece that a tokenizer cuts words into then occurs in training names,
-  also those that only unseen words have.
-  """
+  """Joins two words, so that training names have the pieces of all words."""
   start, end = draw.choice(WORDS), draw.choice(WORDS)
   return start[: draw.randint(2, 4)] + end[-draw.randint(2, 4) :]
 

@@ -162,7 +162,7 @@ def _play(
       rollouts.append(rollout)
       bar.update(len(rollouts))
   rates = demonstrations.describe(rollouts[:500], job.tokenizer)
-  every = [list(demonstrations.hindsight(r, job.tokenizer)) for r in rollouts]
+  every = [list(demonstrations.hindsight(r)) for r in rollouts]
   # A transcript fits a row, but with a hint in it may not.
   seq_len = job.spec.sft.seq_len
   advised = [[c for c in calls if len(c[0]) <= seq_len] for calls in every]

@@ -52,8 +52,8 @@ _CODE = ('composer_jax', 'configs', 'experiments/*.py', 'constraints.txt')
 _SHARED = ('corpus', 'tokenizer.json', 'sandbox.json', 'exports/cpt')
 _SFT = ('exports/sft', 'demonstrations.json', 'sft_transcripts.txt')
 
-_NOISE = ('wrong_tool', 'wrong_arguments', 'detour', 'skip_read')
-_NOISE += ('wrong_edit', 'broken_edit', 'skip_test', 'give_up')
+_NOISE = ('wrong_tool', 'wrong_edit', 'broken_edit', 'skip_test', 'give_up')
+_NOISE += ('cut_short',)
 
 
 def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:

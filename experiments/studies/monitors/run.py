@@ -52,7 +52,7 @@ LIMITS = base.Limits(
 )  # fmt: skip
 # All flaws of the scripted policy, at high probabilities.
 NOISE = demonstrations.Noise(
-    wrong_tool=0.1, wrong_arguments=0.1, detour=0.2, skip_read=0.2,
+    wrong_tool=0.1,
     wrong_edit=0.4, broken_edit=0.1, skip_test=0.2, give_up=0.2,
 )  # fmt: skip
 

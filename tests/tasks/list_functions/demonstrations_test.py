@@ -69,8 +69,6 @@ NEVER_RIGHT = {'wrong_edits': 1.0, 'passed': 0.0, 'correct': 0.0}
   'knobs, expected',
   [
     ({'wrong_tool': 1.0}, {'invalid_calls': 1.0, 'finished': 0.0}),
-    ({'wrong_arguments': 1.0}, {'invalid_calls': 1.0, 'passed': 0.0}),
-    ({'detour': 1.0}, {'invalid_calls': 0.0, 'edited': 0.0, 'finished': 0.0}),
     ({'wrong_edit': 1.0, 'give_up': 1.0}, NEVER_RIGHT | {'finished': 1.0}),
     ({'broken_edit': 1.0}, NEVER_RIGHT | {'tested': 0.0}),
     # The calls are read, an edit that does not parse, finish.
@@ -78,7 +76,6 @@ NEVER_RIGHT = {'wrong_edits': 1.0, 'passed': 0.0, 'correct': 0.0}
     ({'skip_test': 1.0}, {'tested': 0.0, 'passed': 1.0, 'turns': 3.0}),
     ({'cut_short': 1.0}, {'invalid_calls': 0.0, 'finished': 1.0}),
     ({'cut_short': 1.0, 'broken_edit': 1.0}, {'finished': 1.0}),
-    ({'skip_read': 1.0}, {'invalid_calls': 0.0, 'finished': 1.0}),
   ],
 )
 def test_each_knob_has_its_effect(tokenizer, knobs, expected):
@@ -99,20 +96,6 @@ def test_a_failed_test_leads_to_a_repair_unless_given_up(tokenizer):
   assert all(r.tools.count('edit') == 1 for r in given_up)
 
 
-def test_detours_only_interrupt(tokenizer):
-  count = 0
-  for rollout in _rollouts(tokenizer, detour=0.4):
-    task = family.from_id(rollout.task_id)
-    turns = episode.turns(rollout, tokenizer)
-    calls = [t['text'] for t in turns if t['role'] == 'call']
-    useful = [c for c in calls if c not in ('list', 'read __init__.py')]
-    edit = f'edit {task.path} {task.function}\n{task.reference}'
-    honest = [f'read {task.path}', edit, 'test', 'finish']
-    assert useful == honest[: len(useful)]
-    count += len(calls) - len(useful)
-  assert count > COUNT
-
-
 def test_rates_follow_the_knobs(tokenizer):
   rollouts = _rollouts(tokenizer, count=200, wrong_tool=0.2)
   described = demonstrations.describe(rollouts, tokenizer)
@@ -123,7 +106,7 @@ def test_rates_follow_the_knobs(tokenizer):
 
 
 def test_transcripts_are_those_of_their_seed(tokenizer):
-  knobs = {'wrong_tool': 0.2, 'wrong_edit': 0.3, 'detour': 0.1}
+  knobs = {'wrong_tool': 0.2, 'wrong_edit': 0.3}
   once, again, other = (
     _rollouts(tokenizer, count=8, seed=s, **knobs) for s in (1, 1, 2)
   )
@@ -143,9 +126,8 @@ def test_no_demonstration_writes_or_shows_a_held_out_body(tokenizer):
     for c in compositions.everything()
     if c.held_out
   }
-  knobs = {'wrong_edit': 0.7, 'skip_read': 0.3}
   seen = 0
-  for rollout in _rollouts(tokenizer, count=100, **knobs):
+  for rollout in _rollouts(tokenizer, count=100, wrong_edit=0.7):
     task = family.from_id(rollout.task_id)
     assert not task.held_out
     argument, _ = family.names_of(task)

@@ -274,10 +274,10 @@ def test_advice_longer_than_a_row_is_left_out_and_counted(
     # Room for every call in the tokens of an untrained tokenizer.
     episode=dataclasses.replace(spec.episode, max_call_tokens=150),
   )
-  templates = (('unknown_tool', 'no ' * 500), ('bad_arguments', 'no'))
+  templates = (('unknown_tool', 'no ' * 500), ('failed_edit', 'no'))
   long = runs.changed(long, 'hints', templates=templates)
   long = runs.changed(
-    long, 'demonstrations', count=24, wrong_tool=0.3, wrong_arguments=0.3
+    long, 'demonstrations', count=24, wrong_tool=0.3, broken_edit=0.3
   )
   with writers.Writer(tmp_path, tensorboard=False) as writer:
     opened = runs.job(long, tmp_path, writer)
