@@ -105,10 +105,13 @@ def test_the_audited_tasks_are_those_that_rl_trains_on(workdir):
     assert all(text in shown for text in task.files.values())
 
 
-def test_audits_of_either_form_are_read():
-  audit = {'solved': 3, 'distinct': 2, 'verbatim_in_shown': 0}
-  assert analyze._audited(audit) == '3, 2, 0 (corpus and transcripts only)'
-  assert analyze._audited({**audit, 'verbatim_in': {}}) == '3, 2, 0'
+def test_a_fall_of_the_probe_is_from_an_earlier_rate():
+  rates = (0.5, 0.8, 0.75, 0.9, 0.7)
+  probe = [{'pass_rate': r, 'low': r - 0.1} for r in rates]
+  assert analyze._fall(probe) == '0.20, outside'
+  assert analyze._fall(probe[:4]) == '0.05, inside'
+  assert analyze._fall(probe[:2]) == '0.00, inside'
+  assert analyze._fall(None) == 'not run'
 
 
 @pytest.mark.slow

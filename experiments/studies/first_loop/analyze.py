@@ -4,7 +4,6 @@ python -m experiments.studies.first_loop.analyze
 """
 
 import pathlib
-from typing import Any
 
 from composer_jax.rl import behaviour
 from composer_jax.telemetry import intervals
@@ -59,25 +58,19 @@ def decompose(
   return calls, (new.rate - old.rate) - calls
 
 
-def _audited(audit: dict[str, Any]) -> str:
-  """Returns counts of an audit; an old one had two of the four parts."""
-  counts = [audit[n] for n in ('solved', 'distinct', 'verbatim_in_shown')]
-  partial = '' if 'verbatim_in' in audit else ' (corpus and transcripts only)'
-  return ', '.join(map(str, counts)) + partial
-
-
 def _seeds(rows: list[results.Row]) -> list[int]:
   arms = {row['arm'] for row in rows}
   return sorted(int(a.split('_')[0]) for a in arms if a.endswith('_main'))
 
 
 def table(rows: list[results.Row]) -> str:
-  """The results as Markdown, one row a seed."""
+  """The results as Markdown: one row a seed, then one row an axis."""
   lines = [
-    '| seed | SFT | RL | gain | of it valid calls | of it correct code '
-    '| flawless SFT | shuffled rewards, gain | solved, distinct, verbatim in '
-    'anything shown |',
-    '|---|---|---|---|---|---|---|---|---|',
+    '| seed | SFT | RL | gain | of it at the first edit | of it valid calls '
+    '| RL without hints, gain | shuffled rewards, gain | flawless SFT '
+    '| solved, distinct, verbatim in anything shown | largest fall of probe '
+    '| minutes |',
+    '|' + '---|' * 12,
   ]
   abouts = _abouts(rows)
   for seed in _seeds(rows):
@@ -85,21 +78,71 @@ def table(rows: list[results.Row]) -> str:
     sft, rl = _rate(main, 'sft'), _rate(main, 'rl')
     if sft is None or rl is None:
       continue
-    calls, code = decompose(sft, rl)
-    shuffled = _rate(abouts.get(f'{seed}_shuffled', {}), 'rl')
+    others = [
+      _rate(abouts.get(f'{seed}_{arm}', {}), 'rl')
+      for arm in ('no_hints', 'shuffled')
+    ]
+    audit = main['audit']['rl']
+    counts = (audit[n] for n in ('solved', 'distinct', 'verbatim_in_shown'))
     cells = [
       str(seed),
       _shown(sft),
       _shown(rl),
       _gain(sft, rl),
-      f'{calls:+.3f}',
-      f'{code:+.3f}',
+      f'{rl.first_edit_rate - sft.first_edit_rate:+.3f}',
+      f'{decompose(sft, rl)[0]:+.3f}',
+      *('not run' if other is None else _gain(sft, other) for other in others),
       _shown(_rate(abouts.get(f'{seed}_flawless', {}), 'sft')),
-      'not run' if shuffled is None else _gain(sft, shuffled),
-      _audited(main['audit']['rl']),
+      ', '.join(map(str, counts)),
+      _fall(main.get('probe')),
+      f'{sum(main["stages"].values()) / 60:.1f}',
     ]
     lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines) + '\n'
+  return '\n'.join([*lines, '', *_axes(rows)]) + '\n'
+
+
+def _fall(probe: list[dict[str, float]] | None) -> str:
+  """Returns the largest fall from an earlier pass rate.
+
+  Also whether the later rate lies inside the earlier one's 95 % interval.
+  """
+  if not probe:
+    return 'not run'
+  pairs = [(a, b) for i, a in enumerate(probe) for b in probe[i:]]
+  best, later = max(pairs, key=lambda p: p[0]['pass_rate'] - p[1]['pass_rate'])
+  inside = 'inside' if later['pass_rate'] >= best['low'] else 'outside'
+  return f'{best["pass_rate"] - later["pass_rate"]:.2f}, {inside}'
+
+
+def _axes(rows: list[results.Row]) -> list[str]:
+  """Returns a table of the mean [lowest, highest] of all seeds of main."""
+  lines = [
+    '| never seen in training | passed after SFT | after RL '
+    '| first edits right after SFT | after RL | unfinished after RL |',
+    '|' + '---|' * 6,
+  ]
+  mains = [a for name, a in _abouts(rows).items() if name.endswith('_main')]
+  for suffix, name in (
+    ('', 'compositions'),
+    ('_unseen_names', 'names'),
+    ('_unseen_wordings', 'wordings'),
+    ('_unseen_all', 'all three'),
+  ):
+    sft, rl = ([_rate(a, s + suffix) for a in mains] for s in ('sft', 'rl'))
+    columns = [
+      [r.rate for r in sft],
+      [r.rate for r in rl],
+      [r.first_edit_rate for r in sft],
+      [r.first_edit_rate for r in rl],
+      [r.unfinished_rate for r in rl],
+    ]
+    lines.append(f'| {name} | {" | ".join(map(_spread, columns))} |')
+  return lines
+
+
+def _spread(values: list[float]) -> str:
+  mean = sum(values) / len(values)
+  return f'{mean:.3f} [{min(values):.3f}, {max(values):.3f}]'
 
 
 def _plot_curves(rows: list[results.Row]) -> None:
@@ -109,7 +152,7 @@ def _plot_curves(rows: list[results.Row]) -> None:
   import matplotlib.pyplot as plt
 
   figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout='constrained')
-  for arm, style in (('main', '-'), ('shuffled', ':')):
+  for arm, style in (('main', '-'), ('no_hints', '--'), ('shuffled', ':')):
     for seed in _seeds(rows):
       name = f'{seed}_{arm}'
       step_rows = [r for r in rows if (r['arm'], r['stage']) == (name, 'rl')]

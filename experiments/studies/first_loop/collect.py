@@ -88,8 +88,11 @@ def collect(workdir: pathlib.Path) -> list[results.Row]:
     for stage in ('sft', 'rl')
     if (workdir / f'evaluation_{stage}.json').exists()
   }
-  paths = [workdir / f'{n}.json' for n in ('demonstrations', 'sandbox')]
+  paths = [
+    workdir / f'{n}.json' for n in ('demonstrations', 'sandbox', 'stages')
+  ]
   paths += sorted(workdir.glob('evaluation_*.json'))
+  paths.append(workdir.with_name(f'{workdir.name}.probe') / 'probe.json')
   evaluations = {p.stem: files.read_json(p) for p in paths if p.exists()}
   about = {'stage': 'arm', 'arm': workdir.name, 'audit': audits, **evaluations}
   measured = [

@@ -1,13 +1,14 @@
 """Runs the arms of the study, each through the main job, and keeps the results.
 
   python -m experiments.studies.first_loop.run --workdir=runs/first_loop \
-      --seeds=0,1,2
+      --seeds=0,1,2,3,4
 
-Arms of a seed share their pretraining; `shuffled` shares the SFT too.
+Arms of a seed share their pretraining; `no_hints` and `shuffled` the SFT, too.
 
-  main       pretraining, SFT on flawed demonstrations, RL
+  main       pretraining, SFT on flawed demonstrations, RL: what ./run.sh does
+  no_hints   as main, without hints in RL
   flawless   SFT on flawless demonstrations of as many tokens, no RL
-  shuffled   as main, with rewards permuted within each group
+  shuffled   as no_hints, with rewards permuted within each group
 
 A finished arm is not run again. Field `run` of an arm's row holds its command,
 with paths relative to the repository, and the seconds of all its processes by
@@ -32,12 +33,12 @@ _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/first_loop', 'Folder for all arms.'
 )
 _SEEDS = flags.DEFINE_list(
-  'seeds', ['0', '1', '2'], 'Seeds, each of which gets every arm.'
+  'seeds', ['0', '1', '2', '3', '4'], 'Seeds, each of which gets every arm.'
 )
-ARMS = ('main', 'flawless', 'shuffled')
+ARMS = ('main', 'no_hints', 'flawless', 'shuffled')
 _ARMS = results.define_arms(ARMS)
 _CONFIG = flags.DEFINE_string(
-  'config', 'configs/composer/first_loop.py', 'Config of all arms.'
+  'config', 'configs/composer/tiny.py', 'Config of all arms.'
 )
 _RESULTS = flags.DEFINE_string(
   'results',
@@ -118,10 +119,13 @@ def _arm(seed: int, arm: str) -> None:
   overrides = [f'--config.seed={seed}']
   if arm != 'main':
     _share(main, workdir, _SHARED)
-  if arm == 'shuffled':
+  if arm in ('no_hints', 'shuffled'):
     evaluations = [path.name for path in main.glob('evaluation_sft*')]
     _share(main, workdir, [*_SFT, *sorted(evaluations)])
-    overrides.append('--config.rl.reward=shuffled')
+    # Hints would also teach the shuffled control.
+    overrides.append('--config.hints.loss.weight=0.0')
+    if arm == 'shuffled':
+      overrides.append('--config.rl.reward=shuffled')
   elif arm == 'flawless':
     program, final_stage = 'experiments.sft', 'sft'
     overrides += [f'--config.demonstrations.{n}=0.0' for n in _NOISE]
@@ -152,8 +156,8 @@ def _arm(seed: int, arm: str) -> None:
 
 
 def main() -> None:
-  # The control comes last, after the arms it is compared with.
-  for arms in (('main', 'flawless'), ('shuffled',)):
+  # The others share stages of main.
+  for arms in (('main',), ('no_hints', 'flawless', 'shuffled')):
     for seed in _SEEDS.value:
       for arm in arms:
         if arm in _ARMS.value:
