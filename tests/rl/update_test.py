@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 from composer_jax.core import records, trees
+from composer_jax.core import turns as turns_lib
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.rl import (
@@ -20,6 +22,7 @@ from composer_jax.rl import (
   update,
 )
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
 from composer_jax.train import state as train_state
 
@@ -228,6 +231,56 @@ def test_replayed_trainer_gives_the_engines_logprobs(
     gap_BT = (logprobs_BT - batch.rollout_logprobs_BT) * batch.loss_weights_BT
     # Tile shapes and packing differ, so float32 sums run in another order.
     assert np.abs(gap_BT).max() < 1e-4
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again(
+  variables, groups, monkeypatch
+):
+  traced = []
+
+  def count(module, name):
+    original = getattr(module, name)
+
+    def counted(*args, **kwargs):
+      traced.append(name)
+      return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, counted)
+
+  count(steps, 'microbatch_sums')
+  count(distill, 'gradients')
+  hints = distill.HintLossOptions(weight=0.5)
+  functions = steps.build(decoder.Decoder(MODEL), optax.sgd(0.1), hints=hints)
+  hint = turns_lib.Hint(
+    trajectory=0,
+    start=5,
+    stop=9,
+    at=5,
+    kind='x',
+    tokens_T=np.arange(3, dtype=np.int32),
+  )
+  rollouts = list(groups[0].rollouts)
+  rollouts[0] = dataclasses.replace(rollouts[0], hints=(hint,))
+  hinted = [
+    dataclasses.replace(groups[0], rollouts=tuple(rollouts)), groups[1]
+  ]  # fmt: skip
+  options = dataclasses.replace(OPTIONS, hints=hints)
+
+  def learn(ahead):
+    state = make_state(variables)
+    teacher = functions.policy(state)
+    if ahead:
+      update.compile_ahead(state, functions, SHAPE, teacher)
+      assert sorted(traced) == ['gradients', 'microbatch_sums']
+    return update.update(
+      state, hinted, functions, options, SHAPE, teacher=teacher
+    )
+
+  (first, metrics), (again, _) = learn(True), learn(False)
+  assert metrics['hints'] == 1
+  assert len(traced) == 2
+  # Padding leaves nothing behind.
+  chex.assert_trees_all_equal(first.params, again.params)
 
 
 def test_replay_lowers_the_mismatch_of_a_router_that_moved(
