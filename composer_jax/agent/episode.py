@@ -176,9 +176,10 @@ def _interact(
       break
     answer_T = chat.tool(tokenizer, result.text)
     room = summarizer.limit - chain.length - len(answer_T)
-    # Half a call more, for the answer to the next call.
-    short = 2 * room < 3 * options.max_call_tokens and not summary.trigger
-    if short or num_calls + 1 == options.max_turns:
+    # Half a call more, for the next answer; calls may be as long as a window.
+    least = min(3 * options.max_call_tokens // 2, options.max_tokens // 4)
+    is_short = room < least and not summary.trigger
+    if is_short or num_calls + 1 == options.max_turns:
       answer_T = chat.tool(tokenizer, result.text + LAST_CALL)
     context_T = np.append(answer_T, chat.call_prefix(tokenizer))
     if chain.is_open:  # A call cut off lacks its end token.

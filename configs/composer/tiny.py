@@ -85,7 +85,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     max_tokens=384,
     max_turns=10,
     max_call_tokens=64,
-    max_sampled_tokens=10_000,  # over all windows of an episode
     temperature=1.0,
   )
   c.summary = dict(trigger=0)  # tokens that no window exceeds; 0: no summaries

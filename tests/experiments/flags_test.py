@@ -23,7 +23,7 @@ from tests import programs
     ),
     (
       'studies.first_loop.run --arms=main,mian',
-      "--arms=['main', 'mian']: must be some of main, flawless, shuffled.",
+      "--arms=['main', 'mian']: must be some of main, no_hints, flawless, ",
     ),
     ('studies.hint.run --arms=hnt', "--arms=['hnt']: must be some of hint, "),
   ],

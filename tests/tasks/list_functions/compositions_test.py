@@ -19,7 +19,7 @@ def test_one_composition_literally():
   assert composition.body('items', 'x') == (
     'return max((x + 3 for x in items if x > 2), default=0)'
   )
-  words = descriptions(composition, unseen=False)
+  words = descriptions(composition, unseen=False, count=4000)
   assert 'Return the largest of the items above 2, each plus 3.' in words
   assert 'Take the items above 2, add 3 to each, return the largest.' in words
   words = descriptions(composition, unseen=True)
