@@ -173,17 +173,19 @@ def test_an_episode_without_finish_fails_however_right(tokenizer):
 
 def test_the_window_never_exceeds_max_tokens(tokenizer):
   _, whole = _run(tokenizer, HONEST)
-  # In a window that is just large enough, each answer announces the last call.
+  # In a window that is just large enough, answers may announce the last call.
   length = len(whole.trajectories[0])
-  length += 3 * len(tokenizer.encode(episode.LAST_CALL))
-  for max_tokens in range(length - 40, length):
+  longest = length + 3 * len(tokenizer.encode(episode.LAST_CALL))
+  passed = []
+  for max_tokens in range(length - 40, longest + 1):
     _, rollout = _run(tokenizer, HONEST, max_tokens=max_tokens)
     (trajectory,) = rollout.trajectories
     assert len(trajectory) <= max_tokens
     assert trajectory.loss_mask_T[-1]
-    assert rollout.verdict.status == records.UNFINISHED
-  _, rollout = _run(tokenizer, HONEST, max_tokens=length)
-  assert rollout.verdict.passed
+    passed.append(rollout.verdict.passed)
+    assert passed[-1] or rollout.verdict.status == records.UNFINISHED
+  assert passed == sorted(passed)
+  assert not any(passed[:40]) and passed[-1]
   with pytest.raises(ValueError, match=r'max_tokens \(5\) must exceed that'):
     _run(tokenizer, HONEST, max_tokens=5)
 
@@ -206,12 +208,12 @@ def test_the_answer_before_the_last_call_says_so(tokenizer):
 def test_a_policy_is_told_when_its_window_may_hold_one_more_call_only(
   tokenizer,
 ):
-  # 1.5 calls of 200 tokens, less the tokens of the answer itself.
   _, whole = _run(tokenizer, ['list'] * 6 + ['finish'])
   (trajectory,) = whole.trajectories
   starts = np.flatnonzero(trajectory.tokens_T == tokenizer.TOOL)
   length = starts[1] - starts[0]
-  for max_tokens in range(starts[2] + 250, starts[4] + 300, 5):
+  num_told = 0
+  for max_tokens in range(starts[2] + 40, starts[4] + 300, 5):
     _, rollout = _run(
       tokenizer, ['list'] * 6 + ['finish'], max_tokens=int(max_tokens)
     )
@@ -219,8 +221,12 @@ def test_a_policy_is_told_when_its_window_may_hold_one_more_call_only(
     told = [a.endswith(episode.LAST_CALL) for a in _answers(rollout, tokenizer)]
     answer = len(tokenizer.encode(_answers(whole, tokenizer)[0])) + 2
     ends = [starts[0] + i * length + answer for i in range(len(told))]
-    first = next(i for i, end in enumerate(ends) if max_tokens - end < 300)
-    assert told[: first + 1] == [False] * first + [True]
+    # 1.5 calls of 200 tokens, but at most a quarter of the window.
+    short = [max_tokens - end < min(300, max_tokens // 4) for end in ends]
+    first = short.index(True) if any(short) else len(short)
+    assert told[: first + 1] == short[: first + 1]
+    num_told += any(told)
+  assert num_told > 10
 
 
 def test_a_broken_sandbox_is_not_the_policys_failure(tokenizer):

@@ -272,20 +272,23 @@ def test_advice_longer_than_a_row_is_left_out_and_counted(
   long = dataclasses.replace(
     spec,
     # Room for every call in the tokens of an untrained tokenizer.
-    episode=dataclasses.replace(spec.episode, max_call_tokens=150),
+    episode=dataclasses.replace(
+      spec.episode, max_tokens=400, max_call_tokens=150
+    ),
+    sft=dataclasses.replace(spec.sft, seq_len=400),
+    rl=dataclasses.replace(spec.rl, seq_len=400),
   )
-  templates = (('unknown_tool', 'no ' * 500), ('failed_edit', 'no'))
-  long = runs.changed(long, 'hints', templates=templates)
-  long = runs.changed(
-    long, 'demonstrations', count=24, wrong_tool=0.3, broken_edit=0.3
-  )
-  with writers.Writer(tmp_path, tensorboard=False) as writer:
-    opened = runs.job(long, tmp_path, writer)
-    vars(opened)['tokenizer'] = tokenizer
-    learnt, _ = opened.systems.family.demonstrations(opened)
-  assert max(len(tokens_T) for tokens_T, _ in learnt) <= long.sft.seq_len
-  rates = json.loads((tmp_path / 'demonstrations.json').read_text())
-  assert rates['advised'] > 0 and rates['advice_too_long'] > 0
+  long = runs.changed(long, 'demonstrations', count=24, wrong_tool=0.3)
+  for words, counted in (('no', 'advised'), ('no ' * 500, 'advice_too_long')):
+    spoken = runs.changed(long, 'hints', templates=(('unknown_tool', words),))
+    with writers.Writer(tmp_path, tensorboard=False) as writer:
+      opened = runs.job(spoken, tmp_path, writer)
+      vars(opened)['tokenizer'] = tokenizer
+      learnt, _ = opened.systems.family.demonstrations(opened)
+    assert max(len(tokens_T) for tokens_T, _ in learnt) <= long.sft.seq_len
+    rates = json.loads((tmp_path / 'demonstrations.json').read_text())
+    names = ('advised', 'advice_too_long')
+    assert [n for n in names if rates[n]] == [counted]
 
 
 def test_a_curriculum_draws_by_what_the_trainer_put_down(
