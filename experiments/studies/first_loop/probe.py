@@ -13,6 +13,7 @@ beyond those that the run trains on. All policies sample with the same seeds.
 import dataclasses
 import pathlib
 import shutil
+import tempfile
 import time
 
 from absl import flags
@@ -51,7 +52,9 @@ def run(spec, systems, workdir, *, role, command):
   rows = []
   with jobs.open_run(spec, systems, workdir, command) as job:
     with job.runner() as runner:
-      start = reinforce.prepare(job, manager.Checkpoints(kept / 'none'))
+      with tempfile.TemporaryDirectory() as none:
+        nothing = manager.Checkpoints(pathlib.Path(none), keep=1)
+        start = reinforce.prepare(job, nothing)
       checkpoints = manager.Checkpoints(kept, keep=1000)
       collector = stages.collector_of(
         spec, systems, job.tokenizer, runner, split='train'
