@@ -59,7 +59,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # Prompts and first calls alone for two epochs, about 195 steps: there names
     # are copied after 100 to 150 steps, in whole transcripts after 250.
     opening=32,
-    steps=1300,
+    steps=1150,
     batch_size=6,
     seq_len=384,
     learning_rate=5e-3,
@@ -121,14 +121,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     on_swap='keep',  # keys and values of older weights, or 'refresh' them
   )
   c.rl = dict(
-    steps=40,
+    steps=50,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
     learning_rate=2e-4,
     warmup_steps=3,
-    decay_steps=20,  # linear, to a tenth
+    decay_steps=25,  # linear, to a tenth
     # Norms were 0.5 to 14, with a median of 4. Adam ignores the scale of
     # gradients, so that this only bounds the weight of an odd step.
     grad_clip=20.0,
