@@ -51,10 +51,10 @@ class DemonstrationOptions(demonstrations.Noise):
   conversations: str = ''
   context_loss: float = 0.0
   wrong_tool: float = 0.1
-  wrong_edit: float = 0.1
-  broken_edit: float = 0.3
+  wrong_edit: float = 0.08
+  broken_edit: float = 0.2
   skip_test: float = 0.5
-  give_up: float = 0.6
+  give_up: float = 0.5
   cut_short: float = 0.1
 
   def __post_init__(self):
