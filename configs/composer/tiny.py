@@ -71,8 +71,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # Files show descriptions beside bodies and repeat names: to predict them,
     # too, teaches both sooner than calls alone.
     context_loss=0.9,
-    # Flaws, each with its probability per decision; RL has to unlearn them. With
-    # these 0.71 of the transcripts pass.
+    # Flaws, each with its probability per decision, which RL has to unlearn:
+    # 0.71 of the transcripts pass.
     wrong_edit=0.08,
     broken_edit=0.2,
     skip_test=0.5,
