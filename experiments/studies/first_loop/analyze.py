@@ -89,7 +89,7 @@ def table(rows: list[results.Row]) -> str:
       _shown(sft),
       _shown(rl),
       _gain(sft, rl),
-      f'{rl.first_edit_rate - sft.first_edit_rate:+.3f}',
+      f'{_first(rl) - _first(sft):+.3f}',
       f'{decompose(sft, rl)[0]:+.3f}',
       *('not run' if other is None else _gain(sft, other) for other in others),
       _shown(_rate(abouts.get(f'{seed}_flawless', {}), 'sft')),
@@ -128,16 +128,24 @@ def _axes(rows: list[results.Row]) -> list[str]:
     ('_unseen_wordings', 'wordings'),
     ('_unseen_all', 'all three'),
   ):
-    sft, rl = ([_rate(a, s + suffix) for a in mains] for s in ('sft', 'rl'))
+    sft, rl = (
+      [r for a in mains if (r := _rate(a, stage + suffix))]
+      for stage in ('sft', 'rl')
+    )
     columns = [
       [r.rate for r in sft],
       [r.rate for r in rl],
-      [r.first_edit_rate for r in sft],
-      [r.first_edit_rate for r in rl],
+      [*map(_first, sft)],
+      [*map(_first, rl)],
       [r.unfinished_rate for r in rl],
     ]
     lines.append(f'| {name} | {" | ".join(map(_spread, columns))} |')
   return lines
+
+
+def _first(rate: behaviour.PassRate) -> float:
+  assert rate.first_edit_rate is not None
+  return rate.first_edit_rate
 
 
 def _spread(values: list[float]) -> str:
