@@ -46,9 +46,19 @@ class _Rows:
   multiple: int  # divides the number of rows
 
   def __post_init__(self):
-    self._lengths = [
-      len(_split(self.documents[i])[0]) for i in range(len(self.documents))
-    ]
+    pairs = [_split(self.documents[i]) for i in range(len(self.documents))]
+    # Of each document, the tokens that an epoch has: the first epochs, then all
+    # later ones.
+    self._lengths = [[len(tokens) for tokens, _ in pairs]]
+    if 0 < sum(mask is None for _, mask in pairs) < len(pairs):
+      # Texts among transcripts have an epoch of their own.
+      self._lengths = [
+        [len(t) if (mask is None) == are_texts else 0 for t, mask in pairs]
+        for are_texts in (True, False)
+      ]
+    if self.opening is not None:
+      opening = self._openings(self.opening)
+      self._lengths = [opening] * self.opening_epochs + self._lengths
     # First row of each epoch planned so far, and the plan of one epoch.
     self._firsts = [0]
     self._epoch, self._plan = -1, []
@@ -74,9 +84,7 @@ class _Rows:
 
   def _plan_epoch(self, epoch: int) -> None:
     rng = np.random.default_rng((self.seed, epoch, _ORDER))
-    lengths = self._lengths
-    if self.opening is not None and epoch < self.opening_epochs:
-      lengths = self._openings(self.opening)
+    lengths = self._lengths[min(epoch, len(self._lengths) - 1)]
     if self.whole:
       plan = packing.first_fit(lengths, self.seq_len, rng=rng)
     else:
@@ -93,7 +101,7 @@ class _Rows:
 
   def _openings(self, longest: int) -> list[int]:
     lengths = []
-    for i, length in enumerate(self._lengths):
+    for i, length in enumerate(self._lengths[-1]):
       mask = _split(self.documents[i])[1]
       has_loss = mask is None or mask[:longest].any()
       lengths.append(min(length, longest) if has_loss else 0)
@@ -178,7 +186,9 @@ def lm_stream(
 
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
-      carry loss (SFT), with random access; a memory map will do.
+      carry loss (SFT), with random access; a memory map will do. Where there
+      are both, those without a mask come alone in one epoch, the first after
+      openings, and not again.
     seed: seed of the orders and of the rearranged pieces.
     fim_rate: share of pieces rearranged for fill-in-the-middle; 0 for
       documents with masks.

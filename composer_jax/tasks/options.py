@@ -43,12 +43,16 @@ class DemonstrationOptions(demonstrations.Noise):
       then no tasks of RL, which needs rl.steps x rl.prompts others.
     conversations: file of the user's own conversations to learn beside them,
       for an imported model; '' for none.
+    functions: number of finished functions that SFT shows alone, each with its
+      description, in an epoch before that of whole transcripts: there the code
+      of a word is learnt soonest. For list functions.
     context_loss: share of transcripts of list functions with loss on prompt and
       answers as well as on calls: their files repeat names and describe code.
   """
 
   count: int = 7000
   conversations: str = ''
+  functions: int = 7000
   context_loss: float = 0.0
   wrong_tool: float = 0.1
   wrong_edit: float = 0.08
@@ -59,5 +63,6 @@ class DemonstrationOptions(demonstrations.Noise):
 
   def __post_init__(self):
     checks.at_least(self, 1, 'count')
+    checks.at_least(self, 0, 'functions')
     checks.number(self, 0, 'context_loss', highest=1)
     demonstrations.Noise.__post_init__(self)

@@ -122,6 +122,34 @@ def test_every_token_once_per_epoch(kind, num_epochs):
   )
 
 
+def test_texts_among_transcripts_have_an_epoch_of_their_own():
+  transcripts = KINDS['whole']['documents']
+  texts = [d[0] for d in transcripts[::2]]
+  expected = [collections.Counter() for _ in range(3)]
+  for tokens, mask in transcripts:
+    if mask[:4].any():
+      expected[0].update(tokens[:4].tolist())
+    expected[2].update(tokens.tolist())
+  for tokens in texts:
+    expected[1].update(tokens.tolist())
+  expected.append(expected[2])
+  total = collections.Counter()
+  for num_epochs, tokens_of_epoch in enumerate(expected, start=1):
+    total += tokens_of_epoch
+    seen = collections.Counter()
+    for tokens, _, _ in segments(
+      make(
+        [*texts, *transcripts],
+        fim_rate=0.0,
+        whole=True,
+        opening=4,
+        num_epochs=num_epochs,
+      )
+    ):
+      seen.update(tokens.tolist())
+    assert seen == total
+
+
 @pytest.mark.parametrize('kind', ['plain', 'whole'])
 def test_the_first_epochs_have_openings_alone(kind):
   options = {**KINDS[kind], 'opening': 4, 'opening_epochs': 2}

@@ -236,6 +236,22 @@ def _definition(function: str, argument: str, docstring: str, body: str) -> str:
   )
 
 
+def finished_function(index: int, seed: int) -> str:
+  """Returns a function of train names, wordings and kinds, alike everywhere."""
+  draw = random.Random(f'{FAMILY}/finished/{seed}/{index}')
+  name = functools.partial(
+    names.draw_name, draw=draw, unseen=False, taken=set[str]()
+  )
+  function, argument = name('function'), name('argument')
+  composition = _draw_neighbour(draw)
+  return _definition(
+    function,
+    argument,
+    composition.docstring(argument, draw),
+    composition.body(argument, name('variable')),
+  )
+
+
 def kinds_of(
   index: int, split: str, seed: int
 ) -> tuple[str, tuple[str, str, str]]:

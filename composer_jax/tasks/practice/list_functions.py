@@ -124,7 +124,18 @@ class ListFunctions:
       (tokens_T, mask_T | (draw.random() < options.context_loss))
       for tokens_T, mask_T in shown[:count]
     ]
-    return [*whole, *itertools.chain(*advised[:count])], shown[count:]
+    ids = job.tokenizer
+    texts = [
+      np.array([ids.BOS, *ids.encode(text), ids.EOD], np.int32)
+      for text in finished_functions(job.spec.seed, options.functions)
+    ]
+    whole += itertools.chain(*advised[:count])
+    return [*texts, *whole], shown[count:]
+
+
+def finished_functions(seed: int, count: int) -> list[str]:
+  """Returns the texts of SFT that are no transcripts."""
+  return [family.finished_function(i, seed) for i in range(count)]
 
 
 def protocol_texts() -> list[str]:

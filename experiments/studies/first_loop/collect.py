@@ -47,12 +47,19 @@ def _rl_texts(workdir: pathlib.Path) -> list[str]:
   return texts
 
 
+def _sft_functions(workdir: pathlib.Path) -> list[str]:
+  config = files.read_json(workdir / 'config.json')
+  count = config['demonstrations']['functions']
+  return practice.finished_functions(config['seed'], count)
+
+
 def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
   """Returns all texts that a finished stage's policy was shown, by source."""
   texts = {
     'corpus': (workdir / 'corpus' / 'texts.bin').read_bytes(),
     'tokenizer_texts': '\n'.join(practice.protocol_texts()).encode(),
     'sft_transcripts': (workdir / 'sft_transcripts.txt').read_bytes(),
+    'sft_functions': '\n'.join(_sft_functions(workdir)).encode(),
   }
   if stage == 'rl':
     texts['rl_tasks'] = '\n'.join(_rl_texts(workdir)).encode()
