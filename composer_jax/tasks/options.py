@@ -55,10 +55,10 @@ class DemonstrationOptions(demonstrations.Noise):
   functions: int = 7000
   context_loss: float = 0.0
   wrong_tool: float = 0.1
-  wrong_edit: float = 0.08
-  broken_edit: float = 0.2
+  wrong_edit: float = 0.1
+  broken_edit: float = 0.3
   skip_test: float = 0.5
-  give_up: float = 0.5
+  give_up: float = 0.6
   cut_short: float = 0.1
 
   def __post_init__(self):
