@@ -26,6 +26,7 @@ from composer_jax.text import fim
 # int32 tokens, or (tokens, bool mask of those that carry loss).
 Document = np.ndarray | tuple[np.ndarray, np.ndarray]
 _ORDER, _FIM = 0, 1
+_OPENING_EPOCHS = 2
 # Rows of an endless stream: grain converts their number to a float.
 _ENDLESS = 2**52
 
@@ -41,14 +42,12 @@ class _Rows:
   fim_marks: fim.Marks
   whole: bool
   num_epochs: int | None
-  opening: int | None
-  opening_epochs: int
+  opening: int
   multiple: int  # divides the number of rows
 
   def __post_init__(self):
     pairs = [_split(self.documents[i]) for i in range(len(self.documents))]
-    # Of each document, the tokens that an epoch has: the first epochs, then all
-    # later ones.
+    # Tokens that an epoch has of each document; the last is of all later ones.
     self._lengths = [[len(tokens) for tokens, _ in pairs]]
     if 0 < sum(mask is None for _, mask in pairs) < len(pairs):
       # Texts among transcripts have an epoch of their own.
@@ -56,9 +55,9 @@ class _Rows:
         [len(t) if (mask is None) == are_texts else 0 for t, mask in pairs]
         for are_texts in (True, False)
       ]
-    if self.opening is not None:
+    if self.opening:
       opening = self._openings(self.opening)
-      self._lengths = [opening] * self.opening_epochs + self._lengths
+      self._lengths = [opening] * _OPENING_EPOCHS + self._lengths
     # First row of each epoch planned so far, and the plan of one epoch.
     self._firsts = [0]
     self._epoch, self._plan = -1, []
@@ -175,8 +174,7 @@ def lm_stream(
   fim_marks: fim.Marks = fim.OWN,
   whole: bool = False,
   num_epochs: int | None = None,
-  opening: int | None = None,
-  opening_epochs: int = 1,
+  opening: int = 0,
 ) -> LMStream:
   """Streams packed batches of documents.
 
@@ -197,9 +195,8 @@ def lm_stream(
       at the ends of rows.
     num_epochs: number of epochs, after which rows of padding complete the last
       batch; None for an endless stream.
-    opening: tokens at the beginning of each document that the first epochs have
-      alone, where they carry loss; None for whole documents in every epoch.
-    opening_epochs: number of epochs with openings.
+    opening: tokens at the beginning of each document that the first two epochs
+      have alone, where they carry loss; 0 for whole documents in every epoch.
 
   Raises:
     ValueError: there is nothing to stream, a document does not fit, or options
@@ -224,7 +221,6 @@ def lm_stream(
     whole=whole,
     num_epochs=num_epochs,
     opening=opening,
-    opening_epochs=opening_epochs,
   )
   fingerprint = _fingerprint(documents, {**options, 'batch_size': batch_size})
   rows = _Rows(documents=documents, multiple=batch_size, **options)

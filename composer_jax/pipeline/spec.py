@@ -79,10 +79,9 @@ class StageOptions(loop.TrainingOptions):
     muon: choices of Muon; unused by 'adam'.
     bias_update_rate: change of the routers' selection bias per step.
     eval_batches: batches averaged in a held-out loss.
-    opening: tokens at the beginning of every document that the first epochs
+    opening: tokens at the beginning of every document that the first two epochs
       have alone; 0 for whole documents at once. To copy names from a prompt
       into a first call is learnt soonest where nothing else stands.
-    opening_epochs: number of epochs with openings alone.
   """
 
   learning_rate: float = 5e-3
@@ -96,11 +95,10 @@ class StageOptions(loop.TrainingOptions):
   bias_update_rate: float = 1e-3
   eval_batches: int = 8
   opening: int = 0
-  opening_epochs: int = 2
 
   def __post_init__(self):
     super().__post_init__()
-    checks.at_least(self, 1, 'eval_batches', 'opening_epochs')
+    checks.at_least(self, 1, 'eval_batches')
     checks.at_least(self, 0, 'opening')
     if self.steps:
       _check_schedule(self)

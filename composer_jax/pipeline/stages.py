@@ -50,7 +50,7 @@ def pretraining_stream(job: jobs.Job) -> streams.LMStream:
     job.spec.cpt,
     job.documents[0],
     seed=job.spec.seed,
-    **_opening(job.spec.cpt),
+    opening=job.spec.cpt.opening,
     fim_rate=job.corpus.fim_rate,
     fim_marks=fim.marks_of(job.tokenizer),
   )
@@ -63,12 +63,6 @@ def _stream(
   return streams.lm_stream(documents, **sizes, **options)
 
 
-def _opening(stage: specs.StageOptions) -> dict[str, Any]:
-  return dict(
-    opening=stage.opening or None, opening_epochs=stage.opening_epochs
-  )
-
-
 def finetune(job: jobs.Job) -> None:
   """Runs SFT on imperfect transcripts of the tool protocol."""
   if export.finished_step(job.workdir, 'sft') is not None:
@@ -79,7 +73,7 @@ def finetune(job: jobs.Job) -> None:
       training, held_out = sft_documents(job)
     heldout = _stream(stage, held_out, seed=0, whole=True, num_epochs=1)
     stream = _stream(
-      stage, training, seed=job.spec.seed, whole=True, **_opening(stage)
+      stage, training, seed=job.spec.seed, whole=True, opening=stage.opening
     )
     if job.spec.cpt.steps:
       initial = load_variables(job, 'cpt')

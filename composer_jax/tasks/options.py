@@ -43,9 +43,8 @@ class DemonstrationOptions(demonstrations.Noise):
       then no tasks of RL, which needs rl.steps x rl.prompts others.
     conversations: file of the user's own conversations to learn beside them,
       for an imported model; '' for none.
-    functions: number of finished functions that SFT shows alone, each with its
-      description, in an epoch before that of whole transcripts: there the code
-      of a word is learnt soonest. For list functions.
+    functions: number of finished functions of lists, with descriptions, that
+      SFT shows before transcripts: there the code of a word is learnt soonest.
     context_loss: share of transcripts of list functions with loss on prompt and
       answers as well as on calls: their files repeat names and describe code.
   """

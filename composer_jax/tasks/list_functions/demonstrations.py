@@ -224,57 +224,40 @@ def is_right_edit(task: family.FunctionTask, text: str) -> bool:
 
 
 def _edits(rollout: records.Rollout, tokenizer: Any) -> Iterator[str]:
-  """Yields the payloads of the rollout's valid edits."""
+  """Yields the rollout's valid edits, as calls."""
   for turn in rollout.turns:
     if turn.tool == 'edit':
       window = rollout.trajectories[turn.trajectory]
       # A valid call ends in an end token.
-      ids = window.tokens_T[turn.start : turn.stop - 1]
-      yield tool_calls.parse(tokenizer.decode(ids)).payload
+      yield tokenizer.decode(window.tokens_T[turn.start : turn.stop - 1])
 
 
 def describe(
   rollouts: Sequence[records.Rollout], tokenizer: Any
 ) -> dict[str, float]:
-  """Returns statistics of demonstrations, or of a policy's rollouts.
+  """Returns statistics of at least one demonstration or rollout of a policy.
 
   Returns:
-    episodes: number of rollouts; tokens, turns: means per episode;
-    invalid_calls: share of all calls;
-    wrong_edits: share of valid edits whose body is not the reference up to
-      bound names (a right body of another form counts as wrong); and shares of
-      episodes: any_invalid, edited, tested, finished, passed, and correct,
-      whose final code passes every hidden test, finished or not.
+    tokens, turns: means per episode; invalid_calls: share of all calls;
+    wrong_edits: share of valid edits that are not `is_right_edit`; and shares
+    of episodes: tested, finished, passed.
   """
-  if not rollouts:
-    raise ValueError('describe needs at least one rollout.')
   calls = sum(r.num_turns for r in rollouts)
-  wrong_edits = []
-  for rollout in rollouts:
-    task = family.from_id(rollout.task_id)
-    argument = family.names_of(task)[0]
-    reference = source.normal_body(task.reference, argument)
-    for body in _edits(rollout, tokenizer):
-      try:
-        form = source.normal_body(body, argument)
-      except ValueError:
-        form = ''
-      wrong_edits.append(form != reference)
+  wrong_edits = [
+    not is_right_edit(family.from_id(r.task_id), edit)
+    for r in rollouts
+    for edit in _edits(r, tokenizer)
+  ]
 
   def mean(values: Iterable[float]) -> float:
     return sum(values) / len(rollouts)
 
-  verdicts = [r.verdict for r in rollouts]
   return {
-    'episodes': float(len(rollouts)),
     'tokens': mean(len(t) for r in rollouts for t in r.trajectories),
     'turns': mean(r.num_turns for r in rollouts),
     'invalid_calls': sum(r.num_invalid for r in rollouts) / max(calls, 1),
-    'any_invalid': mean(r.num_invalid > 0 for r in rollouts),
     'wrong_edits': sum(wrong_edits) / max(len(wrong_edits), 1),
-    'edited': mean('edit' in r.tools for r in rollouts),
     'tested': mean('test' in r.tools for r in rollouts),
     'finished': mean('finish' in r.tools for r in rollouts),
-    'correct': mean(v.num_passed == v.num_tests for v in verdicts),
-    'passed': mean(v.passed for v in verdicts),
+    'passed': mean(r.verdict.passed for r in rollouts),
   }

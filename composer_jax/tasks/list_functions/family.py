@@ -239,17 +239,13 @@ def _definition(function: str, argument: str, docstring: str, body: str) -> str:
 def finished_function(index: int, seed: int) -> str:
   """Returns a function of train names, wordings and kinds, alike everywhere."""
   draw = random.Random(f'{FAMILY}/finished/{seed}/{index}')
-  name = functools.partial(
-    names.draw_name, draw=draw, unseen=False, taken=set[str]()
-  )
+  known = dict(draw=draw, unseen=False, taken=set())
+  name = functools.partial(names.draw_name, **known)
   function, argument = name('function'), name('argument')
   composition = _draw_neighbour(draw)
-  return _definition(
-    function,
-    argument,
-    composition.docstring(argument, draw),
-    composition.body(argument, name('variable')),
-  )
+  words = composition.docstring(argument, draw)
+  body = composition.body(argument, name('variable'))
+  return _definition(function, argument, words, body)
 
 
 def kinds_of(

@@ -124,18 +124,12 @@ class ListFunctions:
       (tokens_T, mask_T | (draw.random() < options.context_loss))
       for tokens_T, mask_T in shown[:count]
     ]
-    ids = job.tokenizer
-    texts = [
-      np.array([ids.BOS, *ids.encode(text), ids.EOD], np.int32)
-      for text in finished_functions(job.spec.seed, options.functions)
-    ]
+    ids, texts = job.tokenizer, []
+    for i in range(options.functions):
+      text = family.finished_function(i, job.spec.seed)
+      texts.append(np.array([ids.BOS, *ids.encode(text), ids.EOD], np.int32))
     whole += itertools.chain(*advised[:count])
     return [*texts, *whole], shown[count:]
-
-
-def finished_functions(seed: int, count: int) -> list[str]:
-  """Returns the texts of SFT that are no transcripts."""
-  return [family.finished_function(i, seed) for i in range(count)]
 
 
 def protocol_texts() -> list[str]:

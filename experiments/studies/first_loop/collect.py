@@ -50,7 +50,7 @@ def _rl_texts(workdir: pathlib.Path) -> list[str]:
 def _sft_functions(workdir: pathlib.Path) -> list[str]:
   config = files.read_json(workdir / 'config.json')
   count = config['demonstrations']['functions']
-  return practice.finished_functions(config['seed'], count)
+  return [family.finished_function(i, config['seed']) for i in range(count)]
 
 
 def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
