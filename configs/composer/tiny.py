@@ -184,7 +184,7 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
       eval_batches=1,
       log_every=1,
     )
-  c.demonstrations.count = 40
+  c.demonstrations.update(count=40, functions=20)
   c.rollout.update(num_slots=8, prefill_rows=4)
   c.rl.update(
     steps=4,

@@ -173,6 +173,25 @@ def test_names_come_from_large_sets_and_differ_within_a_task(tasks):
     assert len(_names(task)) == 3 + 2 * len(functions)
 
 
+def test_a_finished_function_has_nothing_unseen():
+  for index in range(200):
+    text = family.finished_function(index, 0)
+    assert text == family.finished_function(index, 0)
+    (function,) = source.parse(text).body
+    description, body = function.body
+    argument, variable = function.args.args[0].arg, body_variable(text)
+    form = source.normal_body(ast.unparse(body), argument)
+    assert not compositions.recognise(form).held_out
+    for name in (function.name, argument, variable):
+      assert not any(map(names.is_unseen, name.split('_'))), name
+    # As the held-out sentences begin.
+    assert not description.value.value.startswith('Give')
+
+
+def body_variable(text):
+  return re.search(r'for (\w+) in', text)[1]
+
+
 def test_most_neighbours_only_filter_and_aggregate(tasks):
   simple = []
   for task in tasks['train']:
