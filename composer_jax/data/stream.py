@@ -56,8 +56,7 @@ class _Rows:
         for are_texts in (True, False)
       ]
     if self.opening:
-      opening = self._openings(self.opening)
-      self._lengths = [opening] * _OPENING_EPOCHS + self._lengths
+      self._lengths[:0] = [self._openings(self.opening)] * _OPENING_EPOCHS
     # First row of each epoch planned so far, and the plan of one epoch.
     self._firsts = [0]
     self._epoch, self._plan = -1, []

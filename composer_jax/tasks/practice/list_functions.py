@@ -110,11 +110,11 @@ class ListFunctions:
     return environment.FunctionEnvironment(task, runner)
 
   def demonstrations(self, job: jobs.Job) -> tuple[list, list]:
-    """Returns transcripts with noise, and with calls that follow a hint.
+    """Returns finished functions, transcripts, and calls that follow a hint.
 
-    The calls that follow a hint (`demonstrations.hindsight`) stand beside each
-    transcript, if RL gives hints: the model after SFT reads them as a teacher.
-    Those that are longer than a row are left out and counted.
+    The calls (`demonstrations.hindsight`) stand beside each transcript, if RL
+    gives hints: the model after SFT reads them as a teacher. What is longer
+    than a row is left out, and such calls are counted.
     """
     options = job.spec.systems['demonstrations']
     count = options.count
@@ -129,6 +129,7 @@ class ListFunctions:
       text = family.finished_function(i, job.spec.seed)
       texts.append(np.array([ids.BOS, *ids.encode(text), ids.EOD], np.int32))
     whole += itertools.chain(*advised[:count])
+    texts = [t for t in texts if len(t) <= job.spec.sft.seq_len]
     return [*texts, *whole], shown[count:]
 
 

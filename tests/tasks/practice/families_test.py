@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 
+import numpy as np
 import pytest
 
 from composer_jax import wiring
@@ -252,12 +253,22 @@ def test_hints_are_of_training_and_of_nothing_else(spec, tokenizer, tmp_path):
 def test_a_share_of_transcripts_carries_loss_on_all_tokens(
   spec, tokenizer, tmp_path, share
 ):
-  chosen = runs.changed(spec, 'demonstrations', count=24, context_loss=share)
+  chosen = runs.changed(
+    spec, 'demonstrations', count=24, context_loss=share, functions=3
+  )
   chosen = runs.changed(chosen, 'hints', loss=distill.OFF)
   with writers.Writer(tmp_path, tensorboard=False) as writer:
     opened = runs.job(chosen, tmp_path, writer)
     vars(opened)['tokenizer'] = tokenizer
     learnt, held_out = opened.systems.family.demonstrations(opened)
+  # Finished functions come first, without masks, if they fit a row.
+  texts = [tokens_T for tokens_T in learnt if isinstance(tokens_T, np.ndarray)]
+  learnt = learnt[len(texts) :]
+  seq_len = spec.sft.seq_len
+  shown = [family.finished_function(i, spec.seed) for i in range(3)]
+  assert [tokenizer.decode(t[1:-1]) for t in texts] == [
+    text for text in shown if len(tokenizer.encode(text)) + 2 <= seq_len
+  ]
   whole = sum(bool(mask_T.all()) for _, mask_T in learnt)
   assert (whole > 0) == (share > 0) and (whole < len(learnt)) == (share < 1)
   # The others, held-out ones among them, have it on calls, and thus on some.
@@ -278,7 +289,9 @@ def test_advice_longer_than_a_row_is_left_out_and_counted(
     sft=dataclasses.replace(spec.sft, seq_len=400),
     rl=dataclasses.replace(spec.rl, seq_len=400),
   )
-  long = runs.changed(long, 'demonstrations', count=24, wrong_tool=0.3)
+  long = runs.changed(
+    long, 'demonstrations', count=24, wrong_tool=0.3, functions=0
+  )
   for words, counted in (('no', 'advised'), ('no ' * 500, 'advice_too_long')):
     spoken = runs.changed(long, 'hints', templates=(('unknown_tool', words),))
     with writers.Writer(tmp_path, tensorboard=False) as writer:
