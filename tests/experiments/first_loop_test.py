@@ -34,7 +34,11 @@ def rl_tasks():
 @pytest.fixture
 def workdir(tmp_path):
   folder = tmp_path / 'study' / '0_main'
-  config = {'seed': SEED, 'rl': {'steps': STEPS, 'prompts': PROMPTS}}
+  config = {
+    'seed': SEED,
+    'rl': {'steps': STEPS, 'prompts': PROMPTS},
+    'demonstrations': {'functions': 2},
+  }
   files.write_json(folder / 'config.json', config)
   for name, text in {
     'corpus/texts.bin': 'def f(a):\n  return in_the_corpus\n',
@@ -83,6 +87,7 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
     'corpus': 1,
     'tokenizer_texts': 1,
     'sft_transcripts': 1,
+    'sft_functions': 0,
     'rl_tasks': 1,
   }
   assert found['verbatim_in_shown'] == 4

@@ -208,7 +208,8 @@ def test_sft_learns_conversations_beside_transcripts(folder, talks, tmp_path):
   tokens_T, mask_T = learnt[-1]
   assert tokenizer.decode(tokens_T) == 'said.'
   assert tokenizer.decode(tokens_T[mask_T]) == 'said'
-  for tokens_T, _ in [*learnt[:-1], *held_out]:
+  transcripts = [d for d in learnt[:-1] if isinstance(d, tuple)]
+  for tokens_T, _ in [*transcripts, *held_out]:
     assert tokens_T[0] == tokenizer.USER
 
 
