@@ -137,11 +137,11 @@ def route_agreement(
 class GateOptions:
   """The bands of a healthy step, and the action on any other; for float32.
 
-  Three runs of first_loop.py had, with replay, a mean k3 of 6e-14 on fresh
-  tokens; at staleness 1 a mean k3 of at most 0.010, a ratio above 2 for at most
-  0.0016 of tokens, and at least 0.956 of routes unchanged. A tape that is
-  shifted or of other layers agrees only by chance, which `min_agreement` sees
-  even in steps without a fresh token.
+  Three runs of the study first_loop had, with replay, a mean k3 of 6e-14 on
+  fresh tokens; at staleness 1 a mean k3 of at most 0.010, a ratio above 2 for
+  at most 0.0016 of tokens, and at least 0.956 of routes unchanged. A tape
+  that is shifted or of other layers agrees only by chance, which
+  `min_agreement` sees even in steps without a fresh token.
 
   Attributes:
     action: 'stop' ends the run before the step's gradient reaches the weights,

@@ -138,7 +138,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     reward='verdict',  # 'shuffled' is the control that must not learn
     replay=True,  # replay the routes that the engine recorded
     # Bands for the mismatch of rollout and trainer, in float32. Measured on
-    # three runs of first_loop.py: of fresh tokens a mean k3 of 6e-14, with
+    # three runs of a study: of fresh tokens a mean k3 of 6e-14, with
     # replay; at staleness 1, with the policy one step on, a mean k3 of at most
     # 0.010, at most 0.0016 of tokens at a ratio of 2, and at least 0.956 of
     # routes unchanged.

@@ -205,8 +205,9 @@ def test_the_answer_before_the_last_call_says_so(tokenizer):
   assert not _answers(rollout, tokenizer)[0].endswith(episode.LAST_CALL)
 
 
+@pytest.mark.parametrize('call', [60, 200])
 def test_a_policy_is_told_when_its_window_may_hold_one_more_call_only(
-  tokenizer,
+  tokenizer, call
 ):
   _, whole = _run(tokenizer, ['list'] * 6 + ['finish'])
   (trajectory,) = whole.trajectories
@@ -215,14 +216,18 @@ def test_a_policy_is_told_when_its_window_may_hold_one_more_call_only(
   num_told = 0
   for max_tokens in range(starts[2] + 40, starts[4] + 300, 5):
     _, rollout = _run(
-      tokenizer, ['list'] * 6 + ['finish'], max_tokens=int(max_tokens)
+      tokenizer,
+      ['list'] * 6 + ['finish'],
+      max_tokens=int(max_tokens),
+      max_call_tokens=call,
     )
     # Up to the first that says so, answers are as long as without a limit.
     told = [a.endswith(episode.LAST_CALL) for a in _answers(rollout, tokenizer)]
     answer = len(tokenizer.encode(_answers(whole, tokenizer)[0])) + 2
     ends = [starts[0] + i * length + answer for i in range(len(told))]
-    # 1.5 calls of 200 tokens, but at most a quarter of the window.
-    short = [max_tokens - end < min(300, max_tokens // 4) for end in ends]
+    # 1.5 calls, but at most a quarter of the window.
+    least = min(1.5 * call, max_tokens // 4)
+    short = [max_tokens - end < least for end in ends]
     first = short.index(True) if any(short) else len(short)
     assert told[: first + 1] == short[: first + 1]
     num_told += any(told)

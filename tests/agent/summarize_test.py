@@ -318,7 +318,7 @@ def test_without_a_trigger_nothing_changes(tokenizer):
   )
 
 
-def test_budgets_of_tokens_and_time_end_an_episode(tokenizer):
+def test_budgets_of_tokens_end_an_episode(tokenizer):
   _, whole = play(tokenizer, Talker(), long_talk(30))
   sampled = sum(int(t.loss_mask_T.sum()) for t in whole.trajectories)
   for budget in (1, *range(40, 80), sampled - 1):

@@ -22,7 +22,7 @@ from composer_jax.core import files
 from experiments import launch
 
 _WATCH = flags.DEFINE_bool('watch', False, 'Copies checkpoints; see above.')
-_EVERY, _TASKS, _FIRST = 10, 100, 1_000_000
+_TASKS, _FIRST = 100, 1_000_000
 
 
 def watch(workdir: pathlib.Path, kept: pathlib.Path) -> None:
@@ -33,6 +33,7 @@ def watch(workdir: pathlib.Path, kept: pathlib.Path) -> None:
     for path in (workdir / 'checkpoints' / 'rl').glob('*0'):
       target = kept / path.name
       if path.name.isdigit() and not target.exists():
+        shutil.rmtree(kept / 'partial', ignore_errors=True)
         shutil.copytree(path, kept / 'partial')
         (kept / 'partial').rename(target)
 

@@ -79,6 +79,11 @@ def test_each_knob_has_its_effect(tokenizer, knobs, expected):
   assert {k: described[k] for k in expected} == expected
 
 
+def test_an_episode_that_is_cut_short_has_two_to_five_calls(tokenizer):
+  rollouts = _rollouts(tokenizer, cut_short=1.0, broken_edit=1.0)
+  assert {r.num_turns for r in rollouts} == {2, 3, 4, 5}
+
+
 def test_a_failed_test_leads_to_a_repair_unless_given_up(tokenizer):
   repaired = _rollouts(tokenizer, wrong_edit=0.5, give_up=0.0)
   given_up = _rollouts(tokenizer, wrong_edit=0.5, give_up=1.0)
