@@ -119,6 +119,18 @@ def test_a_fall_of_the_probe_is_from_an_earlier_rate():
   assert analyze._fall(None) == 'not run'
 
 
+def test_means_are_of_seeds_that_nobody_had_looked_at(monkeypatch):
+  rows = results.read(analyze.ROOT / 'results')
+  looked_at = {f'{seed}_main' for seed in analyze.LOOKED_AT}
+  assert looked_at < {row['arm'] for row in rows}
+  fresh = [row for row in rows if row['arm'] not in looked_at]
+  assert analyze._axes(rows) == analyze._axes(fresh)
+  text = analyze.table(rows)
+  assert '| 0, looked at |' in text and '| 2 |' in text
+  monkeypatch.setattr(analyze, 'LOOKED_AT', ())
+  assert analyze._axes(rows) != analyze._axes(fresh)
+
+
 @pytest.mark.slow
 def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
   workdir, tmp_path, monkeypatch

@@ -11,6 +11,8 @@ from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
+# Seeds at which settings were looked at before: no part of the means.
+LOOKED_AT = (0, 1)
 
 
 def _abouts(rows: list[results.Row]) -> dict[str, results.Row]:
@@ -85,7 +87,7 @@ def table(rows: list[results.Row]) -> str:
     audit = main['audit']['rl']
     counts = (audit[n] for n in ('solved', 'distinct', 'verbatim_in_shown'))
     cells = [
-      str(seed),
+      f'{seed}{", looked at" * (seed in LOOKED_AT)}',
       _shown(sft),
       _shown(rl),
       _gain(sft, rl),
@@ -95,10 +97,16 @@ def table(rows: list[results.Row]) -> str:
       _shown(_rate(abouts.get(f'{seed}_flawless', {}), 'sft')),
       ', '.join(map(str, counts)),
       _fall(main.get('probe')),
-      f'{sum(main["stages"].values()) / 60:.1f}',
+      f'{_minutes(main):.1f}',
     ]
     lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join([*lines, '', *_axes(rows)]) + '\n'
+
+
+def _minutes(about: results.Row) -> float:
+  """Returns those of the whole run, or else of its stages."""
+  seconds = about.get('run', {}).get('wall_seconds')
+  return (seconds or sum(about['stages'].values())) / 60
 
 
 def _fall(probe: list[dict[str, float]] | None) -> str:
@@ -115,13 +123,15 @@ def _fall(probe: list[dict[str, float]] | None) -> str:
 
 
 def _axes(rows: list[results.Row]) -> list[str]:
-  """Returns a table of the mean [lowest, highest] of all seeds of main."""
+  """Returns a table of the mean [lowest, highest] over the fresh seeds."""
   lines = [
     '| never seen in training | passed after SFT | after RL '
     '| first edits right after SFT | after RL | unfinished after RL |',
     '|' + '---|' * 6,
   ]
-  mains = [a for name, a in _abouts(rows).items() if name.endswith('_main')]
+  seeds = [seed for seed in _seeds(rows) if seed not in LOOKED_AT]
+  abouts = _abouts(rows)
+  mains = [abouts[f'{seed}_main'] for seed in seeds]
   for suffix, name in (
     ('', 'compositions'),
     ('_unseen_names', 'names'),
