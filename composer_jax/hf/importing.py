@@ -54,7 +54,8 @@ def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
 
   Raises:
     ValueError: the source is not sound or not supported, `out` exists, or its
-      partial conversion is of another source. Nothing has been written.
+      partial conversion is of another source. Nothing has been written. Or a
+      weight is not finite; the tensors before it are in the partial folder.
     OSError: the disk is full or fails.
   """
   out = pathlib.Path(out).absolute()
@@ -143,8 +144,17 @@ def _write_weights(
       for part in source.table[name].parts:
         array = arrays[part.array]
         for piece in blocks.pieces(part, array.chunk):
-          values = piece.of(tensor.read(piece.start, piece.stop))
-          block = blocks.contiguous(values).astype(array.dtype, copy=False)
+          values = tensor.read(piece.start, piece.stop)
+          bad = blocks.first_not_finite(values)
+          if bad is not None:
+            raise ValueError(
+              f'Element {piece.start + bad} of {name}, in '
+              f'{source.folder.path / tensor.raws[0].file}, is {values[bad]}; '
+              'all weights must be finite. Fetch that file again, or mend the '
+              'checkpoint: training on it would give NaN from the first step.'
+            )
+          block = blocks.contiguous(piece.of(values))
+          block = block.astype(array.dtype, copy=False)
           staging.write(piece.array, [a for a, _ in piece.box], block)
           done_bytes += block.nbytes
       staging.finish()

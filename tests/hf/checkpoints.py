@@ -1,7 +1,7 @@
 """Writes small random Hugging Face checkpoints, with the safetensors library.
 
-Values are any bit pattern of their dtype: NaNs with payloads, infinities, -0
-and subnormal numbers among them.
+Values are any finite bit pattern of their dtype, -0 and subnormal numbers
+among them.
 """
 
 import json
@@ -46,7 +46,11 @@ def tensors(fields, dtype=BFLOAT16, *, seed=0):
 
 def random_bits(rng, shape, dtype=BFLOAT16):
   count = int(np.prod(shape)) * dtype.itemsize
-  return np.frombuffer(rng.bytes(count), dtype).reshape(shape)
+  bits = np.frombuffer(rng.bytes(count), f'u{dtype.itemsize}').copy()
+  exponent = np.array(np.inf, dtype).view(bits.dtype)
+  # One bit less of an exponent that is all ones.
+  bits[bits & exponent == exponent] ^= exponent & -exponent
+  return bits.view(dtype).reshape(shape)
 
 
 def write(folder, fields, arrays, *, num_files=1):

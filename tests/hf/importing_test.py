@@ -271,6 +271,20 @@ def test_a_destination_that_exists_or_is_too_small_is_refused(
   assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('dtype', ['BFLOAT16', 'FLOAT16', 'FLOAT32'])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, dtype, bad):
+  arrays = hf_checkpoints.tensors(DEEPSEEK, getattr(hf_checkpoints, dtype))
+  arrays[hf_checkpoints.GATE] = arrays[hf_checkpoints.GATE].copy()
+  arrays[hf_checkpoints.GATE][-1, -2] = bad
+  source = hf_checkpoints.write(tmp_path / 'hf', DEEPSEEK, arrays)
+  place = arrays[hf_checkpoints.GATE].size - 2
+  words = f'Element {place} of {hf_checkpoints.GATE}, in .*safetensors, is {bad}'
+  with pytest.raises(ValueError, match=words):
+    importing.convert(source, tmp_path / 'ours')
+  assert not (tmp_path / 'ours').exists()
+
+
 def test_quantised_weights_become_bfloat16(tmp_path):
   fields = DEEPSEEK | {'quantization_config': quantized_test.FP8}
   arrays = hf_checkpoints.tensors(DEEPSEEK)

@@ -163,6 +163,14 @@ def _cpu() -> jax.Device | None:
     return None
 
 
+def first_not_finite(values: np.ndarray) -> int | None:
+  """Returns the first element that is NaN or infinite; None without one."""
+  bits = values.view(f'u{values.itemsize}')
+  exponent = np.array(np.inf, values.dtype).view(bits.dtype)
+  bad = (bits & exponent) == exponent
+  return int(bad.argmax()) if bad.any() else None
+
+
 def contiguous(values: np.ndarray) -> np.ndarray:
   """Returns the values in C order, transposed by XLA's blocked kernels.
 
