@@ -52,7 +52,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--quick', action='store_true', help='under a minute')
   quick = parser.parse_args().quick
-  interleaved.keep_pages()
+  interleaved.set_allocator()
   interleaved.pin_to_one_core()
   rounds = 5 if quick else 15
   for num_experts in EXPERTS:

@@ -129,7 +129,7 @@ def main() -> None:
   if options.gpu:
     grouped_gpu.run(is_tiny=options.tiny)
     return
-  interleaved.keep_pages()
+  interleaved.set_allocator()
   interleaved.pin_to_one_core()
   peak = interleaved.peak()
   rounds = 5 if options.quick else 11

@@ -18,27 +18,17 @@ from typing import Any
 _SIDE = 768  # side of the matrices whose product measures the peak
 
 
-# XLA allocates the temporaries of a step as one block and frees it. glibc maps
-# the block anew each time and the kernel zeroes it: for 384 MB 65 ms of a step
-# of 0.34 s with pages of 4 KiB, and 10 ms with huge pages, but up to 200 where
-# the kernel must move memory to make them. So use huge pages and never free
-# them.
-_TUNABLES = ':'.join(
-  f'glibc.malloc.{name}'
-  for name in (
-    'hugetlb=1',
-    f'mmap_threshold={4 << 30}',
-    f'trim_threshold={16 << 30}',
-    # Other arenas cannot hold blocks of this size.
-    'arena_max=1',
-  )
-)
+# As in run.sh. XLA allocates the temporaries of a step as one block and frees
+# it. glibc maps the block anew each time and the kernel zeroes it: for 384 MB
+# 65 ms of a step of 0.34 s with pages of 4 KiB, and 10 ms with huge pages.
+_TUNABLES = 'glibc.malloc.hugetlb=1'
 
 
-def keep_pages() -> None:
-  """Restarts the process with an allocator that keeps freed memory.
+def set_allocator() -> None:
+  """Restarts the process with the allocator as `run.sh` sets it.
 
-  This holds for all that is timed in it, peers too. Settings of the caller win.
+  This holds for all that is timed, peers and their processes too. Settings of
+  the caller win.
   """
   if sys.platform == 'linux' and 'GLIBC_TUNABLES' not in os.environ:
     os.environ['GLIBC_TUNABLES'] = _TUNABLES
@@ -74,6 +64,11 @@ def _machine() -> str:
   return f'{name}, {where}, jax {jax.__version__}'
 
 
+def clock() -> Callable[[], float]:
+  """Returns the clock that counts: the wall's with an accelerator."""
+  return time.perf_counter if _uses_accelerator() else time.process_time
+
+
 def rates(
   ours: Callable[[], float],
   peer: Callable[[], float],
@@ -92,15 +87,15 @@ def rates(
   Returns:
     Units per second of each round, of ours and of the peer.
   """
-  clock = time.perf_counter if _uses_accelerator() else time.process_time
+  now = clock()
   rates_of_both: tuple[list[float], list[float]] = ([], [])
   for turn in range(rounds + 1):
     before()
     for function, into in zip((ours, peer), rates_of_both, strict=True):
-      start = clock()
+      start = now()
       units = function()
       if turn:
-        into.append(units / (clock() - start))
+        into.append(units / (now() - start))
   return rates_of_both
 
 

@@ -7,14 +7,11 @@ little. Neither batches requests that come and go, records routes or takes new
 weights between two tokens.
 """
 
-import json
-import os
 import pathlib
-import statistics
-import subprocess
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from benchmarks import peer_process, rollout_hf
 
 # Bytes of one array of a plain read.
 _CHUNK = 1 << 20
@@ -64,140 +61,60 @@ def plain_read(total: int, step: int) -> Callable[[], float]:
   return run
 
 
-def transformers_generate(
-  config: Any, batch: int, prompt: int
-) -> Callable[[int], float]:
-  """Returns a function that samples so many new tokens and counts them.
+def task(
+  config: Any, batch: int, prompt: int, new: int, repeats: int = 1
+) -> dict[str, Any]:
+  """Returns what a sampler is asked: `repeats` batches of whole requests."""
+  a, moe = config.attention, config.moe
+  return {
+    'num_layers': config.num_layers,
+    'vocab_size': config.vocab_size,
+    'embed_dim': config.embed_dim,
+    'ffw_dim': moe.ffw_dim,
+    'num_heads': a.num_heads,
+    'head_dim': a.head_dim,
+    'num_kv_heads': a.num_kv_heads,
+    'num_experts': moe.num_experts,
+    'num_active': moe.num_active,
+    'tie_embeddings': config.tie_embeddings,
+    'compute_dtype': config.compute_dtype,
+    'batch': batch,
+    'prompt': prompt,
+    'new': new,
+    'repeats': repeats,
+  }
 
-  The model is a Qwen3-MoE of the same shape and dtype with random weights and a
-  static cache, on CUDA if JAX computes on a GPU. On a CPU it has one thread,
-  and the implementation of experts that is fastest there.
+
+def transformers(
+  task: dict[str, Any], rounds: int
+) -> Iterator[tuple[str, peer_process.Peer]]:
+  """Yields the fastest variant of transformers, with MKL unlocked and not.
+
+  On a GPU, where MKL multiplies nothing, it yields one.
   """
   import jax
-  import torch
-  import transformers
 
-  device = 'cuda' if jax.default_backend() == 'gpu' else 'cpu'
-  torch.set_num_threads(1)
-  transformers.logging.set_verbosity_error()
-  a, moe = config.attention, config.moe
-  # transformers annotates neither the config's extra fields nor `generate`.
-  library: Any = transformers
-  model = library.Qwen3MoeForCausalLM(
-    library.Qwen3MoeConfig(
-      vocab_size=config.vocab_size,
-      hidden_size=config.embed_dim,
-      intermediate_size=moe.ffw_dim,
-      moe_intermediate_size=moe.ffw_dim,
-      num_hidden_layers=config.num_layers,
-      num_attention_heads=a.num_heads,
-      num_key_value_heads=a.num_kv_heads,
-      head_dim=a.head_dim,
-      num_experts=moe.num_experts,
-      num_experts_per_tok=moe.num_active,
-      decoder_sparse_step=1,
-      norm_topk_prob=True,
-      tie_word_embeddings=config.tie_embeddings,
-      max_position_embeddings=512,
-    )
-  )
-  model = model.to(device, getattr(torch, config.compute_dtype)).eval()
-  model.set_experts_implementation('grouped_mm')
-
-  def run(new: int) -> float:
-    size = (batch, prompt)
-    tokens = torch.randint(0, config.vocab_size, size, device=device)
-    with torch.no_grad():
-      generated = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        cache_implementation='static',
-        pad_token_id=0,
-        eos_token_id=None,
-      )
-    assert generated.shape == (batch, prompt + new)
-    return float(batch * new)
-
-  return run
+  on_cpu = jax.default_backend() == 'cpu'
+  libraries = peer_process.libraries() if on_cpu else {'CUDA': {}}
+  for library, environment in libraries.items():
+    variants = rollout_hf.variants(task, environment)
+    best = peer_process.fastest(variants, rounds)
+    peer = variants[best]()
+    yield f'transformers ({best}; {library})', peer
+    peer.close()
 
 
-class Tunix:
-  """The vanilla sampler in a process of its own, one batch at a time."""
+def tunix(python: str, task: dict[str, Any]) -> peer_process.Peer:
+  """Returns Tunix's sampler, run by the Python of its own environment.
 
-  def __init__(self, python: str, config: Any, batch: int, prompt: int, new):
-    self._python = python
-    a, moe = config.attention, config.moe
-    script = pathlib.Path(__file__).with_name('tunix_sampler.py')
-    # The child inherits the core to which this process is pinned.
-    self._process = subprocess.Popen(
-      [python, str(script)],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      text=True,
-      env={k: v for k, v in os.environ.items() if k != 'PYTHONPATH'},
-    )
-    shape = {
-      'num_layers': config.num_layers,
-      'vocab_size': config.vocab_size,
-      'embed_dim': config.embed_dim,
-      'ffw_dim': moe.ffw_dim,
-      'num_heads': a.num_heads,
-      'head_dim': a.head_dim,
-      'num_kv_heads': a.num_kv_heads,
-      'num_experts': moe.num_experts,
-      'num_active': moe.num_active,
-      'batch': batch,
-      'prompt': prompt,
-      'new': new,
-    }
-    self.num_params = self._ask(json.dumps(shape))['params']
-
-  def _ask(self, line: str) -> dict[str, Any]:
-    assert self._process.stdin is not None
-    assert self._process.stdout is not None
-    self._process.stdin.write(line + '\n')
-    self._process.stdin.flush()
-    answer = self._process.stdout.readline()
-    if not answer:
-      raise ValueError(
-        f'{self._python} does not run google-tunix; make an '
-        'environment for it: pip install google-tunix==0.1.7 (Python 3.12).'
-      )
-    return json.loads(answer)
-
-  def rate(self) -> float:
-    """Returns tokens per CPU second of one batch."""
-    answer = self._ask('')
-    return answer['tokens'] / answer['seconds']
-
-  def close(self) -> None:
-    assert self._process.stdin is not None
-    self._process.stdin.close()
-    self._process.wait()
-
-
-def in_turns(
-  ours: Callable[[], float], peer: Callable[[], float], rounds: int
-) -> tuple[list[float], list[float]]:
-  """Returns rates like `interleaved.rates`; the peer measures its own rate."""
-  rates_of_both: tuple[list[float], list[float]] = ([], [])
-  for turn in range(rounds + 1):
-    start = time.process_time()
-    units = ours()
-    rate = units / (time.process_time() - start)
-    peer_rate = peer()
-    if turn:
-      rates_of_both[0].append(rate)
-      rates_of_both[1].append(peer_rate)
-  return rates_of_both
-
-
-def median(values: list[float]) -> float:
-  return statistics.median(values)
+  Raises:
+    PeerError: that Python does not run google-tunix.
+  """
+  script = pathlib.Path(__file__).with_name('tunix_sampler.py')
+  try:
+    return peer_process.Peer([python, str(script)], task, {'PYTHONPATH': ''})
+  except peer_process.PeerError as error:
+    raise peer_process.PeerError(
+      f'{python} does not run google-tunix; make an environment for it: pip '
+      f'install google-tunix==0.1.7 (Python 3.12). It says: {error}'
+    ) from error

@@ -1,18 +1,42 @@
-"""The peer of `train_step`: Hugging Face transformers on torch, on one core."""
+"""The peer of `train_step`: Hugging Face transformers on torch, on one core.
 
+A process of `peer_process`; its task names the rows, their length, the
+implementation of experts in transformers, and if torch compiles the model.
+"""
+
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from benchmarks import peer_process
+
+_EXPERTS = ('grouped_mm', 'eager')
 
 
-def runner(tokens_BT: np.ndarray, *, experts: str) -> Callable[[], float]:
-  """Returns a function that trains for one step and counts its tokens.
+def variants(
+  rows: int, length: int, environment: dict[str, str]
+) -> dict[str, Callable[[], peer_process.Peer]]:
+  """Returns what starts each variant, by name."""
 
-  Args:
-    tokens_BT: token ids of the batch.
-    experts: name of transformers' `experts_implementation`.
-  """
+  def start(experts: str, is_compiled: bool) -> peer_process.Peer:
+    task = dict(
+      rows=rows, length=length, experts=experts, is_compiled=is_compiled
+    )
+    command = [sys.executable, '-m', 'benchmarks.train_step_hf']
+    return peer_process.Peer(command, task, environment)
+
+  return {
+    experts + ', compiled' * is_compiled: lambda e=experts, c=is_compiled: (
+      start(e, c)
+    )
+    for experts in _EXPERTS
+    for is_compiled in (False, True)
+  }
+
+
+def prepare(task: dict[str, Any]) -> Callable[[], float]:
+  """Returns a function that trains for one step and counts its tokens."""
+  import numpy as np
   import torch
   import transformers
 
@@ -34,14 +58,18 @@ def runner(tokens_BT: np.ndarray, *, experts: str) -> Callable[[], float]:
     tie_word_embeddings=False,
     use_cache=False,
     output_router_logits=False,
-    experts_implementation=experts,
+    experts_implementation=task['experts'],
   )
   config = transformers.Qwen3MoeConfig(**fields)
-  model = transformers.Qwen3MoeForCausalLM(config).float().train()
+  model: Any = transformers.Qwen3MoeForCausalLM(config).float().train()
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=3e-4, weight_decay=0.01, fused=True
   )
-  tokens = torch.tensor(tokens_BT, dtype=torch.long)
+  if task['is_compiled']:
+    model = torch.compile(model)
+  random = np.random.default_rng(0)
+  size = (task['rows'], task['length'])
+  tokens = torch.tensor(random.integers(0, 8192, size))
 
   def run() -> float:
     optimizer.zero_grad(set_to_none=True)
@@ -49,4 +77,9 @@ def runner(tokens_BT: np.ndarray, *, experts: str) -> Callable[[], float]:
     optimizer.step()
     return float(tokens.numel())
 
+  run()
   return run
+
+
+if __name__ == '__main__':
+  peer_process.serve(prepare)

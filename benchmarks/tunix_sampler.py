@@ -97,7 +97,7 @@ def main() -> None:
     start = time.process_time()
     tokens = sample(turn + 1)
     seconds = time.process_time() - start
-    print(json.dumps({'tokens': tokens, 'seconds': seconds}), flush=True)
+    print(json.dumps({'units': tokens, 'seconds': seconds}), flush=True)
 
 
 if __name__ == '__main__':
