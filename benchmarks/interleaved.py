@@ -137,6 +137,7 @@ def report(
   case: str,
   rates: tuple[list[float], list[float]],
   *,
+  against: str = '',
   limit: float | None,
   goal: str,
   met: Callable[[float, float], bool],
@@ -149,6 +150,7 @@ def report(
     case: name of the case that was run.
     rates: our figures and the peer's, as from `rates`; the peer's are empty if
       there is no peer.
+    against: name of the peer.
     limit: rate if every useful operation ran at the device's peak, or another
       bound; None if no bound is known.
     goal: goal in words.
@@ -162,6 +164,7 @@ def report(
   line = {
     'benchmark': name,
     'case': case,
+    'against': against,
     'ours': _rounded(ours),
     'peer': _rounded(peer),
     'unit': unit,

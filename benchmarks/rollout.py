@@ -100,13 +100,13 @@ def generate(run) -> None:
       for steps, engine in engines.items():
         has_goal = steps == _rl_steps() and 'as shipped' not in name
         run.report(
-          f'generate {shape}, batch {batch}, {steps} tokens a dispatch, '
-          f'against {name}',
+          f'generate {shape}, batch {batch}, {steps} tokens a dispatch',
           peer_process.in_turns(
             lambda e=engine: rollout_model.tokens(e, rollout_model.NEW),
             peer.rate,
             run.rounds,
           ),
+          against=name,
           limit=limit,
           **(_goal(_GOALS[batch]) if has_goal else _NONE),
         )
@@ -126,8 +126,9 @@ def tunix(run) -> None:
   else:
     rates = (interleaved.rates(ours, ours, run.rounds)[0], [])
   run.report(
-    'generate 8.1M, batch 8, against google-tunix',
+    'generate 8.1M, batch 8',
     rates,
+    against='google-tunix 0.1.7',
     limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
     **_goal(2.5),
   )
@@ -156,8 +157,9 @@ def large(run) -> None:
       run.rounds,
     )
     run.report(
-      f'large ({total >> 20} MiB), batch {batch}, against a plain read',
+      f'large ({total >> 20} MiB), batch {batch}',
       rates,
+      against='a plain read of the bytes of a step',
       limit=statistics.median(rates[1]),
       **_goal(0.5),
     )
@@ -174,8 +176,9 @@ def first(run) -> None:
 
   for name, peer in rollout_peers.transformers(task, 2):
     run.report(
-      f'first token of 8.1M, batch 1, against {name}',
+      'first token of 8.1M, batch 1',
       peer_process.in_turns(ours, peer.rate, run.rounds),
+      against=name,
       limit=None,
       **_NONE,
       unit='requests/s',
@@ -203,8 +206,9 @@ def prefill(run) -> None:
 
   useful = flops.forward_per_token(config, length, causal=True)
   run.report(
-    f'prefill 8.1M, {rows} x {length}, against the forward pass of training',
+    f'prefill 8.1M, {rows} x {length}',
     interleaved.rates(ours, peer, run.rounds),
+    against='the forward pass of training',
     limit=run.peak / useful,
     **_goal(0.8),
   )
@@ -218,8 +222,9 @@ def routes(run) -> None:
       for on in (True, False)
     ]
     run.report(
-      f'routes recorded or not, 8.1M, batch {batch}',
-      interleaved.rates(
+      f'routes recorded, 8.1M, batch {batch}',
+      against='routes not recorded',
+      rates=interleaved.rates(
         functools.partial(rollout_model.tokens, engines[0], rollout_model.NEW),
         functools.partial(rollout_model.tokens, engines[1], rollout_model.NEW),
         2 * run.rounds,
@@ -232,8 +237,9 @@ def routes(run) -> None:
 def replay(run) -> None:
   config = rollout_model.config(**_SHAPES['8.1M'])
   run.report(
-    'steps of RL with routes replayed or not, 8.1M, 8 x 256',
-    interleaved.rates(
+    'steps of RL with routes replayed, 8.1M, 8 x 256',
+    against='tokens routed afresh',
+    rates=interleaved.rates(
       *rollout_model.train_steps(config, 8, 256), 2 * run.rounds
     ),
     limit=None,
@@ -260,8 +266,9 @@ def numerics(run) -> None:
   }
   for name, (ours, peer) in cases.items():
     run.report(
-      f'batch-invariant numerics against fast, 8.1M, {name}',
+      f'batch-invariant numerics, 8.1M, {name}',
       interleaved.rates(ours, peer, run.rounds),
+      against='fast numerics',
       limit=None,
       goal='none: the price of equal bits',
       met=lambda ours, ratio: True,
@@ -300,18 +307,20 @@ def gpu(run) -> None:
     )
     limit = statistics.median(rates[1])
     run.report(
-      f'gpu, {name}, batch {batch}, against a plain read',
+      f'gpu, decode {name}, batch {batch}',
       rates,
+      against='a plain read of the bytes of a step',
       limit=limit,
       **_goal(0.6),
     )
     task = rollout_peers.task(config, batch, 1, new)
     for peer_name, peer in rollout_peers.transformers(task, 1):
       run.report(
-        f'gpu, {name}, batch {batch}, against {peer_name}',
+        f'gpu, decode {name}, batch {batch}',
         peer_process.in_turns(
           ours, peer.rate, run.rounds, clock=interleaved.clock()
         ),
+        against=peer_name,
         limit=limit,
         **_NONE,
       )

@@ -50,8 +50,9 @@ def _hf(is_quick: bool) -> None:
     is_goal = 'unlocked' in library
     interleaved.report(
       'train_step',
-      f'{name}, against transformers ({best}; {library})',
+      f'hf: {name}',
       rates,
+      against=f'transformers ({best}; {library})',
       limit=limit,
       goal='ratio >= 1.05' if is_goal else 'none',
       met=lambda _, ratio, is_goal=is_goal: not is_goal or ratio >= 1.05,
@@ -79,9 +80,10 @@ def _dense(is_quick: bool) -> None:
   per_token = flops.train_per_token(config, length // 2, causal=True)
   interleaved.report(
     'train_step',
-    f'tiny model, {rows} x {length} tokens, {config.moe.num_active} of '
+    f'dense: tiny model, {rows} x {length} tokens, {config.moe.num_active} of '
     f'{config.moe.num_experts} experts',
     interleaved.rates(ours, peer, 2 if is_quick else 9),
+    against='every expert computed for every token',
     limit=interleaved.peak() / per_token,
     goal='ratio >= 1.2',
     met=lambda rate, ratio: ratio >= 1.2,
