@@ -279,7 +279,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, dtype, bad):
   arrays[hf_checkpoints.GATE][-1, -2] = bad
   source = hf_checkpoints.write(tmp_path / 'hf', DEEPSEEK, arrays)
   place = arrays[hf_checkpoints.GATE].size - 2
-  words = f'Element {place} of {hf_checkpoints.GATE}, in .*safetensors, is {bad}'
+  words = (
+    f'Element {place} of {hf_checkpoints.GATE}, in .*safetensors, is {bad}'
+  )
   with pytest.raises(ValueError, match=words):
     importing.convert(source, tmp_path / 'ours')
   assert not (tmp_path / 'ours').exists()
