@@ -198,7 +198,7 @@ def _speed(cases: tuple[Case, ...], rounds: int) -> None:
     for name, (make, least) in _peers(case).items():
       interleaved.report(
         'attention',
-        f'forward and backward, {case}',
+        f'forward and backward: {case}',
         interleaved.rates(ours, make(), rounds),
         against=name,
         limit=peak / flops,
@@ -222,10 +222,11 @@ def _visits() -> None:
     visible_keys = float((visible.end_BT - visible.start_BT).mean()) / length
     interleaved.report(
       'attention',
-      f'visited share of {length} tokens in {documents} documents',
+      f'pairs visited: {length} tokens in {documents} documents',
       ([visited], [visible_keys]),
+      against='pairs that the mask lets through',
       limit=visible_keys,
-      goal='at most a tile and a block per query more',
+      goal='<= a tile and a block per query more',
       met=lambda ours, _, limit=visible_keys + (queries + keys) / length: (
         ours <= limit
       ),
@@ -250,13 +251,14 @@ def _balance(length: int = 32768, context: int = 8) -> None:
 
   interleaved.report(
     'attention',
-    f'key blocks of the busiest of {context} context shards, {length} tokens',
+    f'work of the busiest of {context} context shards, {length} tokens',
     (
       [busiest(sequence.order(length, context))],
       [busiest(np.arange(length))],
     ),
+    against='contiguous shards',
     limit=1.0,
-    goal='1, equal work',
+    goal='= 1',
     met=lambda ours, _: ours == 1,
     unit='of the mean',
   )

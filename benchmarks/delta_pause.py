@@ -76,9 +76,9 @@ def measure(rounds: int, *, quick: bool) -> None:
   goal_share = 1.0 if quick else 0.01
   interleaved.report(
     'delta',
-    f'pause of an engine that decodes {SLOTS} sessions for a policy of '
-    f'{size:.0f} MB in bf16; peer one memcpy of it',
+    f'pause of an engine with {SLOTS} sessions for {size:.0f} MB of weights',
     ([1e6 * s for s in pauses], [1e6 * s for s in copies]),
+    against='one memcpy of the weights',
     limit=None,
     # A swap has a fixed cost, which is a larger share of a small policy.
     goal=f'ratio <= {goal_share}',
@@ -87,9 +87,9 @@ def measure(rounds: int, *, quick: bool) -> None:
   )
   interleaved.report(
     'delta',
-    f'the same engine: {STEPS} decode steps with a swap among them; peer '
-    'as many without',
+    f'{STEPS} decode steps of that engine with a swap among them',
     ([1e6 * s for s in swapping], [1e6 * s for s in plain]),
+    against='as many steps without a swap',
     limit=None,
     goal='none',
     met=lambda *_: True,

@@ -1,6 +1,7 @@
 """Bytes of bundles beside other ways and the entropy bounds, case by case."""
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 import tempfile
@@ -109,25 +110,33 @@ def _check(
   return seconds
 
 
-def _xor_goal(share: float) -> tuple[str, float | None]:
-  """Returns the goal in words, and bundle over XOR+zstd-1 bytes at most."""
+def _xor_goal(share: float) -> float | None:
+  """Returns bundle over XOR+zstd-1 bytes at most."""
   if 0.01 <= share <= 0.055:
-    return '<= 0.33 of the peer', 0.33
-  if 0.055 < share <= 0.25:
-    return '<= 0.40 of the peer', 0.40
-  return 'none at this share', None
+    return 0.33
+  return 0.40 if 0.055 < share <= 0.25 else None
 
 
 def _line(
   case: str,
   ours: list[float],
-  peer: list[float],
-  limit: float,
-  goal: str,
+  peer: list[float] | None = None,
+  *,
+  against: str = '',
+  limit: float = 1.0,
+  goal: str = 'none',
   met: Callable[[float, float], bool] = lambda ours, ratio: True,
+  unit: str = 'of the bound',
 ) -> None:
   interleaved.report(
-    'delta', case, (ours, peer), limit=limit, goal=goal, met=met, unit='x'
+    'delta',
+    case,
+    (ours, peer or []),
+    against=against,
+    limit=limit,
+    goal=goal,
+    met=met,
+    unit=unit,
   )
 
 
@@ -163,34 +172,29 @@ def measure(
     ]
     for name, peer in delta_peers.SIZED.items()
   }
-  words, goal_ratio = _xor_goal(share)
+  line_of_size = functools.partial(_line, limit=limit, unit='times smaller')
   for name, peer in peer_ratios.items():
-    is_xor = name == 'XOR+zstd-1'
-    _line(
-      f'{what}: full bytes / bundle bytes, small; peer {name}',
+    most = _xor_goal(share) if name == 'XOR+zstd-1' else None
+    line_of_size(
+      f'size of small bundles: {what}',
       ratios['small'],
       peer,
-      limit,
-      words if is_xor else 'none',
-      (lambda _, ratio: goal_ratio is None or 1 / ratio <= goal_ratio)
-      if is_xor
-      else (lambda _, ratio: True),
+      against=name,
+      goal=f'ratio >= {1 / most:.3g}' if most else 'none',
+      met=lambda _, ratio, most=most: most is None or 1 / ratio <= most,
     )
-  _line(
-    f'{what}: full bytes / bundle bytes, fast; peer XOR+zstd-1',
+  line_of_size(
+    f'size of fast bundles: {what}',
     ratios['fast'],
     peer_ratios['XOR+zstd-1'],
-    limit,
-    'none',
+    against='XOR+zstd-1',
   )
   if full_goal:
-    _line(
-      f'{what}: full bytes / bundle bytes, small',
+    line_of_size(
+      f'size of small bundles: {what}',
       ratios['small'],
-      [],
-      limit,
-      f'>= {full_goal:g}',
-      lambda ours, _: ours >= full_goal,
+      goal=f'>= {full_goal:g} times smaller',
+      met=lambda ours, _: ours >= full_goal,
     )
   for name, tier_bundles in by_tier.items():
     for part, sizes in (
@@ -200,46 +204,46 @@ def measure(
       over = [s / e for s, (_, e) in zip(sizes, bounds, strict=True)]
       has_goal = name == 'small' and part == 'bundle'
       _line(
-        f'{what}: {part} bytes / bound E, {name}',
+        f'{part} over bound E, {name}: {what}',
         over[last_steps],
-        [],
-        1.0,
-        '<= 1.06' if has_goal else 'none',
-        lambda ours, _: not has_goal or ours <= 1.06,  # noqa: B023
+        goal='<= 1.06' if has_goal else 'none',
+        met=lambda ours, _: not has_goal or ours <= 1.06,  # noqa: B023
       )
-    for what_s, seconds in (
+    for action, note, seconds in (
       (
-        'publish: encoded, decoded again, compared, written',
+        'publish',
+        'encoded, decoded again, compared, written',
         tier_bundles.publish_s,
       ),
-      ('poll: read, decoded, verified', tier_bundles.poll_s),
+      ('poll', 'read, decoded, verified', tier_bundles.poll_s),
     ):
       interleaved.report(
         'delta',
-        f'{what}: {what_s}; {name}, the whole of it on one core',
+        f'{action}, {name}: {what}',
         ([full / 1e9 / s for s in seconds[1:][last_steps]], []),
         limit=None,
         goal='none',
         met=lambda *_: True,
         unit='GB/s',
+        note=note,
       )
   over_m = [m / e for m, e in bounds]
   whole_ratios = [
     delta_bounds.of_whole(*pair) / e
     for pair, (_, e) in zip(pairs[last_steps], bounds[last_steps], strict=True)
   ]
-  _line(f'{what}: bound M / bound E', over_m[last_steps], [], 1.0, 'none')
-  _line(f'{what}: E of all arrays together / E', whole_ratios, [], 1.0, 'none')
+  _line(f'bound M over bound E: {what}', over_m[last_steps])
+  _line(f'E of all arrays together over E: {what}', whole_ratios)
   tier_bundles = by_tier['small']
   if tier_bundles.catch_up:
     singles = sum(info.bytes for info in tier_bundles.infos[1 : LAG + 1])
     _line(
-      f'{what}: bytes to catch up at lag {LAG} / sum of the singles',
+      f'bytes to catch up at lag {LAG}: {what}',
       [tier_bundles.catch_up / singles],
-      [],
-      0.5,
-      '<= 0.55',
-      lambda ours, _: ours <= 0.55,
+      limit=0.5,
+      goal='<= 0.55',
+      met=lambda ours, _: ours <= 0.55,
+      unit='of the single deltas',
     )
   return {name: statistics.median(values) for name, values in ratios.items()}
 
@@ -254,7 +258,7 @@ def law(case: delta_data.Case) -> None:
   rms = float(np.sqrt(np.mean(np.square(update, dtype=np.float64))))
   for words, update_model in (
     ('each update', update),
-    ('their rms alone', rms),
+    ('their rms', rms),
   ):
     predicted = visibility.expected_share(
       before, update_model, delta_data.BFLOAT16
@@ -263,13 +267,14 @@ def law(case: delta_data.Case) -> None:
     is_law = words == 'each update' and not case.is_cold
     interleaved.report(
       'delta',
-      f'{case.label}, updates of rms {rms:.3g}: share changed in per cent, '
-      f'predicted from {words}; peer counted',
+      f'share changed, predicted from {words}: {case.label}',
       ([100 * predicted], [100 * share]),
+      against='the share as counted',
       limit=None,
       goal='within 5 % of the count' if is_law else 'none',
       met=lambda _, ratio: not is_law or abs(ratio - 1) <= 0.05,  # noqa: B023
       unit='%',
+      note=f'updates of rms {rms:.3g}',
     )
 
 
@@ -279,25 +284,26 @@ def quantised(case: delta_data.Case) -> None:
   before, after = case.masters
   bf16 = delta_data.cast_share(case.masters)
   ways = {
-    'fp8 e4m3, scales of powers of two': (
+    'fp8 with scales of powers of two': (
       lambda m: delta_data.fp8(m, powers_of_two=True),
       0.11,
     ),
-    'fp8 e4m3, float32 scales': (
+    'fp8 with float32 scales': (
       lambda m: delta_data.fp8(m, powers_of_two=False),
       None,
     ),
-    'int4 in groups of 32, bf16 scales': (delta_data.int4, 0.01),
+    'int4 in groups of 32': (delta_data.int4, 0.01),
   }
   for name, (quantise, goal) in ways.items():
     codes, scales = delta_data.differing(quantise(before), quantise(after))
     interleaved.report(
       'delta',
-      f'{case.label}: codes changed of {name} in per cent (of the scales '
-      f'{scales:.3%}); peer bf16',
+      f'codes changed, {name}: {case.label}',
       ([100 * codes], [100 * bf16]),
+      against='weights changed in bf16',
       limit=None,
-      goal='none' if goal is None else f'<= {goal} of the peer',
+      goal='none' if goal is None else f'ratio <= {goal}',
       met=lambda _, ratio: goal is None or ratio <= goal,  # noqa: B023
       unit='%',
+      note=f'{scales:.3%} of the scales change',
     )

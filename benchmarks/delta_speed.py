@@ -187,8 +187,9 @@ def _report(
     goal = goals.get(name)
     interleaved.report(
       'delta',
-      f'{label}: {name}, one core; peer memcpy',
+      f'{name}: {label}',
       (values, rates['memcpy']),
+      against='memcpy',
       limit=ceiling(name),
       goal='none' if goal is None else f'ratio >= {goal}',
       met=lambda _, ratio: goal is None or ratio >= goal,  # noqa: B023
@@ -215,8 +216,9 @@ def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
         )
         interleaved.report(
           'delta',
-          f'{label}: {tier} {what}, two threads; peer one thread',
+          f'{tier} {what}, two threads: {label}',
           (two, alone),
+          against='one thread',
           limit=None,
           goal='ratio >= 1.8',
           met=lambda _, ratio: ratio >= 1.8,

@@ -5,8 +5,9 @@ that cores scale as two threads did and that links are full. A level of
 caches adds a round trip and the time of a few packs, which is small.
 """
 
-import json
 from collections.abc import Mapping
+
+from benchmarks import interleaved
 
 TERABYTE = 1e12
 # Gbit/s of the links, and cores of each side over all of its hosts.
@@ -58,12 +59,15 @@ def tell(
         link=link,
         cores=cores,
       )
-      line = {
-        'benchmark': 'delta',
-        'case': f'arithmetic: seconds for 1 TB of bf16, {case}, {tier}, '
-        f'{link} Gbit/s, {cores} cores a side',
-        'bundle_gb': float(f'{1e3 / ratios[tier]:.3g}'),
-        'all of it, each way': 8e3 / link,
-        **{name: float(f'{value:.3g}') for name, value in stages.items()},
-      }
-      print(json.dumps(line), flush=True)
+      told = ', '.join(f'{name} {value:.3g}' for name, value in stages.items())
+      interleaved.report(
+        'delta',
+        f'1 TB, {case}, {tier}: {link} Gbit/s, {cores} cores a side',
+        ([stages['overlapped']], [8e3 / link]),
+        against='all weights, sent once',
+        limit=None,
+        goal='none',
+        met=lambda *_: True,
+        unit='s',
+        note=f'arithmetic; bundle of {1e3 / ratios[tier]:.3g} GB; {told}',
+      )

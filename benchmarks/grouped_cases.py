@@ -42,8 +42,8 @@ class Case(NamedTuple):
   def __str__(self) -> str:
     what = 'forward and backward' if self.gradients else 'forward'
     return (
-      f'{what}, {self.rows} rows of {self.num_experts} experts (uneven), '
-      f'{self.dim} by {self.width}'
+      f'{what}, {self.rows // self.num_experts} rows an expert: '
+      f'{self.num_experts} experts, {self.dim} by {self.width}'
     )
 
 

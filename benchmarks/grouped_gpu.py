@@ -109,8 +109,9 @@ def run(*, is_tiny: bool) -> None:
         goal = _GOAL if name == 'a dense product' else 0.9
         interleaved.report(
           'grouped_matmul',
-          f'{backend} beside {name}: bfloat16, {case}',
+          f'{backend} in bfloat16, {case}',
           interleaved.rates(ours, peer, 3 if is_tiny else 11),
+          against=name,
           limit=peak / (case.flops() / case.rows),
           goal=f'ratio >= {goal}',
           met=lambda _, ratio, goal=goal: ratio >= goal,

@@ -63,12 +63,14 @@ def _beside_dense(case: Case, rounds: int, peak: float) -> None:
   goal = 0.7 if case.rows >= 256 * case.num_experts else 0.5
   interleaved.report(
     'grouped_matmul',
-    f'beside a dense product: {case}; {case.waste()}',
+    str(case),
     rates,
+    against='a dense product',
     limit=peak / (case.flops() / case.rows),
     goal=f'ratio >= {goal}',
     met=lambda _, ratio: ratio >= goal,
     unit='rows/s',
+    note=case.waste(),
   )
 
 
@@ -91,13 +93,14 @@ def _beside_bytes(case: Case, rounds: int) -> None:
 
   interleaved.report(
     'grouped_matmul',
-    f'beside reading the {touched_E.sum()} touched experts: {case}; '
-    f'{case.waste()}',
+    str(case),
     interleaved.rates(ours, read, rounds),
+    against='reading the experts with rows',
     limit=None,
     goal='ratio >= 0.5',
     met=lambda _, ratio: ratio >= 0.5,
     unit='bytes/s',
+    note=f'{touched_E.sum()} experts with rows; {case.waste()}',
   )
 
 
@@ -105,16 +108,18 @@ def _beside_ragged(case: Case, rounds: int, peak: float, goal: float) -> None:
   arrays = grouped_cases.arrays(case)
   interleaved.report(
     'grouped_matmul',
-    f'beside lax.ragged_dot: {case}; {case.waste()}',
+    str(case),
     interleaved.rates(
       grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays),
       grouped_cases.runner(case, grouped_cases.grouped('ragged'), arrays),
       rounds,
     ),
+    against='jax.lax.ragged_dot',
     limit=peak / (case.flops() / case.rows),
     goal=f'ratio >= {goal}',
     met=lambda _, ratio: ratio >= goal,
     unit='rows/s',
+    note=case.waste(),
   )
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from composer_jax.telemetry import machine
+
 _SIDE = 768  # side of the matrices whose product measures the peak
 
 
@@ -49,7 +51,8 @@ def _uses_accelerator() -> bool:
   return jax is not None and jax.default_backend() != 'cpu'
 
 
-def _machine() -> str:
+def machine_name() -> str:
+  """Returns the processor, its cores or the accelerator, and JAX's version."""
   name = platform.processor() or platform.machine()
   try:
     with open('/proc/cpuinfo') as file:
@@ -58,9 +61,12 @@ def _machine() -> str:
   except OSError:
     pass
   jax = sys.modules.get('jax')
+  cores = machine.usable_cores()
+  where = 'one core' if cores == 1 else f'{cores} cores'
   if jax is None:
-    return f'{name}, one core'
-  where = jax.devices()[0].device_kind if _uses_accelerator() else 'one core'
+    return f'{name}, {where}'
+  if _uses_accelerator():
+    where = jax.devices()[0].device_kind
   return f'{name}, {where}, jax {jax.__version__}'
 
 
@@ -142,21 +148,24 @@ def report(
   goal: str,
   met: Callable[[float, float], bool],
   unit: str = 'tokens/s',
+  note: str = '',
 ) -> dict[str, Any]:
   """Prints the line of one case, with the medians of both.
 
   Args:
     name: name of the benchmark.
-    case: name of the case that was run.
+    case: claim in a few words. Cases of one claim have the same words before a
+      colon; the table of README.md joins those of one peer, goal and unit.
     rates: our figures and the peer's, as from `rates`; the peer's are empty if
       there is no peer.
     against: name of the peer.
     limit: rate if every useful operation ran at the device's peak, or another
       bound; None if no bound is known.
-    goal: goal in words.
+    goal: goal in words; 'none' keeps the line out of the table.
     met: function (ours, ratio) -> true if the goal is met; the ratio is NaN
       without a peer.
     unit: unit of the figures.
+    note: further figures of the case in words.
   """
   ours = statistics.median(rates[0])
   peer = statistics.median(rates[1]) if rates[1] else None
@@ -174,7 +183,8 @@ def report(
     'goal': goal,
     'met': bool(met(ours, math.nan if ratio is None else ratio)),
     'command': ' '.join(['python', '-m', f'benchmarks.{name}', *sys.argv[1:]]),
-    'machine': _machine(),
+    'machine': machine_name(),
+    **({'note': note} if note else {}),
   }
   print(json.dumps(line), flush=True)
   return line

@@ -143,11 +143,15 @@ def main(arguments: argparse.Namespace) -> None:
   for method in _METHODS:
     flops = steps[method].program.flops
     rates_pair = _against_optax(steps, method, rounds)
-    for peer, rates in (('optax', rates_pair[1]), ('torch', torch_rates)):
+    for peer, rates in (
+      ('optax.contrib.muon', rates_pair[1]),
+      ('torch.optim.Muon', torch_rates),
+    ):
       interleaved.report(
         'muon',
-        f'{size}, {method}, against {peer}',
+        f'time of a step, {size}, {method}',
         (rates_pair[0], rates),
+        against=peer,
         unit='steps/s',
         limit=peak / flops,
         goal='ratio >= 1',
@@ -155,7 +159,7 @@ def main(arguments: argparse.Namespace) -> None:
       )
     interleaved.report(
       'muon',
-      f'{size}, {method}, share of the peak',
+      f'share of the peak, {size}, {method}',
       ([rate * flops / peak for rate in rates_pair[0]], []),
       unit='of the peak',
       limit=1.0,

@@ -112,70 +112,75 @@ class _Case:
 def _report(case: _Case, method: str, step: Any, peer: Any) -> None:
   placed, program = case.placed, step.program
   is_k2 = case.name.startswith('k2')
-  peer_name = f', against {peer[0]}' if peer else ''
 
   def line(what, read, **fields):
     figures = ([read(step)], [read(peer[1])] if peer else [])
-    name = f'{case.name}, {what}, {method}{peer_name}'
-    interleaved.report('muon', name, figures, **fields)
+    against = peer[0] if peer else ''
+    name = f'{what}, {method}: {case.name}'
+    interleaved.report('muon', name, figures, against=against, **fields)
 
-  ideal, times = placed.even_flops() / 1e12, 1.02
+  even, times = placed.even_flops(), 1.02
   if is_k2:
     # Giants count here: every device runs the same program, so this is the
     # critical path.
-    ideal, times = placed.even_flops(method) / 1e12, 1.05
+    even, times = placed.even_flops(method), 1.05
   elif method == 'gram':
     times = 0.81
   line(
-    'flops',
-    lambda s: s.program.flops / 1e12,
-    unit='TFLOP per chip',
-    limit=ideal,
-    goal=f'<= {times} times the limit',
-    met=lambda ours, _: ours <= times * ideal,
+    'operations of a chip',
+    lambda s: s.program.flops / even,
+    unit='times an even share',
+    limit=1.0,
+    goal=f'<= {times}',
+    met=lambda ours, _: ours <= times,
+    note=f'an even share is {even / 1e12:.4g} TFLOP',
   )
-  least = placed.least_bytes(2) / 1e6
+  least = placed.least_bytes(2)
   line(
-    'bytes',
-    lambda s: s.program.wire_bytes / 1e6,
-    unit='MB into a chip',
-    limit=least,
-    goal='<= 1.05 times the limit',
-    met=lambda ours, _: ours <= 1.05 * least,
+    'bytes into a chip',
+    lambda s: s.program.wire_bytes / least,
+    unit='times the least',
+    limit=1.0,
+    goal='<= 1.05',
+    met=lambda ours, _: ours <= 1.05,
+    note=f'the least is {least / 1e6:.4g} MB',
   )
-  local = 2 * placed.local_elements / 1e9
+  local = 2 * placed.local_elements
   line(
-    'memory',
-    lambda s: s.temp_bytes / 1e9,
-    unit='GB of temporaries',
+    'temporaries',
+    lambda s: s.temp_bytes / local,
+    unit='times the local update',
     limit=None,
-    goal=f'<= 1.5 times the local update of {local:.3g} GB',
-    met=lambda ours, _: ours <= 1.5 * local,
+    goal='<= 1.5',
+    met=lambda ours, _: ours <= 1.5,
+    note=f'the local update has {local / 1e9:.3g} GB',
   )
   line(
-    'overlap',
+    'products with a collective in flight',
     lambda s: s.program.overlap,
-    unit='share of products with a collective in flight',
+    unit='of products',
     limit=1.0,
     goal='>= 0.9',
     met=lambda ours, _: ours >= 0.9,
   )
   exchanges = program.of_kind('all-to-all')
   line(
-    f'exchanges of {len(exchanges)} with products inside',
+    'exchanges with products inside',
     lambda s: sum(c.hidden > 0 for c in s.program.of_kind('all-to-all')),
-    unit='all-to-all',
+    unit='exchanges',
     limit=len(exchanges),
     goal='all but the first and the last',
     met=lambda *_: all(c.hidden > 0 for c in exchanges[1:-1]),
+    note=f'{len(exchanges)} exchanges',
   )
   line(
-    f'compilation, {step.peak_bytes / 1e9:.1f} GB of memory on a chip',
+    'compilation',
     lambda s: s.seconds,
     unit='CPU seconds',
     limit=None,
-    goal='< 60, memory < 30 GB',
+    goal='< 60, and < 30 GB on a chip',
     met=lambda ours, _: ours < 60 and step.peak_bytes < 30e9,
+    note=f'{step.peak_bytes / 1e9:.1f} GB on a chip',
   )
 
 
@@ -188,9 +193,9 @@ def _modelled(case: _Case, method: str) -> None:
   chunks = muon_model.chunk_times(plan, rates)
   interleaved.report(
     'muon',
-    f'{case.name}, modelled, {method}',
+    f'modelled step on v5p, {method}: {case.name}',
     ([muon_model.pipelined_seconds(chunks)], []),
-    unit='s of a step on v5p',
+    unit='s',
     limit=muon_model.roofline_seconds(plan, rates),
     goal='<= 0.2 on 512 chips',
     met=lambda ours, _: ours <= 0.2 * 512 / case.placed.num_devices,
@@ -210,12 +215,14 @@ def _optax(case: _Case, step: Any) -> None:
     gigabytes = float(match.group(1)) * 2**30 / 1e9
   interleaved.report(
     'muon',
-    f'{case.name}, memory, gram, against optax, which has to fit in 103 GB',
+    f'temporaries in GB, gram: {case.name}',
     ([step.temp_bytes / 1e9], [gigabytes]),
-    unit='GB of temporaries',
+    against='optax.contrib.muon',
+    unit='GB',
     limit=None,
     goal='none',
     met=lambda *_: True,
+    note='a chip has 103 GB',
   )
 
 
@@ -243,7 +250,7 @@ def main(arguments: argparse.Namespace) -> None:
     case = _Case(name)
     peer = None
     if arguments.maxtext:
-      peer = ('maxtext', case.maxtext())
+      peer = ("MaxText's Muon", case.maxtext())
     for method in _METHODS[1 if arguments.quick else 0 :]:
       step = case.ours(method)
       _report(case, method, step, peer)

@@ -5,8 +5,8 @@
 One JSON line per case and level that works here. `ours` and `peer` are medians
 of milliseconds, taken in turn; `spread` is how far the 95th percentile of ours
 lies above its median. The peer and limit of a program are fork and exec of the
-interpreter without isolation; those of a suite are the same suite run directly.
-Other fields of a line concern one level.
+interpreter without isolation; the peer of a suite is the same suite run
+directly. Other fields of a line concern one level.
 """
 
 import concurrent.futures
@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import interleaved
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.telemetry import machine
 
 _LIMITS = base.Limits(
     wall_s=20.0, cpu_s=20.0, memory_bytes=512 << 20, processes=32,
@@ -38,7 +38,10 @@ _NUM_FILES, _FILE_BYTES = 400, 10_240
 _TEST = 'def test_one():\n  assert 1 + 1 == 2\n'
 _PYTEST = ('-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_one.py')
 _NO_PLUGINS = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
-_PEERS = ('bare_pytest_p50_ms', 'fork_exec_p50_ms')
+_PEERS = {
+  'bare_pytest_p50_ms': 'pytest started by itself',
+  'fork_exec_p50_ms': 'fork and exec of the interpreter',
+}
 # Goals: median milliseconds of a level that isolates.
 _GOALS = {
   'call': 15.0,
@@ -154,43 +157,47 @@ def _rows(sandbox, images: pathlib.Path):
       'restore': restored, 'changes': compared, 'close': closed,
   }.items():  # fmt: skip
     yield f'{name} of a repository', numbers | files
-  yield 'runs per second', _throughput(sandbox, start_python, pytest)
+  for name, command in (('python -c pass', start_python), ('pytest', pytest)):
+    rate = _throughput(sandbox, command)
+    yield f'throughput of two threads, {name}', {'runs_per_s': rate}
 
 
-def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
-  """Returns runs a second of each command, in fresh boxes by two threads."""
+def _throughput(sandbox, command: base.Command) -> float:
+  """Returns runs a second of a command, in fresh boxes by two threads."""
 
-  def one(command):
+  def one(_):
     with sandbox.open('tiny') as box:
       _succeed(box, command)
 
-  rates = {}
   with concurrent.futures.ThreadPoolExecutor(2) as threads:
-    for name, command in zip(('python', 'pytest'), commands):
-      start = time.perf_counter()
-      list(threads.map(one, [command] * _TIMES))
-      rates[name] = round(_TIMES / (time.perf_counter() - start), 1)
-  return rates | {'workers': 2}
+    start = time.perf_counter()
+    list(threads.map(one, range(_TIMES)))
+    return round(_TIMES / (time.perf_counter() - start), 1)
 
 
 def _line(level: str, row: str, numbers: dict[str, Any]) -> dict[str, Any]:
   """Returns the fields that every benchmark prints."""
-  ours = numbers.get('p50_ms')
-  peer = next((numbers[name] for name in _PEERS if name in numbers), None)
+  is_time = 'p50_ms' in numbers
+  ours = numbers['p50_ms' if is_time else 'runs_per_s']
+  peer_key = next((key for key in _PEERS if key in numbers), '')
+  peer = numbers.get(peer_key)
   goal = _GOALS.get(row) if level != 'rlimits' else None
   return {
     'benchmark': 'sandbox',
-    'case': f'{level}: {row}',
+    'case': f'{row}: {level}',
+    'against': _PEERS.get(peer_key, ''),
     'ours': ours,
     'peer': peer,
-    'unit': 'ms' if ours else 'see the rest',
-    'ratio': round(ours / peer, 3) if ours and peer else None,
-    'spread': round(numbers['p95_ms'] / ours - 1, 3) if ours else None,
+    'unit': 'ms' if is_time else 'runs/s',
+    'ratio': round(ours / peer, 3) if peer else None,
+    'spread': [round(numbers['p95_ms'] / ours - 1, 3)]
+    if is_time and ours
+    else [],
     'limit': numbers.get('fork_exec_p50_ms'),
-    'goal': goal,
-    'met': None if goal is None or ours is None else ours <= goal,
+    'goal': 'none' if goal is None else f'<= {goal:g} ms',
+    'met': goal is None or ours <= goal,
     'command': f'python -m benchmarks.sandbox{" --quick" * _QUICK}',
-    'machine': machine.describe(),
+    'machine': interleaved.machine_name(),
   }
 
 

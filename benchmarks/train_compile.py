@@ -97,40 +97,43 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
   def line(what: str, value: float, **fields: Any) -> None:
     interleaved.report(
       'train_compile',
-      f'{name} ({subject.model} on {subject.topology}, mesh {subject.mesh}), '
-      f'{what}',
+      f'{what}: {name}',
       ([value], []),
       **fields,
     )
 
   line(
-    'memory',
+    'memory of a device',
     summary['peak'] / 1e9,
-    unit='GB of a device',
+    unit='GB',
     limit=summary['hbm'] / 1e9,
     goal='fits',
     met=lambda *_: summary['fits'],
+    note=f'a device has {summary["hbm"] / 1e9:.0f} GB',
   )
   line(
-    f'hidden of {summary["wire_seconds"]:.3g} modelled s of collectives',
+    'modelled time of collectives that products hide',
     summary['hidden_share'],
-    unit='share with products beside it',
+    unit='of the time',
     limit=1.0,
     goal='>= 0.9',
     met=lambda ours, _: ours >= 0.9,
+    note=f'collectives take {summary["wire_seconds"]:.3g} s',
   )
   # Backward recomputes the forward pass once.
   model = 4 / 3 * flops.train_per_token(case.model, _SEQ_LEN, causal=True)
   model *= summary['tokens'] / summary['devices']
-  model = (model + muon.plan(case).flops) / 1e12
-  notes = [*summary['unknown_kernels'], *summary['dynamic_loops']]
+  model += muon.plan(case).flops
+  uncounted = [*summary['unknown_kernels'], *summary['dynamic_loops']]
+  without = f', without {", ".join(uncounted)}' if uncounted else ''
   line(
-    'products' + (f', without {", ".join(notes)}' if notes else ''),
-    summary['flops'] / 1e12,
-    unit='TFLOP of a device, buffers of received rows full',
-    limit=model,
-    goal='<= 1.25 times the model with recomputation, and Muon',
-    met=lambda ours, _: ours <= 1.25 * model,
+    'operations, with recomputation, Muon and full buffers',
+    summary['flops'] / model,
+    unit="times the model's",
+    limit=1.0,
+    goal='<= 1.25',
+    met=lambda ours, _: ours <= 1.25,
+    note=f'{summary["flops"] / 1e12:.4g} TFLOP of a device{without}',
   )
   line(
     'compilation, ' + ('to code' if summary['has_code'] else 'to the schedule'),
