@@ -19,6 +19,8 @@ Usage:
   ./run.sh config [flags]        every field of a config, its default, meaning
   ./run.sh test [--slow] [args]  ruff, pyrefly, then pytest with these args;
                                  --no-isolation where namespaces are refused
+  ./run.sh bench [NAME...]       benchmarks, all or some: keeps their results
+                                 and renders benchmarks/README.md
   ./run.sh lint                  ruff and pyrefly only
   ./run.sh docs                  the pages of docs/, in runs/docs
   ./run.sh install               only make .venv
@@ -230,6 +232,11 @@ case "$command" in
     exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile \
       --no-loadscope-reorder --durations 15 "$@"
     ;;
+  bench)
+    shift
+    install test '.[test]'  # has the libraries that peers are made of
+    exec "$VENV/bin/python" -m benchmarks "$@"
+    ;;
   lint)
     install test '.[test]'
     lint
@@ -255,7 +262,7 @@ case "$command" in
         sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|tiny_checkpoint$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
-and the commands test, lint, docs, install and help."
+and the commands test, bench, lint, docs, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then

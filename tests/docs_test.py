@@ -52,17 +52,21 @@ def commands(text: str) -> list[list[str]]:
   ]
 
 
-# Commands that run.sh runs itself.
+# Commands that run.sh runs itself, and those that it hands to a benchmark.
 WORDS = ('test', 'lint', 'install', 'docs', 'help')
+BENCHMARKS = {'bench': 'benchmarks.__main__', 'gpu_day': 'benchmarks.gpu_day'}
 
 
 def main_of(words: list[str]) -> tuple[str, list[str]]:
   """Returns the module, or word of run.sh, that a command starts, and flags."""
   if words[0] != './run.sh':
-    return words[2], words[3:]
+    is_all = words[2] == 'benchmarks'
+    return BENCHMARKS['bench'] if is_all else words[2], words[3:]
   command, *arguments = words[1:] or ['']
   if command in WORDS:
     return command, arguments
+  if command in BENCHMARKS:
+    return BENCHMARKS[command], arguments
   if command.startswith('-') or not command:
     return 'experiments.composer', words[1:]
   return f'experiments.{command}', arguments

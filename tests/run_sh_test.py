@@ -59,7 +59,13 @@ def test_scripts_are_bash():
 def test_help_names_the_commands(flag):
   result = run(flag)
   assert result.returncode == 0
-  for word in ('./run.sh test', '--config', '--workdir', 'constraints.txt'):
+  for word in (
+    './run.sh test',
+    './run.sh bench',
+    '--config',
+    '--workdir',
+    'constraints.txt',
+  ):
     assert word in result.stdout
 
 
@@ -89,6 +95,15 @@ def test_main_job_gets_defaults_that_flags_replace(checkout):
     result = run(*args, cwd=checkout)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == flags
+
+
+def test_bench_hands_its_arguments_to_the_benchmarks(checkout):
+  pretend_installed(checkout, 'test', '.[test]')
+  (checkout / 'benchmarks').mkdir()
+  main = checkout / 'benchmarks' / '__main__.py'
+  main.write_text('import sys; print(*sys.argv[1:])')
+  result = run('bench', 'delta', '--quick', cwd=checkout)
+  assert result.stdout.strip() == 'delta --quick', result.stderr
 
 
 def test_old_python_is_refused_by_name(checkout):
