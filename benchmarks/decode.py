@@ -24,6 +24,7 @@ from benchmarks import interleaved
 
 _SLOTS, _MAX_LEN = 64, 384
 _CONTEXT, _NEW = 96, 128
+_IDS = 256  # ids of the contexts, which every vocabulary here has
 # One episode of 'turns': prompt, then four times a call and a tool's output.
 _PROMPT, _TURNS, _CALL, _OUTPUT = 120, 4, 20, 40
 
@@ -47,7 +48,7 @@ def _drain(engine):
 
 def _context(length, seed):
   rng = np.random.default_rng(seed)
-  return rng.integers(0, 1024, length).astype(np.int32)
+  return rng.integers(0, _IDS, length).astype(np.int32)
 
 
 def _decode_tokens(engine) -> float:

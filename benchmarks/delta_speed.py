@@ -8,6 +8,7 @@ import functools
 import os
 import queue
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -232,13 +233,16 @@ def _one_by_one(tier: str, chunks: Boxes) -> dict[str, Callable[[int], object]]:
   """Returns functions that encode or apply the chunk of a number."""
   codes = [_encode(old, new, tier) for old, new in chunks]
   posts, into = [identity.hash_box(new) for _, new in chunks], _buffers(chunks)
+  # A thread that waited may reach a chunk of the next pass with the other.
+  locks = [threading.Lock() for _ in chunks]
 
   def encode(number: int) -> bytes:
     old, new = chunks[number]
     return _encode_and_hash(old, new, tier)
 
   def apply(number: int) -> None:
-    _apply(chunks[number][0], codes[number], posts[number], into[number])
+    with locks[number]:
+      _apply(chunks[number][0], codes[number], posts[number], into[number])
 
   return {'encode and hash': encode, 'verified apply': apply}
 
