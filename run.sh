@@ -21,6 +21,7 @@ Usage:
                                  --no-isolation where namespaces are refused
   ./run.sh bench [NAME...]       benchmarks, all or some: keeps their results
                                  and renders benchmarks/README.md
+  ./run.sh gpu_day --out=DIR     all that needs a GPU, in 35 minutes
   ./run.sh lint                  ruff and pyrefly only
   ./run.sh docs                  the pages of docs/, in runs/docs
   ./run.sh install               only make .venv
@@ -104,7 +105,7 @@ install() {
     return
   fi
   # What the tests need includes all that the jobs need.
-  if [[ "$what" != *docs* ]] &&
+  if [[ "$what" != *docs* && "$what" != *gpu* ]] &&
     is_installed "$VENV/composer_jax.test" ".[test] $sum"; then
     return
   fi
@@ -128,10 +129,11 @@ fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
     fi
     say "Installing $what and its dependencies: several hundred MB, once."
     local started=$SECONDS
-    # torch is only compared with, on the CPU; its default wheels on Linux
-    # bring gigabytes of CUDA.
+    # torch is only compared with; its default wheels on Linux bring gigabytes
+    # of CUDA.
     local uv_extra=() pip_extra=()
-    if [[ "$what" == *test* ]] && answers "$python" "$TORCH_CPU"; then
+    if [[ "$what" == *test* && "$what" != *gpu* ]] &&
+      answers "$python" "$TORCH_CPU"; then
       uv_extra=(--torch-backend cpu)
       pip_extra=(--extra-index-url "$TORCH_CPU")
     fi
@@ -237,6 +239,15 @@ case "$command" in
     install test '.[test]'  # has the libraries that peers are made of
     exec "$VENV/bin/python" -m benchmarks "$@"
     ;;
+  gpu_day)
+    shift
+    if [[ " $* " == *' --tiny '* ]]; then
+      install test '.[test]'
+    else
+      install gpu '.[gpu,test]'
+    fi
+    exec "$VENV/bin/python" -m benchmarks.gpu_day "$@"
+    ;;
   lint)
     install test '.[test]'
     lint
@@ -262,7 +273,7 @@ case "$command" in
         sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|tiny_checkpoint$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
-and the commands test, bench, lint, docs, install and help."
+and the commands test, bench, gpu_day, lint, docs, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then

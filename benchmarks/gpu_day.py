@@ -4,9 +4,9 @@
 
 Each part is a process of its own with a time limit of its own, the most telling
 first; a part that fails or is cut off leaves the others alone. DIR gets
-results.jsonl, one line a claim as it is measured, a log of each part, and
-page.md. `--tiny` runs the same commands at sizes whose figures mean nothing, on
-any device.
+results.jsonl, one line a claim as it is measured, what each part printed
+(NAME.out, and NAME.log with its errors), and page.md. `--tiny` runs the same
+commands at sizes whose figures mean nothing, on any device.
 
 It needs the extra 'gpu'. torch with CUDA and tokamax are peers where they are
 installed.
@@ -24,6 +24,8 @@ import threading
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from benchmarks import __main__ as runner
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -145,15 +147,14 @@ def run(part: Part, folder: pathlib.Path, seconds: float) -> Outcome:
 def _run_command(
   part: Part, command: list[str], folder: pathlib.Path, seconds: float
 ) -> str:
-  log = folder / f'{part.name}.log'
-  with log.open('a') as into:
-    into.write(f'$ python -m {" ".join(command)}\n')
-    into.flush()
+  log, out = (folder / f'{part.name}.{end}' for end in ('log', 'out'))
+  with log.open('a') as errors, out.open('a') as output:
+    print(f'$ python -m {" ".join(command)}', file=errors, flush=True)
     process = subprocess.Popen(
       [sys.executable, '-m', *command],
       cwd=ROOT,
       stdout=subprocess.PIPE,
-      stderr=into,
+      stderr=errors,
       text=True,
       start_new_session=True,
     )
@@ -168,7 +169,7 @@ def _run_command(
     assert process.stdout is not None
     for line in process.stdout:
       print(line, end='', flush=True)
-      into.write(line)
+      output.write(line)
       _keep(part.name, line, folder)
     process.wait()
     timer.cancel()
@@ -266,12 +267,6 @@ def _device() -> str:
   return process.stdout.strip().splitlines()[-1]
 
 
-def _commit() -> str:
-  command = ['git', '-C', str(ROOT), 'describe', '--always', '--dirty']
-  process = subprocess.run(command, capture_output=True, text=True)
-  return process.stdout.strip() or 'unknown'
-
-
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--out', type=pathlib.Path, required=True)
@@ -294,7 +289,7 @@ def main() -> int:
     )
   folder.mkdir(parents=True, exist_ok=True)
   date = datetime.datetime.now(datetime.UTC).date()
-  about = f'{device}, commit {_commit()}, {date}.'
+  about = f'{device}, commit {runner.commit()}, {date}.'
   if arguments.tiny:
     about += ' A rehearsal: its figures mean nothing.'
   outcomes = []

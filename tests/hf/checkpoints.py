@@ -46,11 +46,10 @@ def tensors(fields, dtype=BFLOAT16, *, seed=0):
 
 def random_bits(rng, shape, dtype=BFLOAT16):
   count = int(np.prod(shape)) * dtype.itemsize
-  bits = np.frombuffer(rng.bytes(count), f'u{dtype.itemsize}').copy()
-  exponent = np.array(np.inf, dtype).view(bits.dtype)
-  # One bit less of an exponent that is all ones.
-  bits[bits & exponent == exponent] ^= exponent & -exponent
-  return bits.view(dtype).reshape(shape)
+  values = np.frombuffer(rng.bytes(count), dtype).reshape(shape)
+  if dtype.kind in 'iu':
+    return values
+  return np.where(np.isfinite(values), values, -values.dtype.type(0))
 
 
 def write(folder, fields, arrays, *, num_files=1):
