@@ -42,11 +42,7 @@ class Runner(Protocol):
   level: str
 
   def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
+    self, files: dict[str, str], module: str, function: str, arguments: list
   ) -> RunResult: ...
 
 

@@ -145,13 +145,11 @@ def _write_weights(
         array = arrays[part.array]
         for piece in blocks.pieces(part, array.chunk):
           values = tensor.read(piece.start, piece.stop)
-          bad = blocks.first_not_finite(values)
-          if bad is not None:
+          if (bad := blocks.first_not_finite(values)) is not None:
             raise ValueError(
               f'Element {piece.start + bad} of {name}, in '
               f'{source.folder.path / tensor.raws[0].file}, is {values[bad]}; '
-              'all weights must be finite. Fetch that file again, or mend the '
-              'checkpoint: training on it would give NaN from the first step.'
+              'weights must be finite. Fetch that file again, or mend it.'
             )
           block = blocks.contiguous(piece.of(values))
           block = block.astype(array.dtype, copy=False)

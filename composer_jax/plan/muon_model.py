@@ -42,11 +42,6 @@ def bound_bytes(plan: muon_plan.MuonPlan) -> float:
   return total
 
 
-def critical_path(plan: muon_plan.MuonPlan) -> float:
-  """Returns a device's operations relative to an even share of all."""
-  return plan.flops / max(sum(group.even_flops for group in plan.groups), 1)
-
-
 def padding(plan: muon_plan.MuonPlan) -> float:
   """Returns the share of the operations that empty slots cause."""
   real = sum(

@@ -210,11 +210,7 @@ class Sandbox(Protocol):
   about: dict[str, Any]
 
   def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
+    self, files: dict[str, str], module: str, function: str, arguments: list
   ) -> Result:
     """Calls `module.function(*arguments[i])` for each i in a fresh process.
 

@@ -67,7 +67,7 @@ def test_totals_are_those_of_the_plan(subject, tables):
   totals = {row['total']: row for row in tables[3]['rows']}
   assert totals['flops']['value'] == made.flops
   assert totals['critical_path']['ratio'] == pytest.approx(
-    muon_model.critical_path(made)
+    plans.critical_path(made)
   )
   assert totals['wire_bytes']['value'] == made.wire_bytes
   assert totals['wire_bytes']['least'] == round(muon_model.bound_bytes(made))

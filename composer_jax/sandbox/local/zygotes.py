@@ -57,11 +57,7 @@ class ZygotePool(base.Closing):
       self._idle.put(zygote)
 
   def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
+    self, files: dict[str, str], module: str, function: str, arguments: list
   ) -> base.Result:
     """See `base.Sandbox`."""
     request = _checked(files, module, function, arguments)

@@ -199,11 +199,7 @@ class RemoteSandbox(base.Closing):
       return self.ask(header, parts, wall_s + self._grace_s)
 
   def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
+    self, files: dict[str, str], module: str, function: str, arguments: list
   ) -> base.Result:
     header = {
         'do': 'call', 'files': files, 'module': module, 'function': function,

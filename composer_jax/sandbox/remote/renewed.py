@@ -45,11 +45,7 @@ class RenewedSandbox(base.Closing):
       return self._place
 
   def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
+    self, files: dict[str, str], module: str, function: str, arguments: list
   ) -> base.Result:
     try:
       current = self._current()

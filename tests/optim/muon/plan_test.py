@@ -26,7 +26,7 @@ def test_a_decoder_on_six_meshes_costs_the_closed_forms(name):
   assert made.ideal_flops == total / 8
   # Padding is that of the 12 shared experts, which 8 devices own as if 16.
   assert made.flops * 8 == total + 4 * standard(256, 448)
-  assert made.flops / made.ideal_flops == muon_model.critical_path(made)
+  assert made.flops / made.ideal_flops == plans.critical_path(made)
   assert muon_model.padding(made) == pytest.approx(
     4 * standard(256, 448) / made.flops / 8
   )
@@ -185,7 +185,7 @@ def test_one_device_exchanges_nothing():
     assert (group.mode, group.owners, group.owned) == ('local', 1, group.count)
     assert made.wire_bytes == muon_model.bound_bytes(made) == 0
     assert not muon_model.collectives(group)
-    assert muon_model.critical_path(made) == 1
+    assert plans.critical_path(made) == 1
 
 
 def test_an_abstract_mesh_is_taken_for_a_tpu():

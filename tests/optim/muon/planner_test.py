@@ -88,9 +88,9 @@ def test_sharing_giants_shortens_the_critical_path_of_kimi_k2(
   # The three 18432 x 7168 matrices of its one dense layer are 0.14 % of the
   # work, and all devices wait for their owners.
   alone = plans.kimi_plan((2, fsdp, 2), split=1)
-  assert muon_model.critical_path(alone) == pytest.approx(owner, abs=0.005)
+  assert plans.critical_path(alone) == pytest.approx(owner, abs=0.005)
   made = plans.kimi_plan((2, fsdp, 2))
-  assert muon_model.critical_path(made) < shared
+  assert plans.critical_path(made) < shared
   modes = {(g.p, g.q): g.mode for g in made.groups if g.split > 1}
   assert modes == {(7168, 18432): 'gram_sharded'}
 

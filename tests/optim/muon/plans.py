@@ -111,3 +111,8 @@ def kimi_plan(mesh, method='standard', **options):
     newton_schulz=newton_schulz.NewtonSchulz(method=method),
     fixed=planner.PlanOptions(**options),
   )
+
+
+def critical_path(plan) -> float:
+  """Returns a device's operations relative to an even share of all."""
+  return plan.flops / max(sum(group.even_flops for group in plan.groups), 1)
