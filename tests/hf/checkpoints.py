@@ -49,7 +49,8 @@ def random_bits(rng, shape, dtype=BFLOAT16):
   values = np.frombuffer(rng.bytes(count), dtype).reshape(shape)
   if dtype.kind in 'iu':
     return values
-  return np.where(np.isfinite(values), values, -values.dtype.type(0))
+  with np.errstate(invalid='ignore'):  # of NaNs that signal
+    return np.where(np.isfinite(values), values, dtype.type(-0.0))
 
 
 def write(folder, fields, arrays, *, num_files=1):
