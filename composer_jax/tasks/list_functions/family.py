@@ -60,6 +60,10 @@ _COMMON_VARIABLES = ('v', 'x', 'n', 'i')
 # words, the operator that a filter's words stand for is learnt sooner.
 _SIMPLE_SHARE = 0.6
 
+# Constants of finished functions: of four a policy may guess one for long
+# before it copies.
+_WIDE_CONSTANTS = (*range(2, 10), *range(10, 100, 11))
+
 _NUM_HIDDEN = 8
 _NUM_VISIBLE = 2
 _NUM_PAIRS = 8  # Pairs of visible inputs, of which one is chosen.
@@ -199,11 +203,13 @@ def draw_composition(
   return _with_constants(draw.choice(near), draw, constants)
 
 
-def _draw_neighbour(draw: random.Random) -> compositions.Composition:
+def _draw_neighbour(
+  draw: random.Random, constants: tuple[int | None, int | None] = (None, None)
+) -> compositions.Composition:
   kinds = _kinds_of(False)
   if draw.random() < _SIMPLE_SHARE:
     kinds = [k for k in kinds if k[1] == 'itself' and k[2] != 'all']
-  return _with_constants(draw.choice(kinds), draw)
+  return _with_constants(draw.choice(kinds), draw, constants)
 
 
 def _with_constants(
@@ -242,7 +248,8 @@ def finished_function(index: int, seed: int) -> str:
   known = dict(draw=draw, unseen=False, taken=set())
   name = functools.partial(names.draw_name, **known)
   function, argument = name('function'), name('argument')
-  composition = _draw_neighbour(draw)
+  constants = draw.choice(_WIDE_CONSTANTS), draw.choice(_WIDE_CONSTANTS)
+  composition = _draw_neighbour(draw, constants)
   words = composition.docstring(argument, draw)
   body = composition.body(argument, name('variable'))
   return _definition(function, argument, words, body)

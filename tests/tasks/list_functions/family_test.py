@@ -180,12 +180,24 @@ def test_a_finished_function_has_nothing_unseen():
     (function,) = source.parse(text).body
     description, body = function.body
     argument, variable = function.args.args[0].arg, body_variable(text)
-    form = source.normal_body(ast.unparse(body), argument)
+    # Its constants are of a wider range than those of tasks.
+    known = re.sub(r'(?<=[<>+] )[1-9]\d*', '2', ast.unparse(body))
+    form = source.normal_body(known, argument)
     assert not compositions.recognise(form).held_out
     for name in (function.name, argument, variable):
       assert not any(map(names.is_unseen, name.split('_'))), name
     # As the held-out sentences begin.
     assert not description.value.value.startswith('Give')
+
+
+def test_constants_of_finished_functions_are_copied_not_guessed():
+  seen = collections.Counter()
+  for index in range(2000):
+    described, body = family.finished_function(index, 0).split('    return ')
+    numbers = re.findall(r'(?<=[<>+] )[1-9]\d*', body)
+    assert all(re.search(rf'\b{n}\b', described) for n in numbers)
+    seen.update(numbers)
+  assert len(seen) > 15 and max(seen.values()) < 0.1 * seen.total()
 
 
 def body_variable(text):
