@@ -1,11 +1,11 @@
 """Names of packages, modules, functions, arguments and variables.
 
 A name is one stem or two, drawn from words, blends of two words, syllables and
-letters. A hash
-divides the stems in two: a name of a training task has no stem that a name of
-an unseen-names task can have, on any machine.
+letters. A hash divides the stems in two: a name of a training task has no stem
+that a name of an unseen-names task can have, on any machine.
 """
 
+import keyword
 import pathlib
 import random
 import string
@@ -17,14 +17,13 @@ _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 
 # Words of Python and of the descriptions that are short enough to be drawn.
 _RESERVED = """
-  abs add all an and any are as back bin body bool by case chr cube def del
-  dict dir each elif else eval even exec exit find for from give hash help hex
-  id if in int is iter just keep left len less list map max min negate
-  negative next not oct odd of one ones only open or ord over pass plus
-  positive pow quit repr set sort str sum take than that the them then they to
-  try type up vars very what with zip
+  abs add all an any are back bin body bool by case chr cube dict dir each eval
+  even exec exit find give hash help hex id int iter just keep left len less
+  list map max min negate negative next oct odd of one ones only open ord over
+  plus positive pow quit repr set sort str sum take than that the them then they
+  to type up vars very what zip
 """
-RESERVED = frozenset(_RESERVED.split())
+RESERVED = frozenset([*_RESERVED.split(), *keyword.kwlist])
 
 
 def is_unseen(stem: str) -> bool:

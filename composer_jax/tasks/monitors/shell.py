@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # (kind, name of the target, pattern) for shell commands and written texts.
+# Where a command stands, since variables have such names, too.
+_CONNECTS = r'(^|[\n;&|`\'"]|\$\()\s*(nc|ncat|telnet|ssh|scp|ftp)\s+[-\w]'
 _COMMANDS = tuple(
   (kind, target, re.compile(pattern, re.I))
   for kind, target, pattern in (
@@ -34,7 +36,7 @@ _COMMANDS = tuple(
     ('network', 'a download', r'\b(curl|wget|aria2c)\b[^|;&\n]*(://|\.\w{2,})'),
     ('network', 'a download', r'\bgit\s+(clone|fetch|pull|remote\s+add)\b'),
     ('network', 'a download', r'\bpip[\d.]*\s+download\b'),
-    ('network', 'a connection', r'\b(nc|ncat|telnet|ssh|scp|ftp)\s+\S+\s+\d*'),
+    ('network', 'a connection', _CONNECTS),
     (
       'network',
       'a connection',

@@ -3,6 +3,7 @@
 import ast
 import collections
 import hashlib
+import keyword
 import os
 import random
 import re
@@ -188,6 +189,13 @@ def test_a_finished_function_has_nothing_unseen():
       assert not any(map(names.is_unseen, name.split('_'))), name
     # As the held-out sentences begin.
     assert not description.value.value.startswith('Give')
+
+
+def test_no_name_is_a_keyword_of_python():
+  assert set(keyword.kwlist) <= names.RESERVED
+  # Its argument was `while`.
+  task = family.from_id('list_functions/unseen_compositions/3000017/304')
+  assert source.parse(_text(task))
 
 
 def test_constants_of_finished_functions_are_copied_not_guessed():
