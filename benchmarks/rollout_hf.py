@@ -42,25 +42,26 @@ def prepare(task: dict[str, Any]) -> Callable[[], float]:
   transformers.logging.set_verbosity_error()
   # transformers annotates neither the config's extra fields nor `generate`.
   library: Any = transformers
-  model = library.Qwen3MoeForCausalLM(
-    library.Qwen3MoeConfig(
-      vocab_size=task['vocab_size'],
-      hidden_size=task['embed_dim'],
-      intermediate_size=task['ffw_dim'],
-      moe_intermediate_size=task['ffw_dim'],
-      num_hidden_layers=task['num_layers'],
-      num_attention_heads=task['num_heads'],
-      num_key_value_heads=task['num_kv_heads'],
-      head_dim=task['head_dim'],
-      num_experts=task['num_experts'],
-      num_experts_per_tok=task['num_active'],
-      decoder_sparse_step=1,
-      norm_topk_prob=True,
-      tie_word_embeddings=task['tie_embeddings'],
-      max_position_embeddings=512,
-    )
+  config = library.Qwen3MoeConfig(
+    vocab_size=task['vocab_size'],
+    hidden_size=task['embed_dim'],
+    intermediate_size=task['ffw_dim'],
+    moe_intermediate_size=task['ffw_dim'],
+    num_hidden_layers=task['num_layers'],
+    num_attention_heads=task['num_heads'],
+    num_key_value_heads=task['num_kv_heads'],
+    head_dim=task['head_dim'],
+    num_experts=task['num_experts'],
+    num_experts_per_tok=task['num_active'],
+    decoder_sparse_step=1,
+    norm_topk_prob=True,
+    tie_word_embeddings=task['tie_embeddings'],
+    max_position_embeddings=512,
   )
-  model = model.to(device, getattr(torch, task['compute_dtype'])).eval()
+  # Made where it stays: a model of 7B takes minutes to make on the host.
+  torch.set_default_dtype(getattr(torch, task['compute_dtype']))
+  with torch.device(device):
+    model = library.Qwen3MoeForCausalLM(config).eval()
   model.set_experts_implementation(task['experts'])
   batch, prompt, new = task['batch'], task['prompt'], task['new']
 
