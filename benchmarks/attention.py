@@ -273,6 +273,7 @@ def main() -> None:
   if arguments.gpu:
     # Peers of torch need a part of the device.
     os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.6')
+    interleaved.need_accelerator('attention --gpu', is_tiny=arguments.tiny)
     small = (Case(1, 64, 1, 8, 1, 16),)
     _speed(small if arguments.tiny else GPU_CASES, 2 if arguments.tiny else 9)
     return

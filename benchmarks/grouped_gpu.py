@@ -98,8 +98,7 @@ def run(*, is_tiny: bool) -> None:
   import jax
 
   is_gpu = jax.default_backend() == 'gpu'
-  if not is_gpu and not is_tiny:
-    raise SystemExit('--gpu needs a GPU; with --tiny a CPU shows that it runs.')
+  interleaved.need_accelerator('grouped_matmul --gpu', is_tiny=is_tiny)
   peak = interleaved.peak()
   for case in _cases(is_tiny):
     arrays = grouped_cases.arrays(case, 'bfloat16')

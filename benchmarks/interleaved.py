@@ -45,6 +45,18 @@ def pin_to_one_core() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
+def need_accelerator(name: str, *, is_tiny: bool) -> None:
+  """Ends the program if it is not tiny and JAX has a CPU only."""
+  import jax
+
+  device = jax.devices()[0]
+  if device.platform == 'cpu' and not is_tiny:
+    raise SystemExit(
+      f'benchmarks.{name} needs an accelerator, but JAX has '
+      f'{device.device_kind!r} only; --tiny runs the code on it.'
+    )
+
+
 def _uses_accelerator() -> bool:
   """True if the benchmark has loaded JAX and JAX has an accelerator."""
   jax = sys.modules.get('jax')

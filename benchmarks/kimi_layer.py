@@ -85,13 +85,9 @@ def main() -> None:
 
   from composer_jax.models import decoder, flops
 
-  device = jax.devices()[0]
-  if device.platform == 'cpu' and not is_tiny:
-    raise SystemExit(
-      'benchmarks.kimi_layer needs an accelerator, but JAX has '
-      f'{device.device_kind!r} only; --tiny runs the code on it.'
-    )
-  memory = 0.0 if is_tiny else float(device.memory_stats()['bytes_limit'])
+  interleaved.need_accelerator('kimi_layer', is_tiny=is_tiny)
+  stats: Any = jax.devices()[0].memory_stats()
+  memory = 0.0 if is_tiny else float(stats['bytes_limit'])
   config = _config(memory, is_tiny=is_tiny)
   rows, length = (1, 32) if is_tiny else (_ROWS, _LENGTH)
   variables = _variables(config)

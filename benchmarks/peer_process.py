@@ -8,6 +8,7 @@ MKL multiplies by a slow path on processors that are not Intel's. `unlocked`
 returns the environment in which it takes its fast one.
 """
 
+import atexit
 import functools
 import json
 import os
@@ -156,6 +157,7 @@ def unlocked() -> dict[str, str] | None:
   if compiler is None or sys.platform != 'linux':
     return None
   folder = pathlib.Path(tempfile.mkdtemp(prefix='mkl_unlocked_'))
+  atexit.register(shutil.rmtree, folder)
   source, library = folder / 'unlocked.c', folder / 'unlocked.so'
   source.write_text('int mkl_serv_intel_cpu_true(void) { return 1; }\n')
   command = [compiler, '-shared', '-fPIC', '-o', str(library), str(source)]

@@ -366,6 +366,7 @@ def main() -> None:
   run.rounds = 2 if run.quick else 7
   run.report = functools.partial(interleaved.report, 'rollout')
   if run.gpu:
+    interleaved.need_accelerator('rollout --gpu', is_tiny=run.tiny)
     gpu(run)
     return
   run.peak = interleaved.peak()

@@ -35,18 +35,11 @@ def run(*, is_tiny: bool, folder: str) -> None:
   Args:
     is_tiny: true for a small model.
     folder: folder for the profiler's trace.
-
-  Raises:
-    ValueError: if there is no accelerator and the model is not tiny.
   """
   # The default leaves a quarter of the card to others.
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
+  interleaved.need_accelerator('train_step --gpu', is_tiny=is_tiny)
   device = jax.devices()[0]
-  if device.platform == 'cpu' and not is_tiny:
-    raise ValueError(
-      'benchmarks.train_step --gpu needs an accelerator, but JAX has '
-      f'{device.device_kind!r} only; --tiny runs the code on it.'
-    )
   rows, length = (2, 64) if is_tiny else (_ROWS, _LENGTH)
   config = _tiny() if is_tiny else _that_fits(device.memory_stats())
   batch = case.half_rows(rows, length, config.vocab_size)

@@ -133,6 +133,27 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  'program',
+  [
+    *('train_step --gpu', 'grouped_matmul --gpu', 'rollout --gpu'),
+    *('attention --gpu', 'kimi_layer'),
+  ],
+)
+def test_parts_without_an_accelerator_end_at_once(program):
+  name, *flags = program.split()
+  process = subprocess.run(
+    [sys.executable, '-m', f'benchmarks.{name}', *flags],
+    capture_output=True,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+  assert process.returncode == 1
+  assert f'benchmarks.{program} needs an accelerator' in process.stderr
+  assert '--tiny runs the code' in process.stderr
+
+
+@pytest.mark.slow
 def test_the_day_is_rehearsed(tmp_path):
   out = tmp_path / 'day'
   process = subprocess.run(

@@ -164,7 +164,7 @@ def _cpu() -> jax.Device | None:
 
 
 def first_not_finite(values: np.ndarray) -> int | None:
-  """Returns the first element that is NaN or infinite; None without one."""
+  """Returns the index of the first NaN or infinity; None without one."""
   bits = values.view(f'u{values.itemsize}')
   exponent = np.array(np.inf, values.dtype).view(bits.dtype)
   bad = (bits & exponent) == exponent

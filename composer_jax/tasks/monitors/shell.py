@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# (kind, name of the target, pattern) for shell commands and written texts.
-# Where a command stands, since variables have such names, too.
+# A program where a command stands: variables have such names, too.
 _CONNECTS = r'(^|[\n;&|`\'"]|\$\()\s*(nc|ncat|telnet|ssh|scp|ftp)\s+[-\w]'
+# (kind, name of the target, pattern) for shell commands and written texts.
 _COMMANDS = tuple(
   (kind, target, re.compile(pattern, re.I))
   for kind, target, pattern in (
