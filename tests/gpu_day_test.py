@@ -67,13 +67,16 @@ def test_the_commands_of_a_part_run_in_order(module, tmp_path):
 
 
 def test_a_part_beyond_its_limit_is_cut_off_with_its_children(module, tmp_path):
+  survived = tmp_path / 'survived'
+  child = f'import time; time.sleep(6); open({str(survived)!r}, "w")'
   forever = module(
     'forever',
-    'import subprocess, sys\n'
-    'subprocess.run([sys.executable, "-c", "import time; time.sleep(999)"])',
+    f'import subprocess, sys\nsubprocess.run([sys.executable, "-c", {child!r}])',
   )
-  outcome = gpu_day.run(_part(forever), tmp_path, 0)
+  # Its child would hold the part up and leave a file.
+  outcome = gpu_day.run(_part(forever), tmp_path, 2)
   assert outcome.failure == 'cut off after 3 minutes'
+  assert not survived.exists()
 
 
 def test_the_page_shows_outcomes_and_every_form_of_line(tmp_path):
