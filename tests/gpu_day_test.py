@@ -71,7 +71,8 @@ def test_a_part_beyond_its_limit_is_cut_off_with_its_children(module, tmp_path):
   child = f'import time; time.sleep(6); open({str(survived)!r}, "w")'
   forever = module(
     'forever',
-    f'import subprocess, sys\nsubprocess.run([sys.executable, "-c", {child!r}])',
+    'import subprocess, sys\n'
+    f'subprocess.run([sys.executable, "-c", {child!r}])',
   )
   # Its child would hold the part up and leave a file.
   outcome = gpu_day.run(_part(forever), tmp_path, 2)
