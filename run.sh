@@ -241,6 +241,7 @@ case "$command" in
     ;;
   gpu_day)
     shift
+    [[ " $* " == *' --out'* ]] || fail 'gpu_day needs --out=DIR.'
     if [[ " $* " == *' --tiny '* ]]; then
       install test '.[test]'
     else

@@ -106,6 +106,18 @@ def test_bench_hands_its_arguments_to_the_benchmarks(checkout):
   assert result.stdout.strip() == 'delta --quick', result.stderr
 
 
+def test_a_day_with_a_gpu_needs_a_folder_before_anything_is_installed(checkout):
+  result = run('gpu_day', cwd=checkout)
+  assert result.returncode != 0 and '--out=DIR' in result.stderr
+  assert not (checkout / '.venv').exists()
+  pretend_installed(checkout, 'test', '.[test]')
+  (checkout / 'benchmarks').mkdir()
+  main = checkout / 'benchmarks' / 'gpu_day.py'
+  main.write_text('import sys; print(*sys.argv[1:])')
+  result = run('gpu_day', '--out=x', '--tiny', cwd=checkout)
+  assert result.stdout.strip() == '--out=x --tiny', result.stderr
+
+
 def test_old_python_is_refused_by_name(checkout):
   old = checkout / 'old'
   old.write_text('#!/bin/sh\nexit 1\n')
