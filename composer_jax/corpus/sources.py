@@ -230,7 +230,7 @@ def _difference(
 ) -> str:
   """Says how a source differs from its name and its pin; '' if not at all."""
   if source is None:
-    return f'{name} is not installed'
+    return f'{name} is not installed, or without a RECORD of its files'
   if name.startswith('pypi:') and name.partition('==')[2] != source.version:
     return f'{name} is installed in version {source.version}'
   if sha256 is None or (actual := source.sha256()) == sha256:
@@ -320,11 +320,13 @@ def _released(
     dist = importlib.metadata.distribution(package)
   except importlib.metadata.PackageNotFoundError:
     return None
+  if dist.files is None:
+    return None
   licence = licences.of_metadata(dist.metadata)
   # '..' leads to scripts, which are generated.
   entries = [
     entry
-    for entry in dist.files or ()
+    for entry in dist.files
     if '..' not in entry.parts and _wanted(entry.parts)
   ]
   root = pathlib.Path(str(dist.locate_file('')))

@@ -47,7 +47,7 @@ class Progress(contextlib.AbstractContextManager):
         bar.update(step + 1, loss=loss, tokens_per_s=rate)
 
   The rate and the time left come from the later half of the steps that this
-  process did, and from the third on: steps that compile are soon forgotten.
+  process did, and from the fifth on: steps that compile are soon forgotten.
   """
 
   def __init__(
@@ -112,7 +112,7 @@ class Progress(contextlib.AbstractContextManager):
     while len(later) > 2 and later[1][1] <= (first + step) / 2:
       later.popleft()
     elapsed, done = now - later[0][0], step - later[0][1]
-    if step - first >= 2 and done > 0 and elapsed > 0:
+    if step - first >= 4 and done > 0 and elapsed > 0:
       rate = done / elapsed
       parts.append(f'{number(rate)} steps/s')
       parts.append(f'{duration((self._total - step) / rate)} left')

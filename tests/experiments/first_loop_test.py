@@ -19,11 +19,17 @@ from experiments.studies.first_loop import analyze, collect, run
 from tests.pipeline import runs
 
 SEED, STEPS, PROMPTS = 5, 3, 8
-UNSEEN = 'return sum(v for v in nobody_saw_this)'
+UNSEEN = 'return sum(v ** 7 for v in values)'
 
 
 def bodies(text):
   return re.findall(r'^    (return .+)$', text, re.M)
+
+
+def renamed(body):
+  variable, argument = re.search(r'for (\w+) in (\w+)', body).groups()
+  body = re.sub(rf'\b{variable}\b', 'nobody', body)
+  return re.sub(rf'\b{argument}\b', 'saw_this', body)
 
 
 def rl_tasks():
@@ -67,7 +73,7 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
     for task in rl_tasks()
     for text in task.files.values()
     for body in bodies(text)
-    if body not in protocol
+    if not re.search(collect._form(body), protocol.encode())
   ]
   seed = practice._PROTOCOL_SEED
   reference = family.generate(0, 'train', seed).reference
@@ -75,28 +81,28 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
     'return in_the_corpus',
     'return in_the_transcripts',
     'return in_own_edits',
-    neighbours[0],
-    reference,
+    renamed(neighbours[0]),
+    renamed(reference),
     UNSEEN,
-    UNSEEN,
+    renamed(UNSEEN),
   ]
   for stage in ('sft', 'rl'):
     solve(workdir, stage, solutions)
   found = collect.audit(workdir, 'rl')
-  assert found['verbatim_in'] == {
+  assert found['found_in'] == {
     'corpus': 1,
     'tokenizer_texts': 1,
     'sft_transcripts': 1,
     'sft_functions': 0,
     'rl_tasks': 1,
   }
-  assert found['verbatim_in_shown'] == 4
-  assert found['verbatim_in_own_edits'] == 1
+  assert found['found_in_shown'] == 4
+  assert found['found_in_own_edits'] == 1
   assert (found['solved'], found['distinct']) == (7, 6)
   # RL came after this evaluation.
   before = collect.audit(workdir, 'sft')
-  assert 'rl_tasks' not in before['verbatim_in']
-  assert before['verbatim_in_shown'] == 3
+  assert 'rl_tasks' not in before['found_in']
+  assert before['found_in_shown'] == 3
 
 
 def test_the_audited_tasks_are_those_that_rl_trains_on(workdir):

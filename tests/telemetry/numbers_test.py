@@ -155,7 +155,7 @@ def test_lines_are_thinned_and_the_last_step_is_always_shown():
     '7/10',
     '10/10',
   ]
-  assert lines[1] == '[cpt] 4/10  loss 2.5  0.5 steps/s  12s left'
+  assert lines[2] == '[cpt] 7/10  loss 2.5  0.5 steps/s  6s left'
   lines = play(total=9, start=0, seconds_per_step=2.0, every_s=6.0)
   assert lines[-1].startswith('[cpt] 9/9')
 
@@ -163,22 +163,25 @@ def test_lines_are_thinned_and_the_last_step_is_always_shown():
 def test_rate_leaves_out_the_steps_of_an_earlier_run():
   lines = play(total=100, start=90, seconds_per_step=2.0, every_s=1.0)
   assert lines[0] == '[cpt] 91/100  loss 2.5'
-  assert lines[1] == '[cpt] 92/100  loss 2.5'
-  assert lines[2] == '[cpt] 93/100  loss 2.5  0.5 steps/s  14s left'
+  assert lines[3] == '[cpt] 94/100  loss 2.5'
+  assert lines[4] == '[cpt] 95/100  loss 2.5  0.5 steps/s  10s left'
 
 
 def test_time_left_forgets_the_steps_that_compile():
   stream, clock = io.StringIO(), Clock()
   with progress.Progress('rl', 50, stream=stream, clock=clock) as bar:
-    # The program of steps without measurements compiles in the second one.
-    for step, seconds in ((1, 600.0), (2, 70.0), (3, 5.0), (4, 7.0)):
+    # Programs compile in the first three.
+    steps = (1, 600.0), (2, 70.0), (3, 60.0), (4, 7.0), (5, 5.0), (6, 7.0)
+    for step, seconds in steps:
       clock.now += seconds
       bar.update(step)
   assert stream.getvalue().splitlines() == [
     '[rl] 1/50',
     '[rl] 2/50',
-    '[rl] 3/50  0.2 steps/s  3m55s left',
-    '[rl] 4/50  0.1667 steps/s  4m36s left',
+    '[rl] 3/50',
+    '[rl] 4/50',
+    '[rl] 5/50  0.1667 steps/s  4m30s left',
+    '[rl] 6/50  0.1579 steps/s  4m39s left',
   ]
 
 

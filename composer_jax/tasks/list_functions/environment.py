@@ -217,13 +217,15 @@ class FunctionEnvironment(environment.Environment):
     if all(held):
       return f'{len(held)} passed', turns_lib.OK
     first = held.index(False)
-    args, expected = task.visible[first]
+    args, _ = task.visible[first]
     call = f'{task.function}({", ".join(map(_shown, args))})'
     kind, value = result.value[first]
+    # Not what is due: a few pairs of inputs and values tell a composition as
+    # well as its description does.
     if kind != 'ok':
       failure = f'{call} raised {_shown(str(value).rstrip(": "))}'
     else:
-      failure = f'{call} returned {_shown(value)}, expected {_shown(expected)}'
+      failure = f'{call} returned {_shown(value)}'
     return f'{held.count(False)} failed: {failure}', turns_lib.FAILED
 
   def _finish(self) -> tuple[str, str]:

@@ -2,9 +2,9 @@
 
 The docstring of the function describes it in English; the body is one line of
 Python. Names come from an open set (`names`), so that they must be copied from
-the prompt and the file, in which a finished function stands beside the missing
-one. Three things are held out, each in a split of its own, and all in a fourth:
-a fifth of the (aggregate, map, filter) kinds, such that every pair of
+the prompt and the file, in which up to two finished functions stand beside the
+missing one. Three things are held out, each in a split of its own, and all in a
+fourth: a fifth of the (aggregate, map, filter) kinds, such that every pair of
 components stays in training; a fifth of the stems of names; and a wording of
 every part. No two compositions compute the same function, and the hidden inputs
 tell the right one from every other.
@@ -51,7 +51,6 @@ PROMPTS = (
   'Someone deleted {function} from {path}; restore it.',
   'Write the body of {function} in {path}.',
 )
-
 # Names under which the corpus is searched for held-out bodies.
 _COMMON_ARGUMENTS = ('values', 'numbers', 'items', 'counts')
 _COMMON_VARIABLES = ('v', 'x', 'n', 'i')
@@ -59,6 +58,9 @@ _COMMON_VARIABLES = ('v', 'x', 'n', 'i')
 # Share of finished functions that only filter and aggregate: next to few other
 # words, the operator that a filter's words stand for is learnt sooner.
 _SIMPLE_SHARE = 0.6
+
+# Numbers of finished functions beside a missing one; one is drawn.
+_NUM_NEIGHBOURS = (0, 1, 1, 1, 2)
 
 # Constants of finished functions: of four a policy may guess one for long
 # before it copies.
@@ -243,16 +245,22 @@ def _definition(function: str, argument: str, docstring: str, body: str) -> str:
 
 
 def finished_function(index: int, seed: int) -> str:
-  """Returns a function of train names, wordings and kinds, alike everywhere."""
+  """Returns a function of train wordings and kinds, alike everywhere.
+
+  Its names are as short as variables: its words' meaning is what it teaches.
+  """
   draw = random.Random(f'{FAMILY}/finished/{seed}/{index}')
-  known = dict(draw=draw, unseen=False, taken=set())
-  name = functools.partial(names.draw_name, **known)
-  function, argument = name('function'), name('argument')
+  taken: set[str] = set()
+  function, argument, variable = (
+    names.draw_name('variable', draw, unseen=False, taken=taken)
+    for _ in range(3)
+  )
   constants = draw.choice(_WIDE_CONSTANTS), draw.choice(_WIDE_CONSTANTS)
   composition = _draw_neighbour(draw, constants)
   words = composition.docstring(argument, draw)
-  body = composition.body(argument, name('variable'))
-  return _definition(function, argument, words, body)
+  return _definition(
+    function, argument, words, composition.body(argument, variable)
+  )
 
 
 def kinds_of(
@@ -286,11 +294,12 @@ def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
   definitions = [
     _definition(function, argument, words(composition, argument), stub)
   ]
-  # A neighbour that must stay as it is, and shows the module's loop variable.
-  other, neighbour = name('argument'), _draw_neighbour(draw)
-  body = neighbour.body(other, variable)
-  described = words(neighbour, other)
-  definitions.append(_definition(name('function'), other, described, body))
+  # Neighbours must stay as they are, and show the module's loop variable.
+  for _ in range(draw.choice(_NUM_NEIGHBOURS)):
+    other, neighbour = name('argument'), _draw_neighbour(draw)
+    body = neighbour.body(other, variable)
+    described = words(neighbour, other)
+    definitions.append(_definition(name('function'), other, described, body))
   draw.shuffle(definitions)
   visible, hidden = _examples(composition, draw)
   path = f'{module}.py'

@@ -1,18 +1,24 @@
 """Names of packages, modules, functions, arguments and variables.
 
-A name is one stem or two, drawn from words, blends of two words, syllables and
-letters. A hash divides the stems in two: a name of a training task has no stem
-that a name of an unseen-names task can have, on any machine.
+A name is one to three stems, joined as in snake case or camel case, sometimes
+with a number behind. Stems are words, with an ending or without, blends of two
+words, syllables and letters. A hash divides them in two: a name of a training
+task has no stem that a name of an unseen-names task can have, on any machine.
 """
 
 import keyword
 import pathlib
 import random
+import re
 import string
 import zlib
 
 _TEXT = pathlib.Path(__file__).with_name('words.txt').read_text()
 WORDS = tuple(_TEXT.split())
+_ENDINGS = (
+    's', 'es', 'er', 'ers', 'ed', 'ing', 'ings', 'ment', 'ments', 'tion',
+    'tions', 'able', 'al', 'ly', 'ness', 'ure', 'ures', 'ist',
+)  # fmt: skip
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 
 # Words of Python and of the descriptions that are short enough to be drawn.
@@ -24,6 +30,14 @@ _RESERVED = """
   to type up vars very what zip
 """
 RESERVED = frozenset([*_RESERVED.split(), *keyword.kwlist])
+
+# Numbers of stems, of which one is drawn; other kinds have one.
+_NUM_STEMS = {
+    'module': (1, 1, 1, 2), 'function': (1, 1, 1, 2, 2, 3),
+    'argument': (1, 1, 1, 2),
+}  # fmt: skip
+_CAMEL_SHARE = 0.15  # of functions and arguments of several stems
+_NUMBER_SHARE = 0.05  # of all but packages and variables
 
 
 def is_unseen(stem: str) -> bool:
@@ -47,19 +61,44 @@ def _blend(draw: random.Random) -> str:
   return start[: draw.randint(2, 4)] + end[-draw.randint(2, 4) :]
 
 
-def _stem(draw: random.Random, kind: str) -> str:
+def _stem(draw: random.Random, kind: str, unseen: bool) -> str:
+  while True:
+    stem = _any_stem(draw, kind)
+    if stem not in RESERVED and is_unseen(stem) == unseen:
+      return stem
+
+
+def _any_stem(draw: random.Random, kind: str) -> str:
   if kind == 'package':  # Long enough to be no module of Python's own.
     return _syllables(draw, 4)
   if kind == 'variable':
-    return _letters(draw, draw.choice((1, 1, 2, 3)))
+    count = draw.choice((1, 1, 2, 3, 0))
+    return _letters(draw, count) if count else draw.choice(WORDS)
   return draw.choice(
     (
       draw.choice(WORDS),
+      draw.choice(WORDS) + draw.choice(_ENDINGS),
       _blend(draw),
       _syllables(draw, draw.choice((2, 2, 3))),
       _letters(draw, draw.choice((2, 3))),
     )
   )
+
+
+def stems_of(name: str) -> list[str]:
+  """Returns the stems of a name, in lower case."""
+  return [s.lower() for s in re.findall('[A-Z]?[a-z]+', name)]
+
+
+def _join(stems: list[str], kind: str, draw: random.Random) -> str:
+  is_camel = kind in ('function', 'argument') and draw.random() < _CAMEL_SHARE
+  if is_camel:
+    name = stems[0] + ''.join(map(str.capitalize, stems[1:]))
+  else:
+    name = '_'.join(stems)
+  if kind in _NUM_STEMS and draw.random() < _NUMBER_SHARE:
+    name += str(draw.randint(1, 99))
+  return name
 
 
 def draw_name(
@@ -73,10 +112,10 @@ def draw_name(
     taken: names of the same task, which must differ.
   """
   while True:
-    num_stems = draw.choice((1, 1, 2)) if kind == 'function' else 1
-    stems = [_stem(draw, kind) for _ in range(num_stems)]
-    name = '_'.join(stems)
-    is_open = all(s not in RESERVED and is_unseen(s) == unseen for s in stems)
-    if is_open and name not in taken:
+    # Chosen first: unseen names have as many stems as the others.
+    num_stems = draw.choice(_NUM_STEMS.get(kind, (1,)))
+    stems = [_stem(draw, kind, unseen) for _ in range(num_stems)]
+    name = _join(stems, kind, draw)
+    if name not in taken:
       taken.add(name)
       return name

@@ -70,7 +70,7 @@ def table(rows: list[results.Row]) -> str:
   lines = [
     '| seed | SFT | RL | gain | of it at the first edit | of it valid calls '
     '| RL without hints, gain | shuffled rewards, gain | flawless SFT '
-    '| solved, distinct, verbatim in anything shown | largest fall of probe '
+    '| solved, forms, forms in anything shown | largest fall of probe '
     '| minutes |',
     '|' + '---|' * 12,
   ]
@@ -85,7 +85,7 @@ def table(rows: list[results.Row]) -> str:
       for arm in ('no_hints', 'shuffled')
     ]
     audit = main['audit']['rl']
-    counts = (audit[n] for n in ('solved', 'distinct', 'verbatim_in_shown'))
+    counts = (audit[n] for n in ('solved', 'distinct', 'found_in_shown'))
     cells = [
       f'{seed}{", looked at" * (seed in LOOKED_AT)}',
       _shown(sft),

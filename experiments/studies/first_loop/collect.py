@@ -1,14 +1,15 @@
 """Collects from a workdir what the study keeps: metrics, evaluations, an audit.
 
-The audit searches for every body that solved a held-out task, byte for byte, in
-all that the policy was shown: the corpus, the other texts of the tokenizer, the
-SFT transcripts, and the files of the RL tasks, whose other functions have
+The audit searches for every body that solved a held-out task, under any names,
+in all that the policy was shown: the corpus, the other texts of the tokenizer,
+the SFT transcripts, and the files of the RL tasks, whose other functions have
 bodies. The policy's own edits in RL rollouts were trained on but not shown, so
 they are counted apart.
 """
 
 import json
 import pathlib
+import re
 from typing import Any
 
 from composer_jax.core import files
@@ -20,6 +21,7 @@ from experiments.studies import results
 
 # Metrics that the study does not use and that take much space.
 _LEFT = ('time', 'expert_load')
+_EPISODES = 'evaluation_{}_episodes.jsonl'
 
 
 def _solutions(path: pathlib.Path) -> list[str]:
@@ -66,25 +68,41 @@ def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
   return texts
 
 
+def _form(body: str) -> bytes:
+  """Returns a pattern of the body with any argument and loop variable."""
+  names = re.search(r'for (\w+) in (\w+)', body)
+  pattern, is_named = '', set()
+  for word in re.split(r'(\w+)', body):
+    if names is None or word not in names.groups():
+      pattern += re.escape(word)
+      continue
+    group = f'n{names.groups().index(word)}'
+    pattern += f'(?P={group})' if group in is_named else rf'(?P<{group}>\w+)'
+    is_named.add(group)
+  return pattern.encode()
+
+
 def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
-  """Counts bodies of solutions, and those that training data hold verbatim."""
-  bodies = _solutions(workdir / f'evaluation_{stage}_episodes.jsonl')
+  """Counts bodies of solutions, and those that training data hold."""
+  forms = [_form(b) for b in _solutions(workdir / _EPISODES.format(stage))]
   texts = shown(workdir, stage)
-  edits = b''.join(
+  own = b''.join(
     p.read_bytes() for p in sorted((workdir / 'rl_edits').glob('*.txt'))
   )
-  is_verbatim = {
-    name: [body.encode() in data for body in bodies]
-    for name, data in texts.items()
-  }
+
+  def found(data: bytes) -> set[bytes]:
+    return {form for form in set(forms) if re.search(form, data)}
+
+  found_in = {name: found(data) for name, data in texts.items()}
+  everywhere = set().union(*found_in.values())
   return {
-    'solved': len(bodies),
-    'distinct': len(set(bodies)),
+    'solved': len(forms),
+    'distinct': len(set(forms)),
     'bytes': {name: len(data) for name, data in texts.items()},
-    'bytes_own_edits': len(edits),
-    'verbatim_in': {name: sum(hits) for name, hits in is_verbatim.items()},
-    'verbatim_in_shown': sum(map(any, zip(*is_verbatim.values(), strict=True))),
-    'verbatim_in_own_edits': sum(b.encode() in edits for b in bodies),
+    'bytes_own_edits': len(own),
+    'found_in': {name: len(hits) for name, hits in found_in.items()},
+    'found_in_shown': len(everywhere),
+    'found_in_own_edits': len(found(own)),
   }
 
 

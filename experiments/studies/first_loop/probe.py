@@ -51,7 +51,16 @@ def run(spec, systems, workdir, *, role, command):
   from composer_jax.train.checkpoints import manager
 
   rows = []
-  with jobs.open_run(spec, systems, workdir, command) as job:
+  # In a copy, so that the run keeps its record of how it was made.
+  copy = kept / 'run'
+  shutil.rmtree(copy, ignore_errors=True)
+  copy.mkdir(parents=True)
+  for path in workdir.iterdir():
+    if path.is_file():
+      shutil.copy(path, copy)
+    else:
+      (copy / path.name).symlink_to(path.resolve())
+  with jobs.open_run(spec, systems, copy, command) as job:
     with job.runner() as runner:
       with tempfile.TemporaryDirectory() as none:
         nothing = manager.Checkpoints(pathlib.Path(none), keep=1)

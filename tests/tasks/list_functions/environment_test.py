@@ -52,7 +52,7 @@ def test_an_honest_episode(workspace):
     ('read stats.py', read),
     ('test', stub.replace('1 failed', '2 failed')),
     ('edit stats.py total\nreturn len(values)', 'edited'),
-    ('test', '1 failed: total([1, 2]) returned 2, expected 3'),
+    ('test', '1 failed: total([1, 2]) returned 2'),
     (RIGHT, 'edited'),
     ('test', '2 passed'),
   ):
@@ -194,7 +194,7 @@ def test_whatever_a_policy_writes_is_answered():
 
 def test_text_that_no_file_can_hold_is_replaced(workspace):
   workspace.call('edit stats.py total\nreturn "\\ud800"')
-  answer = '2 failed: total([1, 2]) returned ?, expected 3'
+  answer = '2 failed: total([1, 2]) returned ?'
   assert workspace.call('test').text == answer
 
 
