@@ -72,11 +72,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # too, teaches both sooner than calls alone.
     context_loss=0.9,
     # Flaws, each with its probability per decision, which RL has to unlearn:
-    # 0.74 of the transcripts pass.
+    # 0.64 of the transcripts pass.
     wrong_edit=0.1,
-    broken_edit=0.15,
+    broken_edit=0.3,
     skip_test=0.5,
-    give_up=0.4,  # after an error or a failed test
+    give_up=0.6,  # after an error or a failed test
     # Episodes of few calls, which end when told so: a policy that has learnt to
     # retry must know when to stop.
     cut_short=0.1,
