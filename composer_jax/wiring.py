@@ -13,7 +13,7 @@ from composer_jax import sections
 from composer_jax.agent import environment
 from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
-from composer_jax.delta.device import transport
+from composer_jax.delta import transport
 from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
