@@ -76,8 +76,8 @@ _FLAGS = (
 )
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
-  'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
   'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _DTYPE, _TIER, _DAYS)),
+  'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
   'apply': ((_STORE, _OUT), (*_NAMED, _VERSION)),
   'verify': ((_STORE,), (*_NAMED, _SOURCE, _VERSION, _DTYPE)),
   'log': ((_STORE,), _NAMED),

@@ -36,8 +36,10 @@ from composer_jax.delta.format import identity
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
 
-# What one request asks for, more only if a single blob is larger.
+# What one request asks for at most, more only if a single blob is larger; less
+# of small bundles, so that what is on its way is small beside the weights.
 RANGE_BYTES = 8 * 2**20
+_SMALL_BYTES = 2**20
 # Requests on their way at once: enough to fill 10 Gbit/s at a round trip of
 # 200 ms, and a quarter of a GiB of memory at most.
 IN_FLIGHT: int = 32
@@ -243,15 +245,17 @@ class Blob(NamedTuple):
   at: int
 
 
-def ranges(blobs: Iterable[Blob]) -> list[list[Blob]]:
+def ranges(blobs: list[Blob]) -> list[list[Blob]]:
   """Joins neighbours to one request each; other bytes are never asked for."""
   found: list[list[Blob]] = []
+  total = sum(blob.stop - blob.start for blob in blobs)
+  most = min(RANGE_BYTES, max(_SMALL_BYTES, total // (8 * IN_FLIGHT)))
   for blob in blobs:
     last = found[-1] if found else None
     if (
       last is None
       or (last[-1].pack, last[-1].stop) != (blob.pack, blob.start)
-      or blob.stop - last[0].start > RANGE_BYTES
+      or blob.stop - last[0].start > most
     ):
       found.append([blob])
     else:
@@ -603,13 +607,8 @@ def _base_places(bundle, name, old, numbers) -> np.ndarray | None:
 
 def _turns(fetcher: Fetcher, slots: list[_Slot]) -> Iterator[list]:
   """Yields (slot, chunk, blob) for a thread at a time."""
-  order = (
-    {name: n for n, (name, _) in enumerate(slots[0].bundle.packs)}
-    if (slots)
-    else {}
-  )
   blobs = [blob for slot in slots for blob in slot.blobs()]
-  blobs.sort(key=lambda blob: (order[blob.pack], blob.start))
+  blobs.sort(key=lambda blob: blob[:2])
   arriving = fetcher.stream(ranges(blobs), fetcher.range)
   bare = (
     (slot, at, memoryview(b''))

@@ -29,7 +29,7 @@ VERSIONS = 7
 
 @contextlib.contextmanager
 def small_chunks():
-  """Cuts arrays into chunks of 64 elements; identities are others than usual."""
+  """Cuts arrays into chunks of 64 elements; identities differ from usual."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(grids, 'MAX_ELEMENTS', 64)
     patch.setattr(chunking, 'PACK_BYTES', 300)

@@ -105,16 +105,12 @@ def test_what_is_received_is_what_was_published(make, policies, store):
   assert_equal(late.variables, policies[2])
 
 
-def test_policies_go_straight_to_the_shards_of_an_engine(
-  make, policies, model
-):
+def test_policies_go_straight_to_the_shards_of_an_engine(make, policies, model):
   sender, receiver = make()
   send(sender, policies, 0)
   mesh = rollout_placing.mesh_of(2)
   found = receiver(mesh=mesh).first(0.0)
-  wanted = placement.variable_shardings(
-    model, layout=layouts.DECODE, mesh=mesh
-  )
+  wanted = placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh)
   assert jax.tree.map(lambda a: a.sharding, found.variables) == wanted
   assert_equal(found.variables, policies[0])
 

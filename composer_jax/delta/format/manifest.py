@@ -205,7 +205,7 @@ def _read_tensors(rows: Any, data: bytes, start: int) -> tuple[Tensor, ...]:
     _require(good, 'list of tensors')
     name, dtype, shape = row
     _check_tensor(name, dtype, shape)
-    # Before the grid is made: no more boxes than there are rows for them.
+    # Before the grid is made: no more chunks than there are rows for them.
     left = (len(data) - start) // CHUNK.itemsize
     fits = _num_elements(shape) <= left * grids.MAX_ELEMENTS
     _require(fits, f'length; {name!r} has no room')
