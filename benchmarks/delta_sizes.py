@@ -12,7 +12,8 @@ import numpy as np
 
 from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
 from benchmarks import delta_visibility as visibility
-from composer_jax.delta import chain, subscriber
+from composer_jax.delta import chain
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import identity, keys, manifest
 from composer_jax.delta.store import objects as stores
 
@@ -69,7 +70,7 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
     bundling = chain.BundleOptions(skip_levels=(LAG,), threads=1, **options)
     publisher = chain.BundleWriter(store, RUN_ID, key(), options=bundling)
     follower, late = (
-      subscriber.Follower(store, RUN_ID, key(), threads=1) for _ in range(2)
+      followers.Follower(store, RUN_ID, key(), threads=1) for _ in range(2)
     )
     for version, policy in enumerate(policies):
       start = time.process_time()
@@ -89,7 +90,7 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
   return published
 
 
-def _check(follower: subscriber.Follower, policy: delta_data.Policy) -> float:
+def _check(follower: followers.Follower, policy: delta_data.Policy) -> float:
   """Polls, compares, and returns the CPU seconds of the poll."""
   start = time.process_time()
   update = follower.poll()

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
 from composer_jax.delta.codec import coding
-from composer_jax.delta.format import grid, identity
+from composer_jax.delta.format import identity
 
 _COPIED = 2**27
 _PASSES = 8  # rate of two threads over that of one
@@ -29,7 +29,7 @@ def boxes(base: delta_data.Policy, policy: delta_data.Policy) -> Boxes:
   """Returns the flat chunks of a bundle: pairs (base, values)."""
   chunks = []
   for name, array in policy.items():
-    cut = grid.of(array.shape, array.dtype)
+    cut = identity.of(array.shape)
     for number in range(cut.num_chunks):
       box = tuple(slice(*ends) for ends in cut.chunk(number))
       old, new = base[name][box], array[box]

@@ -24,7 +24,8 @@ from benchmarks import (
   delta_sizes,
   interleaved,
 )
-from composer_jax.delta import chain, chunking, rebuild, subscriber
+from composer_jax.delta import chain, chunking, rebuild
+from composer_jax.delta import follower as followers
 from composer_jax.delta.store import objects as stores
 
 FANOUT = 4
@@ -66,7 +67,7 @@ class _Cluster:
   """The receiver of a cluster; `held` says when it had version 1."""
 
   def __init__(self, url: str):
-    self.subscriber = subscriber.Follower(
+    self.subscriber = followers.Follower(
       stores.Store(url), delta_sizes.RUN_ID, delta_sizes.key(), threads=1
     )
     self.held = 0.0

@@ -106,7 +106,7 @@ def _run(command: str) -> None:
 
   values = {flag.name: flag.value for flag in (*needed, *optional)}
   if values['key'] is None:
-    store = _STORE.value or _OUT.value
+    store = _STORE.value or _OUT.value or ''
     if '://' in store:
       raise ValueError(f'{command} needs --key for {store}; see --help.')
     values['key'] = f'{store.rstrip("/")}.key'

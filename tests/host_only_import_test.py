@@ -30,7 +30,7 @@ WITH_JAX = (
   'composer_jax.delta.commands',
   'composer_jax.delta.publisher',
   'composer_jax.delta.transport',
-  'composer_jax.delta.trees',
+  'composer_jax.delta.subscriber',
 )
 
 # Runs inside the sandbox, where no package is installed: it may import the

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from composer_jax.delta import chunking, rebuild, team
+from composer_jax.delta import chunking, follower, rebuild, team
 from composer_jax.delta import run as runs
 from composer_jax.delta.codec import coding
 from composer_jax.delta.format import keys, manifest
@@ -343,7 +343,7 @@ class BundleWriter:
     """Reads what is wanted of the last version; False if it is damaged."""
     assert self._run.head is not None
     try:
-      held = rebuild.load(
+      held = follower.load(
         self._store,
         self._run.head,
         wanted=wanted,
@@ -517,7 +517,7 @@ class BundleWriter:
     with _forgiven(self.version):
       lost = self._run.lost()
       if lost:
-        names = ', '.join(map(rebuild.name_of, lost[:8]))
+        names = ', '.join(map(follower.name_of, lost[:8]))
         _log.warning(
           '%s: objects of %s are gone from %s; a keyframe is written.',
           *(self._run.run_id, names, self._store.url),

@@ -22,7 +22,6 @@ import numpy as np
 
 from composer_jax.delta import rebuild
 from composer_jax.delta.codec import coding
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity, manifest
 from composer_jax.delta.store import objects
 
@@ -36,7 +35,7 @@ _UNCODED = 255
 
 Key = tuple[str, int]  # of a chunk: its tensor and its number
 AnyBlock = identity.Block | tuple
-Cut = tuple[Key, grids.Index, np.ndarray]  # what a block holds of a chunk
+Cut = tuple[Key, identity.Index, np.ndarray]  # what a block holds of a chunk
 
 
 class Cutter:
@@ -67,11 +66,11 @@ class Cutter:
     self._check(name, dtype, shape, index, values)
     if not values.size:
       return
-    grid = grids.of(shape)
+    grid = identity.of(shape)
     for number in grid.intersecting(index):
       chunk = grid.chunk(number)
-      shared = grids.shared(chunk, index)
-      part = values[grids.within(shared, index)]
+      shared = identity.shared(chunk, index)
+      part = values[identity.within(shared, index)]
       if shared == chunk:
         self._finish(name, number, index)
         yield (name, number), part
@@ -82,13 +81,13 @@ class Cutter:
     """Yields the chunk that a cut completes, if it does."""
     key, index, part = cut
     dtype, shape = self.specs[key[0]]
-    chunk = grids.of(shape).chunk(key[1])
+    chunk = identity.of(shape).chunk(key[1])
     if key not in self._waiting:
       sides = [stop - start for start, stop in chunk]
       empty = np.empty(sides, identity.DTYPES[dtype])
       self._waiting[key] = empty, np.ones(sides, bool), []
     values, missing, cuts = self._waiting[key]
-    at = grids.within(index, chunk)
+    at = identity.within(index, chunk)
     if self._done[key[0]][key[1]] or not missing[at].all():
       raise _overlap(key[0], index)
     values[at], missing[at] = part, False
@@ -137,7 +136,7 @@ class Cutter:
         f'{seen[0]} array of shape {seen[1]}.'
       )
     if name not in self._done:
-      self._done[name] = np.zeros(grids.of(shape).num_chunks, bool)
+      self._done[name] = np.zeros(identity.of(shape).num_chunks, bool)
     if values.dtype != identity.DTYPES[dtype]:
       raise ValueError(
         f'{name}: a block of dtype {values.dtype} of an array of {dtype}.'
@@ -158,7 +157,7 @@ class Cutter:
     self._done[name][number] = True
 
 
-def _overlap(name: str, index: grids.Index) -> ValueError:
+def _overlap(name: str, index: identity.Index) -> ValueError:
   return ValueError(f'{name}: the block at {index} overlaps another block.')
 
 
@@ -168,16 +167,12 @@ def _check_cover(
   covered: np.ndarray,
   begun: Mapping[int, int],
 ) -> None:
-  """Refuses a tensor some of whose chunks nobody has.
+  """Refuses a tensor some of whose chunks nobody has, or has in part.
 
-  Args:
-    name: name of the tensor.
-    shape: shape of the tensor.
-    covered: bool of each chunk.
-    begun: {number: elements missing} of chunks that are there in part.
+  `begun` is {number: elements missing} of those in part.
   """
   if not covered.all():
-    sizes = grids.of(shape).sizes
+    sizes = identity.of(shape).sizes
     missing = np.flatnonzero(~covered).tolist()
     lost = sum(begun.get(n, int(sizes[n])) for n in missing)
     raise ValueError(f'{name}: {lost} elements are in no block.')
@@ -185,11 +180,27 @@ def _check_cover(
 
 def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
   """Says which part of weights these blocks are."""
-  found: dict[tuple, list[grids.Index]] = {}
+  found: dict[tuple, list[identity.Index]] = {}
   for name, dtype, shape, index, _ in blocks:
-    inside = grids.shared(index, tuple((0, n) for n in shape))
+    inside = identity.shared(index, tuple((0, n) for n in shape))
     found.setdefault((name, dtype, tuple(shape)), []).append(inside)
   return lambda *tensor: found.get(tensor, [])
+
+
+def identify(blocks: Iterable[AnyBlock]) -> tuple[str, int, int]:
+  """Returns the identity, elements and bytes of weights, in no store."""
+  cutter, posts, elements, size = Cutter(), {}, 0, 0
+  for block in blocks:
+    for key, values in cutter.add(block):
+      posts[key] = identity.hash_chunk(values)
+      elements, size = elements + values.size, size + values.nbytes
+  cutter.check_whole()
+  nodes = {}
+  for name, (dtype, shape) in cutter.specs.items():
+    count = identity.of(shape).num_chunks
+    joined = b''.join(posts[name, number] for number in range(count))
+    nodes[name] = identity.tensor_node(name, dtype, shape, joined)
+  return identity.root(nodes), elements, size
 
 
 # Encoding.
@@ -557,7 +568,7 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
         )
   rows, covered = {}, {}
   for name, (_, shape) in specs.items():
-    count = grids.of(shape).num_chunks
+    count = identity.of(shape).num_chunks
     rows[name] = np.arange(count), np.zeros(count, manifest.CHUNK)
     covered[name] = np.zeros(count, bool)
   packs: list[tuple[str, int]] = []

@@ -1,36 +1,26 @@
-"""What `experiments/delta.py` does: bundles from and to checkpoints on disk.
-
-What runs of ours wrote is verified while it is read; of any other orbax
-checkpoint there is nothing to verify it by. Orbax notices no flipped bit in the
-values (80 of 80 were restored), so what is written here is read again and
-compared.
-"""
+"""What `experiments/delta.py` does: bundles from and to checkpoints on disk."""
 
 import collections
-import contextlib
-import math
 import os
 import pathlib
 import shutil
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
-from composer_jax.core import trees
-from composer_jax.delta import chain, publisher, rebuild
+from composer_jax.delta import (
+  chain,
+  checkpoints,
+  follower,
+  publisher,
+  rebuild,
+)
 from composer_jax.delta.codec import coding
-from composer_jax.delta.format import identity
 from composer_jax.delta.format import keys as keys_lib
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
-from composer_jax.hf.tensors import layout
-from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
-from composer_jax.train.checkpoints import manager
 
 # Errors of a store that say that something of it is damaged or gone.
 _DAMAGE = (ValueError, FileNotFoundError)
@@ -51,12 +41,12 @@ def publish(
   """Publishes the weights of a checkpoint.
 
   Args:
-    source: as `read_checkpoint` has it.
+    source: as `checkpoints.read` has it.
     store: its URL.
     run: its name in the store.
     key: the file of the key; made when missing.
     version: None for the one after the last.
-    dtype: as `read_checkpoint` has it.
+    dtype: as `checkpoints.read` has it.
     tier: of the codec.
     expires_days: after which receivers take the run for abandoned, unless
       something was published meanwhile; 0 for never.
@@ -71,7 +61,7 @@ def publish(
   # mistyped --key would do that, and readers of the run would lose it.
   if place.read_pointer(run) is not None:
     _open_pointer(place, run, key)
-  arrays = read_checkpoint(source, dtype=dtype)
+  arrays = checkpoints.read(source, dtype=dtype)
   sender = publisher.Publisher(place, key, run, options)
   try:
     if version is None:
@@ -103,12 +93,12 @@ def diff(
   """Makes a store of two checkpoints: a keyframe and the delta to the other.
 
   Args:
-    base: checkpoint, as `read_checkpoint` has it; version 0.
+    base: checkpoint, as `checkpoints.read` has it; version 0.
     new: checkpoint of the same tensors; version 1.
     out: URL of the store, in which there is no such run yet.
     run: name of the run in the store.
     key: file of the key; made when missing.
-    dtype: dtype as `read_checkpoint` has it.
+    dtype: dtype as `checkpoints.read` has it.
     tier: tier of the codec.
   """
   if objects.Store(out).read_pointer(run) is not None:
@@ -142,7 +132,7 @@ def apply(
     ValueError: nothing that can be trusted leads to that version, or `out`
       exists.
   """
-  check_local('out', out)
+  checkpoints.check_local('out', out)
   out = pathlib.Path(out).absolute()
   if out.exists():
     raise ValueError(f'{out} exists; choose another --out or remove it.')
@@ -150,12 +140,12 @@ def apply(
   pointer = _open_pointer(place, run, key)
   out.parent.mkdir(parents=True, exist_ok=True)
   with progress.Progress('apply', 3) as bar:
-    held = rebuild.load(place, pointer, version=version)
+    held = follower.load(place, pointer, version=version)
     bar.update(1, version=held.version)
-    write_checkpoint(held.arrays(), out)
+    checkpoints.write(held.arrays(), out)
     bar.update(2, version=held.version)
     try:
-      verify_checkpoint(out, held)
+      checkpoints.verify(out, held)
     except ValueError:
       shutil.rmtree(out)  # nobody is to take it for the weights
       raise
@@ -220,7 +210,7 @@ def verify(
     key: the file of a key that can verify.
     source: a checkpoint to compare with a version; None for none.
     version: that `source` must be, None for the latest.
-    dtype: of `source`, as `read_checkpoint` has it.
+    dtype: of `source`, as `checkpoints.read` has it.
 
   Raises:
     ValueError: names all that is damaged, or the tensors that differ.
@@ -229,8 +219,8 @@ def verify(
   pointer = _open_pointer(place, run, key)
   text = _check_run(place, pointer)
   if source is not None:
-    arrays = read_checkpoint(source, dtype=dtype)
-    held = rebuild.load(place, pointer, version=version)
+    arrays = checkpoints.read(source, dtype=dtype)
+    held = follower.load(place, pointer, version=version)
     _check_same(source, arrays, held)
     text += f' Version {held.version} is {source}, bit for bit.'
   return text + _age(pointer)
@@ -322,15 +312,15 @@ def _check_run(store: objects.Store, pointer: manifests.Pointer) -> str:
         read.update(name for name, _ in manifest.packs)
         damaged = [
           f'its {what} is {found!r}, and what leads to it says {said!r}'
-          for what, found, said in rebuild.mismatches(manifest, edge, pointer)
+          for what, found, said in follower.mismatches(manifest, edge, pointer)
         ]
         damaged += _damaged(store, manifest)
-        problems += [f'{rebuild.name_of(edge)}: {text}' for text in damaged]
+        problems += [f'{follower.name_of(edge)}: {text}' for text in damaged]
         if not damaged:
           held = _follow(store, pointer, edge, manifest, found)
           found.setdefault(edge.version, held)
       except _DAMAGE as error:
-        problems.append(f'{rebuild.name_of(edge)}: {error}')
+        problems.append(f'{follower.name_of(edge)}: {error}')
       num_bytes += edge.bytes
       left[edge.base_version] -= 1
       for old in [v for v in found if not left[v] and v != pointer.version]:
@@ -384,7 +374,7 @@ def _follow(
   version, base = edge.base_version, None
   if version is not None:
     if version not in found:
-      found[version] = rebuild.load(store, pointer, version=version)
+      found[version] = follower.load(store, pointer, version=version)
     base = found[version]
   with rebuild.Fetcher(store) as fetcher:
     return rebuild.apply(fetcher, manifest, base)
@@ -423,232 +413,3 @@ def _check_same(
     f'such as {differing[:_LISTED]}. Name the checkpoint of that version, or '
     'another --version or --dtype.'
   )
-
-
-# Checkpoints.
-
-# How the tensors of a checkpoint become those of a bundle.
-DTYPES = ('policy', 'stored', *layout.DTYPES)
-# The folder of an orbax checkpoint, under the names that its savers give it.
-_ITEMS = ('', 'default', manager.STATE)
-_TREE = '_METADATA'
-
-# What tensorstore has no code for.
-_REFUSED = ('uint4',)
-
-
-def write_checkpoint(
-  named: dict[str, np.ndarray], folder: pathlib.Path | str
-) -> None:
-  """Writes a checkpoint of nested dictionaries, which orbax alone reads.
-
-  Arrays without elements are left out, since orbax refuses them.
-
-  Args:
-    named: arrays by '/'-joined names.
-    folder: absent, or empty.
-
-  Raises:
-    ValueError: the folder is not empty, or orbax cannot hold such a tree.
-  """
-  folder = pathlib.Path(folder).absolute()
-  if folder.exists() and any(folder.iterdir()):
-    raise ValueError(
-      f'{folder} is not empty; a checkpoint is written into a folder of its '
-      'own. Name another.'
-    )
-  nested = _nested(named)
-  saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-  with saver, manager.one_at_a_time:
-    # The folder may be there, empty.
-    saver.save(folder, args=ocp.args.PyTreeSave(nested), force=True)
-
-
-def read_plain(folder: pathlib.Path | str) -> Any:
-  """Reads any checkpoint of one tree as numpy arrays; nothing is verified."""
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    folder = pathlib.Path(folder).absolute()
-    return _restore(reader, folder, reader.metadata(folder).item_metadata.tree)
-
-
-def verify_checkpoint(folder: pathlib.Path | str, held: rebuild.Held) -> None:
-  """Raises ValueError unless what `write` wrote holds these whole weights.
-
-  One tensor after another, so that no second copy of all is in memory.
-  """
-  folder = pathlib.Path(folder).absolute()
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    for name, array in held.arrays().items():
-      if not array.size:
-        continue
-      like = _nested({name: array})
-      (found,) = jax.tree.leaves(_restore(reader, folder, like))
-      same = (found.dtype, found.shape) == (array.dtype, array.shape)
-      bits = identity.flat_bits
-      if not same or not np.array_equal(bits(found), bits(array)):
-        raise ValueError(
-          f'{folder}: {name} is not what was written; the disk is damaged. '
-          'Write to another one.'
-        )
-
-
-def _restore(reader: ocp.Checkpointer, folder: pathlib.Path, like: Any) -> Any:
-  arguments = jax.tree.map(
-    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like
-  )
-  return reader.restore(
-    folder,
-    args=ocp.args.PyTreeRestore(
-      like, restore_args=arguments, partial_restore=True
-    ),
-  )
-
-
-def _nested(named: dict[str, np.ndarray]) -> dict[str, Any]:
-  """Returns nested dictionaries of the arrays that have elements."""
-  nested: dict[str, Any] = {}
-  folders: dict[str, str] = {}
-  for name, leaf in named.items():
-    if not math.prod(leaf.shape):
-      continue
-    if str(leaf.dtype) in _REFUSED:
-      raise ValueError(
-        f'{name} is {leaf.dtype}, which orbax cannot write; follow the bundles '
-        'instead.'
-      )
-    # As orbax joins keys.
-    folder = name.replace('/', '.')
-    if folder in folders:
-      raise ValueError(
-        f'{name!r} and {folders[folder]!r} would both lie in the folder '
-        f'{folder!r} of an orbax checkpoint; rename one.'
-      )
-    folders[folder] = name
-    *path, last = name.split('/')
-    place = nested
-    for key in path:
-      place = place.setdefault(key, {})
-      if not isinstance(place, dict):
-        break
-    if not isinstance(place, dict) or last in place:
-      raise ValueError(
-        f'{name!r} lies inside another leaf of the tree, which an orbax '
-        'checkpoint cannot hold; rename one.'
-      )
-    place[last] = leaf
-  return nested
-
-
-def read_checkpoint(
-  source: str, *, dtype: str | None = None
-) -> dict[str, np.ndarray]:
-  """Returns the weights of a checkpoint, whole.
-
-  Args:
-    source: WORKDIR:STAGE for what a finished stage exported; a folder of
-      numbered checkpoints for the latest; one of them; or any orbax checkpoint.
-    dtype: 'policy' is what rollout serves of float32 masters, 'stored' leaves
-      them, another name is what floating-point tensors are cast to. None is
-      'policy' for checkpoints of ours and 'stored' for others.
-
-  Raises:
-    ValueError: there is no checkpoint, it is damaged, or the dtype is unknown.
-    OSError: the system refuses to read it.
-  """
-  if dtype is not None and dtype not in DTYPES:
-    raise ValueError(f'dtype {dtype!r} is not one of {", ".join(DTYPES)}.')
-  folder = _find(source)
-  if (folder / manager.STATE).is_dir() and folder.name.isdecimal():
-    arrays = _variables(_read_ours(folder))
-    return {n: _cast(n, a, dtype or 'policy') for n, a in arrays.items()}
-  arrays = _named_plain(folder)
-  return {n: _cast(n, a, dtype or 'stored') for n, a in arrays.items()}
-
-
-def check_local(what: str, path: str | os.PathLike) -> None:
-  """Refuses a URL, which would become a folder of that name."""
-  if '://' in os.fspath(path):
-    raise ValueError(
-      f'--{what} is {path}; it must lie in a file system of this machine.'
-    )
-
-
-def _find(source: str) -> pathlib.Path:
-  """Returns the folder of one checkpoint."""
-  check_local('source', source)
-  path = pathlib.Path(source)
-  workdir, mark, stage = source.rpartition(':')
-  if mark and not path.exists():
-    path = pathlib.Path(workdir) / 'exports' / stage
-    if not path.is_dir():
-      known = sorted(p.name for p in path.parent.glob('*') if p.is_dir())
-      raise ValueError(
-        f'{source}: stage {stage!r} of {workdir} has no export; finished are '
-        f'{known}. Run it to its end, or name another.'
-      )
-  for folder in (path, _latest(path)):
-    if folder is None:
-      continue
-    if (folder / manager.STATE / _TREE).is_file() and (
-      folder / manager.HASHES
-    ).is_dir():
-      return folder.absolute()
-    for item in _ITEMS:
-      if (folder / item / _TREE).is_file():
-        return (folder / item).absolute()
-  raise ValueError(
-    f'{source} holds no orbax checkpoint. Name the folder of one, a folder of '
-    'numbered ones, or WORKDIR:STAGE for the export of a run.'
-  )
-
-
-def _latest(folder: pathlib.Path) -> pathlib.Path | None:
-  steps = [p for p in folder.glob('*') if p.is_dir() and p.name.isdecimal()]
-  return max(steps, key=lambda p: int(p.name), default=None)
-
-
-def _read_ours(folder: pathlib.Path) -> dict[str, np.ndarray]:
-  checkpoints = manager.Checkpoints(folder.parent, keep=None)
-  with contextlib.closing(checkpoints):
-    stored = hf_stored.Stored(checkpoints, int(folder.name))
-    arrays = {}
-    with progress.Progress('read', len(stored.shapes)) as bar:
-      for name, shape in stored.shapes.items():
-        stored.verify(name)
-        arrays[name] = stored.read(name, tuple((0, n) for n in shape))
-        bar.update(len(arrays))
-  return arrays
-
-
-def _named_plain(folder: pathlib.Path) -> dict[str, np.ndarray]:
-  try:
-    tree = read_plain(folder)
-  # What orbax raises for damage: see `manager`.
-  except (LookupError, AttributeError, TypeError) as error:
-    raise ValueError(f'{folder} is damaged: {error}') from error
-  found = trees.flatten_names(tree)
-  if len(found) != len(jax.tree.leaves(tree)):
-    raise ValueError(
-      f"{folder}: two leaves of the tree have the same '/'-joined name."
-    )
-  return {name: np.asarray(leaf) for name, leaf in found.items()}
-
-
-def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Leaves out what a train state holds beside the model."""
-  groups = {name.partition('/')[0] for name in arrays}
-  if not {'params', 'opt_state'} <= groups:
-    return arrays
-  kept = ('params', 'selection_bias')
-  return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}
-
-
-def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-  if dtype == 'stored':
-    return array
-  if dtype == 'policy':
-    # As `decoder.policy`, whose selection bias stays float32.
-    is_master = name.startswith('params/') and array.dtype == np.float32
-    return array.astype(layout.DTYPES['bfloat16']) if is_master else array
-  is_float = array.dtype in (*layout.DTYPES.values(), np.dtype(np.float64))
-  return array.astype(layout.DTYPES[dtype], copy=False) if is_float else array

@@ -13,14 +13,18 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from composer_jax.delta import chain, team, trees
-from composer_jax.delta.format import keys
+from composer_jax.core import trees
+from composer_jax.delta import chain, team
+from composer_jax.delta.format import identity, keys
 from composer_jax.delta.store import objects
+from composer_jax.train import weights
 
 # How long processes wait for each other's messages, and for the key.
 _TIMEOUT_S = 600.0
@@ -96,10 +100,10 @@ class Publisher:
     """
     self.wait()
     if not owned:
-      tree = trees.copy(tree)
+      tree = copy(tree)
 
     def send() -> None:
-      info = self._chain.publish(trees.blocks(tree), version)
+      info = self._chain.publish(blocks(tree), version)
       self._renew_at = self._next_renewal()
       self._done.put(info)
 
@@ -222,7 +226,7 @@ def _peers() -> team.Peers | None:
   return team.Peers(
     process=jax.process_index(),
     count=jax.process_count(),
-    attempt=f'{trees.agreed(time.time_ns() >> 10):016x}',
+    attempt=f'{_agreed(time.time_ns() >> 10):016x}',
     timeout_s=_TIMEOUT_S,
   )
 
@@ -254,3 +258,34 @@ def _open_or_make_key(
       'there is none. Bring the key of that run, or choose another store.'
     )
   return keys.load_or_make_key(path)
+
+
+def copy(tree: Any) -> Any:
+  """Returns the tree in memory of its own, on the devices where it is."""
+  return jax.tree.map(
+    lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf),
+    tree,
+  )
+
+
+def blocks(tree: Any) -> Iterator[identity.Block]:
+  """Yields every addressable block of every array of a tree, once.
+
+  A shard is copied to the host when its block is requested, and the array does
+  not keep the copy. The first process yields numpy arrays, which must be equal
+  in all processes.
+
+  Raises:
+    ValueError: two leaves have the same '/'-joined name.
+  """
+  for name, leaf in trees.flatten_names(tree).items():
+    for index, values in weights.array_blocks(leaf):
+      dtype, shape = str(values.dtype), tuple(np.shape(leaf))
+      yield identity.Block(name, dtype, shape, index, values)
+
+
+def _agreed(number: int) -> int:
+  """Returns the number of process 0, of 62 bits; collective."""
+  words = np.array([number >> 31 & 0x7FFFFFFF, number & 0x7FFFFFFF], np.int32)
+  high, low = multihost_utils.broadcast_one_to_all(words)
+  return int(high) << 31 | int(low)

@@ -1,10 +1,9 @@
-"""Rebuilds verified weights of a run by the cheapest way that works.
+"""Rebuilds verified weights from one bundle and the weights it starts from.
 
 Every byte is verified before it is used: a blob before it is decoded, a chunk
 after it. The Merkle root of the chunks' hashes was checked when the manifest
-was read, and weights leave here only when all their chunks matched it. A bundle
-that fails is left aside and the next best way is tried; what was held before
-stays as it is.
+was read, and weights leave here only when all their chunks matched it; what was
+held before stays as it is.
 
 Requests, decoding and hashing overlap: while some threads wait for ranges of
 packs, others decode those that came, straight to where the chunks stay.
@@ -18,12 +17,10 @@ import threading
 import time
 from collections.abc import (
   Callable,
-  Collection,
   Generator,
   Iterable,
   Iterator,
   Mapping,
-  Sequence,
 )
 from concurrent import futures
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +28,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from composer_jax.delta.codec import coding
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
@@ -43,18 +39,14 @@ _SMALL_BYTES = 2**20
 # Requests on their way at once: enough to fill 10 Gbit/s at a round trip of
 # 200 ms, and a quarter of a GiB of memory at most.
 IN_FLIGHT: int = 32
-# A store in which so many bundles fail is not worth more of a poll's time, and
-# each that cannot be reached takes as long as the store's patience.
-MAX_FAILURES = 32
-MAX_UNREACHED = 3
 # What another way through the same store will hardly cure.
-_UNREACHED = (ConnectionError, TimeoutError)
+UNREACHED = (ConnectionError, TimeoutError)
 # Elements that a thread takes at a time: small tensors share a turn.
 _TURN_ELEMENTS = 2**19
 # Items in flight for each thread: they hold ranges and blocks of weights.
 _AHEAD = 4
 
-Index = grids.Index
+Index = identity.Index
 # Says which regions of a tensor (name, dtype, shape) a receiver needs.
 Wanted = Callable[[str, str, tuple[int, ...]], Iterable[Index]]
 _In = TypeVar('_In')
@@ -67,9 +59,8 @@ def in_order(
 ) -> Generator[_Out, None, None]:
   """Yields work(item) in the order of the items, by a pool of threads.
 
-  The first error, of the work or of the items, ends it: what did not begin is
-  dropped, and no thread is left when the error reaches the caller. Who may
-  stop early closes the generator, which does the same.
+  The first error ends it, as closing the generator does: what did not begin is
+  dropped, and no thread is left when the error reaches the caller.
   """
   if threads < 1:
     raise ValueError(f'threads must be at least 1, not {threads}.')
@@ -86,16 +77,13 @@ def in_order(
     pool.shutdown(cancel_futures=True)
 
 
-# Weights as they are held.
-
-
 def chunks_of(
   wanted: Wanted | None, name: str, dtype: str, shape: tuple[int, ...]
 ) -> np.ndarray | None:
   """Returns the numbers of the chunks that a receiver needs, None for all."""
   if wanted is None:
     return None
-  grid = grids.of(shape)
+  grid = identity.of(shape)
   numbers: set[int] = set()
   for index in wanted(name, dtype, shape):
     numbers.update(grid.intersecting(index))
@@ -110,8 +98,7 @@ class HeldTensor:
 
   Attributes:
     dtype: name in `identity.DTYPES`.
-    shape: shape of the whole tensor.
-    grid: grid of the whole tensor.
+    shape: shape of the whole tensor, and `grid` its grid.
     numbers: numbers of the chunks, ascending; None for all.
     offsets: where each chunk begins in `buffer`, and its end.
     buffer: flat values, chunk after chunk, each in C order.
@@ -120,7 +107,7 @@ class HeldTensor:
 
   dtype: str
   shape: tuple[int, ...]
-  grid: grids.Grid
+  grid: identity.Grid
   numbers: np.ndarray | None
   offsets: np.ndarray
   buffer: np.ndarray
@@ -135,7 +122,7 @@ class HeldTensor:
     posts: np.ndarray,
   ) -> 'HeldTensor':
     """Makes room for chunks whose values will follow."""
-    grid = grids.of(shape)
+    grid = identity.of(shape)
     sizes = grid.sizes if numbers is None else grid.sizes[numbers]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     buffer = np.empty(int(offsets[-1]), identity.DTYPES[dtype])
@@ -165,9 +152,9 @@ class HeldTensor:
     region = np.empty([b - a for a, b in index], self.buffer.dtype)
     for number in numbers:
       chunk = self.grid.chunk(number)
-      shared = grids.shared(chunk, index)
-      source = self.chunk(number)[grids.within(shared, chunk)]
-      region[grids.within(shared, index)] = source
+      shared = identity.shared(chunk, index)
+      source = self.chunk(number)[identity.within(shared, chunk)]
+      region[identity.within(shared, index)] = source
     region.setflags(write=False)
     return region
 
@@ -219,7 +206,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], version: int = 0) -> Held:
   tensors, nodes = {}, {}
   for name, array in sorted(arrays.items()):
     dtype, shape = str(array.dtype), array.shape
-    posts = np.empty((grids.of(shape).num_chunks, 32), np.uint8)
+    posts = np.empty((identity.of(shape).num_chunks, 32), np.uint8)
     tensor = HeldTensor.empty(dtype, shape, None, posts)
     for number in range(len(posts)):
       chunk = tensor.chunk(number)
@@ -229,9 +216,6 @@ def from_arrays(arrays: Mapping[str, np.ndarray], version: int = 0) -> Held:
     tensors[name] = tensor
     nodes[name] = identity.tensor_node(name, dtype, shape, posts.tobytes())
   return Held(version=version, target_id=identity.root(nodes), tensors=tensors)
-
-
-# What moves.
 
 
 class Blob(NamedTuple):
@@ -264,14 +248,7 @@ def ranges(blobs: list[Blob]) -> list[list[Blob]]:
 
 
 class Tally:
-  """Counts what moved; threads share it.
-
-  Attributes:
-    bytes: bytes read from the store.
-    fetch_s: seconds of reading, summed over the requests.
-    decode_s: seconds of decoding and hashing, summed over the threads.
-    steps: the bundles applied, such as 'delta 3-4'.
-  """
+  """Counts what moved, as `follower.UpdateCost` tells it; threads share it."""
 
   def __init__(self):
     self.steps: list[str] = []
@@ -313,12 +290,7 @@ class Fetcher:
     )
 
   def range(self, blobs: list[Blob]) -> memoryview:
-    """Returns the bytes of neighbouring blobs, each verified.
-
-    Raises:
-      ValueError: a blob is damaged; names its tensor.
-      OSError: the pack cannot be read.
-    """
+    """Returns the bytes of neighbouring blobs; errors name a tensor."""
     try:
       return memoryview(self._twice(lambda store: self._part(blobs, store)))
     except _DamagedBlob:
@@ -383,12 +355,7 @@ class Fetcher:
 def read_manifest(
   source: Fetcher | objects.Store, named: manifests.Edge | manifests.Pointer
 ) -> manifests.Manifest:
-  """Reads the manifest that an edge or pointer names, verified first.
-
-  Raises:
-    FileNotFoundError: there is none.
-    ValueError: it is damaged; the message names it.
-  """
+  """Reads the manifest that an edge or pointer names; errors name it, too."""
   data = source.get(named.manifest, named.manifest_bytes)
   try:
     return manifests.Manifest.from_bytes(data)
@@ -413,28 +380,23 @@ def read_index(
   return index
 
 
-# One bundle.
-
-
 class _DamagedBlob(ValueError):
   pass
 
 
-class _DamagedBase(ValueError):
+class DamagedBase(ValueError):
   """The held weights are not what they were when they were verified."""
 
 
-class _UnfitBase(ValueError):
+class UnfitBase(ValueError):
   """The bundle builds on something else than these intact weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-  """A tensor on its way: its bundle's table, the base, and what becomes.
+  """A tensor on its way: its rows of the manifest, the base, what becomes.
 
   Attributes:
-    bundle: the manifest.
-    name: name of the tensor.
     made: the tensor of the new version.
     base: the tensor that it is built on, None for a keyframe.
     base_at: where the chunks of `made` stand in the base; None where they
@@ -496,7 +458,7 @@ class _Slot:
     if base is None or self.base is None:
       return
     if identity.hash_chunk(base) != self.base.posts[there].tobytes():
-      raise _DamagedBase(
+      raise DamagedBase(
         f'{self.where(at)}: the weights that are held changed in memory since '
         'they were verified.'
       )
@@ -511,12 +473,7 @@ def apply(
 ) -> Held:
   """Applies a bundle to a base, which it leaves as it is.
 
-  Args:
-    fetcher: reads the store.
-    bundle: manifest of the bundle.
-    base: weights that a delta builds on; a keyframe needs none.
-    wanted: regions to hold; None for all.
-    threads: number of threads that decode and hash.
+  A keyframe needs no base. `wanted` None holds all regions.
 
   Raises:
     ValueError: names the tensor whose base or blob is wrong.
@@ -554,17 +511,17 @@ def apply(
 
 def _check_base(bundle: manifests.Manifest, base: Held | None) -> None:
   if base is None:
-    raise _UnfitBase(f'version {bundle.version} needs a base.')
+    raise UnfitBase(f'version {bundle.version} needs a base.')
   ours, theirs = base.signature(), bundle.signature()
   if ours != theirs:
     both = sorted({*ours, *theirs})
     names = [n for n in both if ours.get(n) != theirs.get(n)]
-    raise _UnfitBase(
+    raise UnfitBase(
       f'version {bundle.version} has other tensors than its base: '
       + ', '.join(f'{n}: {ours.get(n)} and {theirs.get(n)}' for n in names[:5])
     )
   if base.target_id != bundle.base_id:
-    raise _UnfitBase(
+    raise UnfitBase(
       f'version {bundle.version} builds on the weights {bundle.base_id}, '
       f'not on the {base.target_id} that are held.'
     )
@@ -637,253 +594,5 @@ def _split(chunks: Iterable[tuple]) -> Iterator[list]:
 
 def _named(where: str, error: Exception) -> Exception:
   """Returns an error that says where; a store that is away stays one."""
-  kind = type(error) if isinstance(error, _UNREACHED) else ValueError
+  kind = type(error) if isinstance(error, UNREACHED) else ValueError
   return kind(f'{where}: {error}')
-
-
-# The way to a version.
-
-
-class Start(NamedTuple):
-  """Weights that a way may begin at."""
-
-  version: int
-  target_id: str
-
-
-class Way(NamedTuple):
-  """The bundles to apply, in order.
-
-  Attributes:
-    bytes: what they cost together, manifests included.
-    start: which of the starts the first one needs, None for a keyframe.
-    edges: the bundles; none where a start has the weights already.
-  """
-
-  bytes: int
-  start: int | None
-  edges: tuple[manifests.Edge, ...]
-
-
-def cheapest(
-  edges: Iterable[manifests.Edge],
-  version: int,
-  starts: Sequence[Start] = (),
-  banned: Collection[str] = (),
-) -> Way | None:
-  """Returns the way of fewest bytes to a version; of equal ones the shortest.
-
-  Args:
-    edges: bundles of the run.
-    version: version to reach.
-    starts: what is held; what a rewind made void is not started from.
-    banned: manifests that turned out to be unusable.
-
-  Returns:
-    None if there is no way.
-  """
-  edges = [edge for edge in edges if edge.manifest not in banned]
-  targets = {edge.version: edge.target for edge in edges}
-  best: dict[int, Way] = {}
-  for number, start in enumerate(starts):
-    short = start.target_id[:16]
-    known = {v for v, target in targets.items() if target == short}
-    if start.version not in targets:
-      known.add(start.version)
-    for other in known:
-      best.setdefault(other, Way(0, number, ()))
-  # Bases are earlier versions, so that one pass over the versions finds all.
-  for edge in sorted(edges, key=lambda edge: edge.version):
-    if edge.base_version is None:
-      before = Way(0, None, ())
-    elif (before := best.get(edge.base_version)) is None:
-      continue
-    way = Way(before.bytes + edge.bytes, before.start, (*before.edges, edge))
-    known = best.get(edge.version)
-    cost = way.bytes, len(way.edges)
-    if known is None or cost < (known.bytes, len(known.edges)):
-      best[edge.version] = way
-  return best.get(version)
-
-
-def load(
-  store: objects.Store,
-  pointer: manifests.Pointer,
-  *,
-  version: int | None = None,
-  held: Held | None = None,
-  wanted: Wanted | None = None,
-  threads: int = 2,
-  tally: Tally | None = None,
-) -> Held:
-  """Returns the weights of a pointer, or of an older version it leads to.
-
-  In memory are at most what is held, what the way has reached, and the next.
-
-  Args:
-    store: where to read.
-    pointer: pointer whose signature the caller has verified.
-    version: version to load; None for the pointer's own.
-    held: weights that may spare a part of the way.
-    wanted: regions to hold; None for all.
-    threads: number of threads that decode.
-    tally: counts what moves, and by which bundles.
-
-  Raises:
-    ValueError: no way leads there; says what is wrong with those tried.
-    OSError: the store cannot be reached or what it must have is missing.
-  """
-  with Fetcher(store, tally) as fetcher:
-    walk = _Walk(fetcher, pointer, held, wanted, threads)
-    if version is None or version == pointer.version:
-      return walk.to_head()
-    return walk.to(version)
-
-
-class _Walk:
-  """Goes from bundle to bundle and around those that fail."""
-
-  def __init__(self, fetcher, pointer, held, wanted, threads):
-    self._fetcher, self._pointer = fetcher, pointer
-    self._wanted, self._threads = wanted, threads
-    # What is held, and how far the last way led before it broke off.
-    self._from: list[Held] = [] if held is None else [held]
-    self._starts = self._from
-    # Texts: an exception holds its frames, and they hold buffers.
-    self._failures: list[str] = []
-    self._banned: set[str] = set()
-    self._unreached = 0
-
-  def to_head(self) -> Held:
-    pointer = self._pointer
-    bundle = self._read(pointer)
-    held = self._starts[0] if self._starts else None
-    if bundle is not None:
-      if held is not None and held.target_id == pointer.target_id:
-        return dataclasses.replace(held, version=pointer.version)
-      if pointer.base_id in ('', held.target_id if held else ''):
-        # The usual case: the next delta, and no need of the index.
-        reached = self._step(pointer, bundle, held)
-        if reached is not None:
-          return reached
-    # Nobody vouches for the name of what is held but the manifest.
-    self._starts = [
-      held for held in self._starts if held.target_id != pointer.target_id
-    ]
-    return self.to(pointer.version)
-
-  def to(self, version: int) -> Held:
-    try:
-      index = read_index(self._fetcher, self._pointer)
-    except (ValueError, OSError) as error:
-      self._note(error)
-      raise self._no_way(version) from error
-    while len(self._failures) < MAX_FAILURES:
-      starts = [Start(held.version, held.target_id) for held in self._starts]
-      way = cheapest(index.edges, version, starts, self._banned)
-      if way is None:
-        break
-      reached = self._walk(way)
-      if reached is not None:
-        return dataclasses.replace(reached, version=version)
-    raise self._no_way(version)
-
-  def _walk(self, way: Way) -> Held | None:
-    held = None if way.start is None else self._starts[way.start]
-    coming = None
-    for edge, following in itertools.zip_longest(way.edges, way.edges[1:]):
-      bundle = self._read(edge) if coming is None else coming.result()
-      coming = (
-        None
-        if following is None
-        else self._fetcher.submit(self._read, following)
-      )
-      reached = None if bundle is None else self._step(edge, bundle, held)
-      if reached is None:
-        return None
-      # Others between them are let go: each is as large as the policy.
-      self._starts = [*self._from, reached]
-      held = reached
-    return held
-
-  def _read(self, named) -> manifests.Manifest | None:
-    try:
-      bundle = read_manifest(self._fetcher, named)
-      self._check(bundle, named)
-      return bundle
-    except (ValueError, OSError) as error:
-      self._banned.add(named.manifest)
-      self._note(error)
-    return None
-
-  def _step(self, named, bundle, base: Held | None) -> Held | None:
-    """Applies one bundle; None, and it is not tried again, where it fails."""
-    try:
-      reached = apply(self._fetcher, bundle, base, self._wanted, self._threads)
-    except _DamagedBase as error:
-      # The bundle may be good: what it was applied to is not.
-      self._from = [held for held in self._from if held is not base]
-      self._starts = [held for held in self._starts if held is not base]
-      self._note(error)
-      return None
-    except (ValueError, OSError) as error:
-      if named is self._pointer and isinstance(error, _UnfitBase):
-        return None  # A way through the index may end with it.
-      self._banned.add(named.manifest)
-      self._note(error)
-      return None
-    self._fetcher.tally.steps.append(name_of(bundle))
-    return reached
-
-  def _check(self, bundle, named) -> None:
-    for what, found, said in mismatches(bundle, named, self._pointer):
-      raise ValueError(
-        f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
-        f'to it says {said!r}.'
-      )
-
-  def _note(self, error: Exception) -> None:
-    self._unreached += isinstance(error, _UNREACHED)
-    if self._unreached == MAX_UNREACHED:
-      raise error
-    _log.warning(
-      'Run %r, version %d: another way is tried: %s',
-      *(self._pointer.run_id, self._pointer.version, error),
-    )
-    self._failures.append(str(error))
-
-  def _no_way(self, version: int) -> ValueError:
-    reasons = self._failures[:4]
-    more = len(self._failures) - len(reasons)
-    reasons += [f'and {more} more'] if more else []
-    text = '; '.join(reasons or ['no bundle of the index leads there'])
-    return ValueError(f'version {version} cannot be rebuilt: {text}')
-
-
-def mismatches(
-  bundle: manifests.Manifest,
-  named: manifests.Edge | manifests.Pointer,
-  pointer: manifests.Pointer,
-) -> Iterator[tuple[str, Any, Any]]:
-  """Yields (what, found, said) where a manifest belies what leads to it."""
-  pairs = [
-    ('run', bundle.run_id, pointer.run_id),
-    ('version', bundle.version, named.version),
-  ]
-  if bundle.version == pointer.version:
-    pairs.append(('target', bundle.target_id, pointer.target_id))
-  if isinstance(named, manifests.Pointer):
-    pairs.append(('base_id', bundle.base_id, pointer.base_id))
-  else:
-    pairs += [
-      ('base version', bundle.base_version, named.base_version),
-      ('kind', bundle.kind, named.kind),
-      ('target', bundle.target_id[:16], named.target),
-    ]
-  yield from (pair for pair in pairs if pair[1] != pair[2])
-
-
-def name_of(bundle: manifests.Manifest | manifests.Edge) -> str:
-  if bundle.base_version is None:
-    return f'{bundle.kind} {bundle.version}'
-  return f'{bundle.kind} {bundle.base_version}-{bundle.version}'

@@ -20,16 +20,18 @@ from typing import Any
 import jax
 
 from composer_jax.core import files, records, seams
-from composer_jax.delta import chain, publisher, subscriber
+from composer_jax.delta import chain, chunking, publisher, subscriber
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.telemetry import append, writer
+from composer_jax.telemetry import append
+from composer_jax.telemetry import writer as writers
 from composer_jax.train import state as train_state
 
 RUN_ID = 'policy'
+DIRECT = 'direct:'
 KEY = 'delta.key'
 PUBLISHED, RECEIVED = 'delta', 'received'  # stages of the lines on record
 _STORE, _MEMORY = 'store', 'received'
@@ -45,7 +47,8 @@ class DeltaOptions(chain.BundleOptions):
 
   Attributes:
     store: folder or URL (s3://bucket/run) of this run alone; '' for `store` in
-      the workdir.
+      the workdir. 'direct:' hands policies over on the devices, with nothing
+      written, where trainer and engine share one process.
     poll_s: seconds between looks of the rollout process; more for a URL.
     keyframe_every: versions from a full one to the next, which only receivers
       that join late and repairs read.
@@ -94,19 +97,19 @@ class Publication:
 
   def __init__(
     self,
-    sender: publisher.Publisher,
-    lines: writer.Writer,
+    sender: 'publisher.Publisher | _Handover',
+    writer: writers.Writer,
     workdir: pathlib.Path,
     first: int,
   ):
     sender.rewind(first)
-    lines.truncate(PUBLISHED, first)
-    self._publisher, self._writer = sender, lines
+    writer.truncate(PUBLISHED, first)
+    self._publisher, self._writer = sender, writer
     # Every version before the first was published, else there would be no
     # checkpoint of the first.
     self._identities = {
       row['step']: row['target_id']
-      for row in writer.read(workdir)
+      for row in writers.read(workdir)
       if row['stage'] == PUBLISHED
     }
     self._written = set(self._identities)
@@ -192,7 +195,7 @@ class Received:
 
   def __init__(self, workdir: str | os.PathLike):
     """Opens the file, cutting off a line that a kill tore."""
-    path = pathlib.Path(workdir) / writer.RECEIVED
+    path = pathlib.Path(workdir) / writers.RECEIVED
     self._file = append.AppendFile(path, 'a line of received policies')
     self._file.cut_torn_line()
 
@@ -203,8 +206,8 @@ class Received:
     Other weights may be published under their numbers, and not all of them be
     received. Nobody may be writing to the file.
     """
-    path = pathlib.Path(workdir) / writer.RECEIVED
-    writer.keep(path, lambda row: row['step'] <= step)
+    path = pathlib.Path(workdir) / writers.RECEIVED
+    writers.keep(path, lambda row: row['step'] <= step)
 
   def write(self, version: int, **fields: Any) -> None:
     """Appends one line; fields that are None are left out."""
@@ -394,6 +397,89 @@ class Background:
     self._poller.stop()
 
 
+class DirectTransport:
+  """A `core.seams.WeightTransport` within one process, device to device.
+
+  Identities are those that bundles of the same weights would have.
+  """
+
+  def __init__(self, workdir: pathlib.Path):
+    self._workdir = workdir
+    self._handover = _Handover()
+
+  def publisher(self, writer: writers.Writer, first: int) -> Publication:
+    Received.truncate(self._workdir, first)
+    return Publication(self._handover, writer, self._workdir, first)
+
+  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
+    if in_background:
+      raise ValueError(
+        f'--config.delta.store={DIRECT!r} needs trainer and engine in one '
+        "process: set --config.rl.placement='colocated', or another store."
+      )
+    return _InTurn(self._handover, Received(self._workdir))
+
+
+class _Handover:
+  """Both ends of a direct transport: a publisher, and a receiver of it."""
+
+  store, problem = DIRECT, None
+
+  def __init__(self):
+    self._done: list[chain.BundleInfo] = []
+    self._newest: seams.ReceivedPolicy | None = None
+
+  def publish(self, tree: Any, version: int, *, owned: bool) -> None:
+    assert owned
+    began = time.perf_counter()
+    target_id, elements, size = chunking.identify(publisher.blocks(tree))
+    self._newest = seams.ReceivedPolicy(
+      version=version,
+      target_id=target_id,
+      variables=tree,
+      received={'route': ('direct',), 'bytes': 0},
+    )
+    info = chain.BundleInfo(
+      version=version,
+      kind='direct',
+      target_id=target_id,
+      base_id='',
+      bytes=0,
+      full_bytes=size,
+      changed=elements,
+      elements=elements,
+      encode_s=time.perf_counter() - began,
+    )
+    self._done.append(info)
+
+  def results(self) -> list[chain.BundleInfo]:
+    done, self._done = self._done, []
+    return done
+
+  def rewind(self, version: int) -> None:
+    if self._newest is not None and self._newest.version > version:
+      self._newest = None
+
+  def wait(self) -> None:
+    """Does nothing: what was published is there."""
+
+  def gc(self, keep: int, say: Callable[[str], None]) -> None:
+    """Does nothing: nothing was written."""
+
+  def close(self) -> None:
+    self._newest = None
+
+  def poll(self) -> seams.ReceivedPolicy | None:
+    newest, self._newest = self._newest, None
+    return newest
+
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
+    policy = self.poll()
+    if policy is None:
+      raise ValueError(f'No policy was handed over within {within_s:g} s.')
+    return policy
+
+
 class StoreTransport:
   """A `core.seams.WeightTransport` through the store of a run."""
 
@@ -406,7 +492,7 @@ class StoreTransport:
     self._workdir, self._model, self._options = workdir, model, options
     self._memory = memory_of(workdir, options.store)
 
-  def publisher(self, lines: writer.Writer, first: int) -> Publication:
+  def publisher(self, writer: writers.Writer, first: int) -> Publication:
     sender = publisher.Publisher(
       store_of(self._workdir, self._options.store),
       self._workdir / KEY,
@@ -418,7 +504,7 @@ class StoreTransport:
       self._memory.unlink(missing_ok=True)
     # What a killed run received after `first` became void with it.
     Received.truncate(self._workdir, first)
-    return Publication(sender, lines, self._workdir, first)
+    return Publication(sender, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
     receiving = Receiver(
@@ -437,7 +523,7 @@ class StoreTransport:
 class _InTurn:
   """Receives when it is asked to, in the process that also publishes."""
 
-  def __init__(self, receiving: Receiver, lines: Received):
+  def __init__(self, receiving: 'Receiver | _Handover', lines: Received):
     self._receiving, self._lines = receiving, lines
     self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
     self._engine: engines.Engine | None = None
@@ -481,6 +567,7 @@ class _InBackground(_InTurn):
     self._stack = contextlib.ExitStack()
 
   def follow(self, engine: engines.Engine) -> None:
+    assert isinstance(self._receiving, Receiver)
     self._news_of = Background(self._receiving, engine, self._interval_s)
     self._stack.enter_context(contextlib.closing(self._news_of))
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.delta import chain, rebuild, subscriber
+from composer_jax.delta import chain, rebuild
 from composer_jax.delta import chunking as encoding
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import identity, manifest
 from composer_jax.delta.store import objects as store_lib
 from tests.delta import bundles
@@ -37,7 +38,7 @@ def publish_all(store, versions, **options):
 
 def follow(store, **options):
   options = {'threads': 1, **options}
-  return subscriber.Follower(store, 'run', bundles.SIGNER, **options)
+  return followers.Follower(store, 'run', bundles.SIGNER, **options)
 
 
 def read_pointer(store):

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.delta import commands, rebuild
+from composer_jax.delta import checkpoints, rebuild
 from composer_jax.delta.format import identity
 
 
@@ -39,7 +39,7 @@ def arrays():
 @pytest.fixture(scope='module')
 def folder(arrays, tmp_path_factory):
   made = tmp_path_factory.mktemp('orbax') / 'made'
-  commands.write_checkpoint(arrays, made)
+  checkpoints.write(arrays, made)
   return made
 
 
@@ -52,26 +52,26 @@ def same(found, wanted):
 
 def test_orbax_alone_reads_the_tree_back(arrays, folder):
   with ocp.StandardCheckpointer() as reader:
-    found = reader.restore(folder, commands.read_plain(folder))
+    found = reader.restore(folder, checkpoints.read_plain(folder))
   wanted = {name: array for name, array in arrays.items() if array.size}
   same(trees.flatten_names(found), wanted)
-  same(trees.flatten_names(commands.read_plain(folder)), wanted)
+  same(trees.flatten_names(checkpoints.read_plain(folder)), wanted)
 
 
 def test_what_was_written_is_compared(arrays, folder):
-  commands.verify_checkpoint(folder, rebuild.from_arrays(arrays))
+  checkpoints.verify(folder, rebuild.from_arrays(arrays))
   other = arrays['selection_bias'].copy()
   other.view(np.uint64)[1, 2] ^= 1
   changed = rebuild.from_arrays(arrays | {'selection_bias': other})
   with pytest.raises(ValueError, match='made: selection_bias is not what was'):
-    commands.verify_checkpoint(folder, changed)
+    checkpoints.verify(folder, changed)
 
 
 def test_a_flipped_bit_passes_orbax_and_is_found(tmp_path):
   """Why what is written is compared: orbax restores it and says nothing."""
   arrays = {'x': random_bits(ml_dtypes.bfloat16, (24, 64))}
   held = rebuild.from_arrays(arrays)
-  commands.write_checkpoint(arrays, tmp_path / 'made')
+  checkpoints.write(arrays, tmp_path / 'made')
   files = [p for p in (tmp_path / 'made').rglob('*') if p.is_file()]
   path = max(files, key=os.path.getsize)
   data, wrong = bytearray(path.read_bytes()), 0
@@ -79,13 +79,13 @@ def test_a_flipped_bit_passes_orbax_and_is_found(tmp_path):
     data[at] ^= 1
     path.write_bytes(data)
     try:
-      found = commands.read_plain(tmp_path / 'made')['x']
+      found = checkpoints.read_plain(tmp_path / 'made')['x']
     except ValueError:
       found = None  # The compression or a checksum noticed.
     if found is not None and found.tobytes() != arrays['x'].tobytes():
       wrong += 1
       with pytest.raises(ValueError, match='x is not what was written'):
-        commands.verify_checkpoint(tmp_path / 'made', held)
+        checkpoints.verify(tmp_path / 'made', held)
     data[at] ^= 1
   assert wrong > 0
 
@@ -95,17 +95,15 @@ def test_errors_name_the_cure(tmp_path):
   (tmp_path / 'full' / 'file').touch()
   one = np.ones(1)
   with pytest.raises(ValueError, match='full is not empty.* Name another'):
-    commands.write_checkpoint({'x': one}, tmp_path / 'full')
+    checkpoints.write({'x': one}, tmp_path / 'full')
   for names in (('a/b', 'a.b'), ('a', 'a/b'), ('a/b', 'a')):
     with pytest.raises(ValueError, match='rename one'):
-      commands.write_checkpoint(dict.fromkeys(names, one), tmp_path / 'made')
+      checkpoints.write(dict.fromkeys(names, one), tmp_path / 'made')
   with pytest.raises(ValueError, match='x is uint4, which orbax cannot write'):
-    commands.write_checkpoint(
-      {'x': one.astype(ml_dtypes.uint4)}, tmp_path / 'made'
-    )
+    checkpoints.write({'x': one.astype(ml_dtypes.uint4)}, tmp_path / 'made')
   assert not pathlib.Path(tmp_path / 'made').exists()
 
 
 def test_orbax_warns_of_nothing(tmp_path, caplog):
-  commands.write_checkpoint({'x': np.ones(3)}, tmp_path / 'made')
+  checkpoints.write({'x': np.ones(3)}, tmp_path / 'made')
   assert caplog.records == []

@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import chain, chunking, rebuild, subscriber
-from composer_jax.delta.format import grid as grids
+from composer_jax.delta import chain, chunking, rebuild
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import identity, keys
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults_store
 
@@ -148,7 +149,7 @@ class World:
   now: float = 0.0
 
   def follow(self, wanted=None, **options):
-    return subscriber.Follower(
+    return followers.Follower(
       self.store,
       RUN,
       KEY,

@@ -19,7 +19,7 @@ import sys
 
 import pytest
 
-from composer_jax.delta import subscriber
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import keys
 from composer_jax.delta.store import objects as stores
 from tests.delta import faults
@@ -123,7 +123,7 @@ def attack(folder, count):
   with faults.small_chunks():
     root, stranger = folder / 'store', folder / 'stranger'
     _publish(root, versions=3)
-    follower = subscriber.Follower(
+    follower = followers.Follower(
       stores.Store(root), 'run', faults.KEY, threads=1, now=lambda: 0.0
     )
     old = follower.poll()
@@ -137,7 +137,7 @@ def attack(folder, count):
       how = rng.choice(sorted(MUTATIONS))
       path = rng.choice(sorted(intact))
       MUTATIONS[how](path, rng, others)
-      joiner = subscriber.Follower(
+      joiner = followers.Follower(
         stores.Store(root), 'run', faults.KEY, threads=1, now=lambda: 0.0
       )
       follower.held, follower._seen = old, None

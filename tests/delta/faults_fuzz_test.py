@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.delta import subscriber
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults, faults_damage, faults_hostile, faults_store
 
@@ -231,7 +231,7 @@ def test_publishing_a_version_twice_changes_nothing(tiny):
   with pytest.raises(ValueError, match='another publisher'):
     second.publish(faults.blocks(faults.weights('one', 2, seed=4)), 2)
   assert after[faults.LATEST] == store.files[faults.LATEST]
-  follower = subscriber.Follower(store, 'run', faults.KEY, now=lambda: 0.0)
+  follower = followers.Follower(store, 'run', faults.KEY, now=lambda: 0.0)
   found = follower.poll().weights.arrays()['kernel']
   truth = faults.weights('one', 2)['kernel']
   assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))

@@ -10,8 +10,8 @@ import json
 
 import numpy as np
 
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults, faults_damage
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from composer_jax.delta import chain, rebuild, subscriber
+from composer_jax.delta import chain, rebuild
+from composer_jax.delta import follower as followers
 from composer_jax.delta.codec import coding
 from composer_jax.delta.format import identity
 from composer_jax.delta.format import manifest as manifests
@@ -38,7 +39,7 @@ def followed(tmp_path):
   store = stores.Store(tmp_path)
   options = chain.BundleOptions(threads=1, skip_levels=())
   publisher = chain.BundleWriter(store, faults.RUN, faults.KEY, options=options)
-  follower = subscriber.Follower(store, faults.RUN, faults.KEY, threads=1)
+  follower = followers.Follower(store, faults.RUN, faults.KEY, threads=1)
   for version in range(5):
     publisher.publish(faults.blocks(drifting(version)), version)
     if version < 4:

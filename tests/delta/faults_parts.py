@@ -109,7 +109,7 @@ def main():
         for p in left
         if p.is_file() and p.suffix != '.tmp'
       }
-      assert left == {(), ('3',)}, left
+      assert left == {('3',)}, left
       if over:
         break
       points, told, at = points + 1, told + (alive == _TOLD), at + step

@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 
-from composer_jax.delta import subscriber
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects as stores
 from tests.delta import faults, faults_crash, s3_server
@@ -64,7 +64,7 @@ def _crash(number):
 
 
 def _look(number, path):
-  reader = subscriber.Follower(
+  reader = followers.Follower(
     _store(number), faults.RUN, faults.KEY, threads=2, now=lambda: 0.0
   )
   update = reader.poll()
@@ -79,7 +79,7 @@ def _look(number, path):
   update = reader.poll()
   assert update is not None and update.version == 3, reader.problem
   _assert_exact(update)
-  joiner = subscriber.Follower(
+  joiner = followers.Follower(
     _store(number), faults.RUN, faults.KEY, threads=2, now=lambda: 0.0
   )
   _assert_exact(joiner.poll())

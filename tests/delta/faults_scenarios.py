@@ -10,7 +10,8 @@ collect(root)   cleans up
 
 import hashlib
 
-from composer_jax.delta import rebuild, subscriber
+from composer_jax.delta import follower as followers
+from composer_jax.delta import rebuild
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects as stores
 from tests.delta import faults
@@ -34,7 +35,7 @@ def _publish(publisher, version, seed=0):
 
 
 def _joiner(root):
-  return subscriber.Follower(
+  return followers.Follower(
     _open(root), faults.RUN, faults.KEY, threads=1, now=lambda: 0.0
   )
 
@@ -224,7 +225,7 @@ class Follow:
     _publish(publisher, 3)
 
   def follow(self, root):
-    return subscriber.Follower(
+    return followers.Follower(
       _open(root),
       faults.RUN,
       faults.KEY,

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import chain, subscriber
+from composer_jax.delta import chain
+from composer_jax.delta import follower as followers
 from composer_jax.delta.codec import coding, model
 from composer_jax.delta.format import identity
 from composer_jax.delta.store import objects as stores
@@ -112,7 +113,7 @@ def test_all_dtypes_go_through_a_store(tmp_path):
   store = stores.Store(tmp_path)
   options = chain.BundleOptions(threads=1, skip_levels=(2,))
   publisher = chain.BundleWriter(store, 'run', faults.KEY, options=options)
-  follower = subscriber.Follower(store, 'run', faults.KEY, threads=1)
+  follower = followers.Follower(store, 'run', faults.KEY, threads=1)
   weights = {}
   for name, dtype in identity.DTYPES.items():
     weights[f'{name}/frozen'] = random_bits(rng, dtype, 12).reshape(3, 4)
@@ -132,7 +133,7 @@ def test_all_dtypes_go_through_a_store(tmp_path):
         ).astype(f'u{dtype.itemsize}').view(dtype)  # fmt: skip
       weights[f'{name}/tied_too'] = weights[f'{name}/tied']
     info = publisher.publish(faults.blocks(weights), version)
-    joiner = subscriber.Follower(store, 'run', faults.KEY, threads=1)
+    joiner = followers.Follower(store, 'run', faults.KEY, threads=1)
     for receiver in (follower, joiner):
       update = receiver.poll()
       assert update is not None, receiver.problem

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from composer_jax.delta import follower as followers
 from composer_jax.delta import subscriber
 from tests.delta import bundles
 
@@ -69,7 +70,7 @@ def test_it_follows_a_subscriber_while_another_thread_reads(tmp_path):
   run = bundles.Run(tmp_path)
   run.add(0)
   run.point(0)
-  receiver = subscriber.Follower(run.store, 'run', bundles.SIGNER)
+  receiver = followers.Follower(run.store, 'run', bundles.SIGNER)
   news = threading.Event()
   follower = start(receiver.poll, news.set)
   for version in range(1, 5):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 from composer_jax.core import trees
-from composer_jax.delta.format import grid as grids
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder

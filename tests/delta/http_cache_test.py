@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from benchmarks import delta_servers
-from composer_jax.delta import subscriber
+from composer_jax.delta import follower as followers
 from composer_jax.delta.store import objects as store
 from tests.delta import bundles
 
@@ -35,7 +35,7 @@ def origin(run):
 
 def _follow(cache):
   """A new follower's weights; what it refuses is an error."""
-  follower = subscriber.Follower(
+  follower = followers.Follower(
     store.Store(cache.url, options=ONCE), 'run', bundles.SIGNER
   )
   update = follower.poll()
@@ -113,7 +113,7 @@ def test_damage_that_the_origin_served_once_does_not_stay(kind, run, origin):
   with kind(origin.url) as cache:
     reader = store.Store(cache.url, options=ONCE)
     path.write_bytes(_flip(intact))
-    follower = subscriber.Follower(reader, 'run', bundles.SIGNER)
+    follower = followers.Follower(reader, 'run', bundles.SIGNER)
     assert follower.poll() is None
     assert name in follower.problem and 'damaged' in follower.problem
     path.write_bytes(intact)

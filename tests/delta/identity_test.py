@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity
+from composer_jax.delta.format import identity as grids
 
 
 def test_identity_is_the_merkle_root_it_says_it_is():

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity, keys
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
 
 SAME, RAW, PLANES, CLASS = 0, 1, 2, 4

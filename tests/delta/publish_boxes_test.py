@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from composer_jax.delta import chunking, rebuild
 from composer_jax.delta.codec import coding
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity, manifest
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.store import objects as stores
 from tests.delta import publish_test as t
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from composer_jax.delta import chain, rebuild, team
-from composer_jax.delta.format import grid as grids
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.store import objects as stores
 from tests.delta import publish_test as t
 

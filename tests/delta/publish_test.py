@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import chain, chunking, rebuild, subscriber
+from composer_jax.delta import chain, chunking, rebuild
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import identity, keys, manifest
 from composer_jax.delta.store import objects as stores
 
@@ -57,7 +58,7 @@ def files_of(store):
 
 
 def joiner(store, run_id='run'):
-  return subscriber.Follower(store, run_id, KEY)
+  return followers.Follower(store, run_id, KEY)
 
 
 def served(store, run_id='run'):
@@ -263,9 +264,9 @@ def test_pointers_expire_and_are_renewed(store):
   second = pointer(store)
   assert (second.expires, second.sequence) == (1110, first.sequence + 1)
   assert (second.version, second.manifest) == (0, first.manifest)
-  late = subscriber.Follower(store, 'run', KEY, now=lambda: 1111.0)
+  late = followers.Follower(store, 'run', KEY, now=lambda: 1111.0)
   assert late.poll() is None and 'expired' in late.problem
-  late = subscriber.Follower(store, 'run', KEY, now=lambda: 1109.0)
+  late = followers.Follower(store, 'run', KEY, now=lambda: 1109.0)
   assert late.poll().version == 0
   # Who goes on after a pause and publishes what is there renews it, too.
   clock[0] = 1111.0
@@ -277,7 +278,7 @@ def test_pointers_expire_and_are_renewed(store):
   assert pointer(store) == before
   never = open_publisher(store, 'other', expires_s=0)
   never.publish(blocks(weights(0)), 0)
-  late = subscriber.Follower(store, 'other', KEY, now=lambda: 1e12)
+  late = followers.Follower(store, 'other', KEY, now=lambda: 1e12)
   assert late.poll().version == 0
 
 

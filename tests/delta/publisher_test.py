@@ -19,10 +19,10 @@ import pytest
 
 from composer_jax.core import trees
 from composer_jax.delta import chain, subscriber
+from composer_jax.delta import follower as followers
 from composer_jax.delta import publisher as bundles
-from composer_jax.delta import trees as placing
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity, keys
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects as stores
 from composer_jax.models import config as model_config
@@ -132,7 +132,7 @@ def sending(root, options=FAST):
 
 def follower(root, **options):
   key = keys.open_key(root / 'key')
-  return subscriber.Follower(stores.Store(root / 'store'), RUN, key, **options)
+  return followers.Follower(stores.Store(root / 'store'), RUN, key, **options)
 
 
 @pytest.fixture
@@ -165,14 +165,14 @@ def test_shards_are_published_without_gathering(layout, tmp_path, request):
 def test_receivers_on_fewer_devices_and_in_another_layout(tmp_path):
   with sending(tmp_path) as sender:
     like = place(POLICIES[0], 'four')
-    following = follower(tmp_path, wanted=placing.wanted(like))
+    following = follower(tmp_path, wanted=subscriber.wanted_by(like))
     for version, policy in enumerate(POLICIES):
       sender.publish(place(policy, 'hybrid'), version)
       sender.wait()
       update = following.poll()
       assert following.problem is None
       assert update.target_id == target_of(policy)
-      tree = placing.place(update.weights, like)
+      tree = subscriber.place(update.weights, like)
       assert bits(tree) == bits(policy)
       assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(
         lambda a: a.sharding, like
@@ -228,9 +228,9 @@ def test_a_model_goes_from_training_on_8_to_decoding_on_4(
     infos = sender.results()
   # Arrays this small are single boxes, which TRAIN cuts.
   assert infos[1].cut_bytes == cut_bytes_of(put(policies[1], trained)) > 0
-  update = follower(tmp_path, wanted=placing.wanted(like)).poll()
+  update = follower(tmp_path, wanted=subscriber.wanted_by(like)).poll()
   assert update.target_id == infos[1].target_id == target_of(policies[1])
-  tree = placing.place(update.weights, like)
+  tree = subscriber.place(update.weights, like)
   assert bits(tree) == bits(policies[1])
   assert jax.tree.map(lambda a: a.sharding, tree) == decoding
 
@@ -517,7 +517,7 @@ process, address, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(address, num_processes=2, process_id=process)
 import pathlib
 from composer_jax.delta import chain
-from composer_jax.delta import trees as placing
+from composer_jax.delta import publisher, subscriber
 from tests.delta import publisher_test as t
 root = pathlib.Path(root)
 like = t.place(t.POLICIES[0], 'eight')
@@ -532,8 +532,8 @@ with t.sending(root, options) as sender:
   infos = sender.results()
 assert [i.version for i in infos] == [0, 1], infos
 # Each receives what its own devices need, in another layout.
-update = t.follower(root, wanted=placing.wanted(like)).poll()
-tree = placing.place(update.weights, like)
+update = t.follower(root, wanted=subscriber.wanted_by(like)).poll()
+tree = subscriber.place(update.weights, like)
 for name, leaf in t.trees.flatten_names(tree).items():
   want = t.np.asarray(t.trees.flatten_names(t.POLICIES[1])[name])
   for shard in leaf.addressable_shards:

@@ -10,7 +10,8 @@ import numpy as np
 import obstore
 import pytest
 
-from composer_jax.delta import chain, subscriber
+from composer_jax.delta import chain
+from composer_jax.delta import follower as followers
 from composer_jax.delta.format import identity, keys
 from composer_jax.delta.store import objects as store
 from tests.delta import s3_server
@@ -256,7 +257,7 @@ def test_a_run_goes_through_a_bucket_whatever_befalls_its_requests(
   options = chain.BundleOptions(grace_s=0, threads=1)
   publisher = chain.BundleWriter(place, 'run', key, options=options)
   reader = store.Store(place.url, options={'retry_config': RETRY})
-  receiver = subscriber.Follower(reader, 'run', key, threads=1)
+  receiver = followers.Follower(reader, 'run', key, threads=1)
   for version in range(3):
     # Every other request of publisher and subscriber, in turn.
     server.trouble[:] = ['ok', 503, 'ok', 500, 'ok', 429] * 3
@@ -279,5 +280,5 @@ def test_a_run_goes_through_a_bucket_whatever_befalls_its_requests(
   objects = len(place.sizes())
   publisher.gc(1)
   assert 0 < len(place.sizes()) < objects
-  late = subscriber.Follower(reader, 'run', key, threads=1)
+  late = followers.Follower(reader, 'run', key, threads=1)
   assert late.poll().target_id == receiver.held.target_id

@@ -204,7 +204,13 @@ def test_a_directory_has_three_names(tmp_path):
     'memory://',
     'file://',
   ]
-  + ['http:/host', 'http://', 'http://host/x?token=1', 'https://host/#x'],
+  + [
+    'direct:',
+    'http:/host',
+    'http://',
+    'http://host/x?token=1',
+    'https://host/#x',
+  ],
 )
 def test_what_is_almost_a_url_does_not_become_a_directory(url):
   with pytest.raises(ValueError, match='names no store; take a directory'):

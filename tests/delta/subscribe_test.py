@@ -6,9 +6,10 @@ import functools
 import numpy as np
 import pytest
 
-from composer_jax.delta import rebuild, subscriber
-from composer_jax.delta.format import grid as grids
+from composer_jax.delta import follower as followers
+from composer_jax.delta import rebuild
 from composer_jax.delta.format import identity, keys, manifest
+from composer_jax.delta.format import identity as grids
 from composer_jax.delta.store import objects as store_lib
 from tests.delta import bundles
 
@@ -22,7 +23,7 @@ def run(tmp_path):
 
 
 def follow(run, **options):
-  return subscriber.Follower(run.store, 'run', bundles.SIGNER, **options)
+  return followers.Follower(run.store, 'run', bundles.SIGNER, **options)
 
 
 def apply(store, *args, **options):
@@ -255,13 +256,13 @@ def test_an_edge_that_lies_is_refused(run):
     run.pointer, index=run.store.put(index), index_bytes=len(index)
   )
   with pytest.raises(ValueError, match='version is 1, and what leads to it'):
-    rebuild.load(run.store, pointer)
+    followers.load(run.store, pointer)
   alien = manifest.Index(run_id='alien', edges=()).to_bytes()
   pointer = dataclasses.replace(
     run.pointer, index=run.store.put(alien), index_bytes=len(alien)
   )
   with pytest.raises(ValueError, match="belongs to run 'alien', not 'run'"):
-    rebuild.load(run.store, pointer)
+    followers.load(run.store, pointer)
 
 
 def test_rollback_is_a_swap_and_waits_for_a_newer_version(run):
@@ -310,11 +311,11 @@ def test_older_forked_and_foreign_pointers_are_refused(run, tmp_path):
   other = path.parent.parent / 'other' / 'latest'
   other.parent.mkdir()
   other.write_bytes(new)
-  stranger = subscriber.Follower(run.store, 'other', bundles.SIGNER)
+  stranger = followers.Follower(run.store, 'other', bundles.SIGNER)
   assert stranger.poll() is None
   assert "belongs to run 'run', not 'other'" in stranger.problem
   path.write_bytes(new)
-  wrong_key = subscriber.Follower(
+  wrong_key = followers.Follower(
     run.store, 'run', keys.Hmac(b'another key, long')
   )
   assert wrong_key.poll() is None and 'signature' in wrong_key.problem
@@ -403,7 +404,7 @@ def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
       return super().get_range(name, *args)
 
   store = Lame(run.store.url)
-  follower = subscriber.Follower(store, 'run', bundles.SIGNER)
+  follower = followers.Follower(store, 'run', bundles.SIGNER)
   follower.poll()
   step(run, [1, 2, 3, 4, 5])
   run.add(5, base=3)
@@ -415,8 +416,8 @@ def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
   store.lame = names[:2]
   assert follower.poll().version == 5 and store.asked == 2
   store.lame, store.asked = names, 0
-  joiner = subscriber.Follower(store, 'run', bundles.SIGNER)
-  assert joiner.poll() is None and store.asked == rebuild.MAX_UNREACHED
+  joiner = followers.Follower(store, 'run', bundles.SIGNER)
+  assert joiner.poll() is None and store.asked == followers.MAX_UNREACHED
   assert 'asked in vain' in joiner.problem
   store.lame = [name for edge in run.edges for name in run.packs(edge)[:1]]
   store.asked = 0
@@ -425,7 +426,7 @@ def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
 
 
 def test_not_every_broken_bundle_is_tried(run, monkeypatch):
-  monkeypatch.setattr(rebuild, 'MAX_FAILURES', 3)
+  monkeypatch.setattr(followers, 'MAX_FAILURES', 3)
   for version in range(1, 8):
     run.add(version)
     run.add(8, base=version)
@@ -454,13 +455,13 @@ def test_wrong_bases_are_refused(run):
 def test_older_versions_of_the_index_can_be_loaded(run):
   step(run, [1, 2, 3])
   for version in range(4):
-    held = rebuild.load(run.store, run.pointer, version=version)
+    held = followers.load(run.store, run.pointer, version=version)
     assert held.version == version
     bundles.assert_same_bits(held, run.make(version))
   with pytest.raises(
     ValueError, match='version 7 cannot be rebuilt: no bundle'
   ):
-    rebuild.load(run.store, run.pointer, version=7)
+    followers.load(run.store, run.pointer, version=7)
 
 
 def test_threads_and_the_number_of_pieces_do_not_matter(tmp_path):
@@ -477,7 +478,7 @@ def test_threads_and_the_number_of_pieces_do_not_matter(tmp_path):
     subscriber.poll()
     assert_serves(subscriber, run, 1)
   with pytest.raises(ValueError, match='threads must be at least 1, not 0'):
-    rebuild.load(run.store, run.pointer, threads=0)
+    followers.load(run.store, run.pointer, threads=0)
 
 
 # Partial receivers.

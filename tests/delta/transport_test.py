@@ -18,6 +18,7 @@ from composer_jax.models import config as config_lib
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts
 from composer_jax.rollout import placing as rollout_placing
+from composer_jax.telemetry import writer as writers
 from configs.composer import tiny
 
 
@@ -113,6 +114,46 @@ def test_policies_go_straight_to_the_shards_of_an_engine(make, policies, model):
   wanted = placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh)
   assert jax.tree.map(lambda a: a.sharding, found.variables) == wanted
   assert_equal(found.variables, policies[0])
+
+
+class State:
+  """A train state, as far as a publication looks."""
+
+  def __init__(self, variables):
+    self.variables = lambda: variables
+
+
+def test_what_is_handed_over_directly_has_the_identity_of_its_bundle(
+  make, model, policies, tmp_path
+):
+  sender, _ = make()
+  ids = send(sender, policies, 0, 1)
+  direct = receivers.DirectTransport(tmp_path)
+  writer = writers.Writer(tmp_path, tensorboard=False)
+  with (
+    contextlib.closing(writer),
+    contextlib.closing(direct.publisher(writer, 0)) as publication,
+    contextlib.closing(direct.receiver(in_background=False)) as receiving,
+  ):
+    for version in (0, 1):
+      publication.publish(State(policies[version]), version)
+      if version == 0:
+        policy = receiving.first(0.0)
+        receiving.follow(Engine())
+      else:
+        receiving.look()
+        policy = receiving.take()
+        policy = dataclasses.replace(
+          policy, variables=policy.variables.variables
+        )
+      assert (policy.version, policy.target_id) == (version, ids[version])
+      assert_equal(policy.variables, policies[version])
+    assert receiving.take() is None
+    publication.wait()
+    with pytest.raises(ValueError, match="placement='colocated'"):
+      direct.receiver(in_background=True)
+  rows = writers.read(tmp_path)
+  assert [row['target_id'] for row in rows] == [ids[0], ids[1]]
 
 
 def test_before_a_trainer_there_is_nothing_and_it_is_told(

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.delta import rebuild
-from composer_jax.delta import trees as placing
+from composer_jax.delta import publisher, rebuild, subscriber
 from composer_jax.delta.format import identity
 
 P = jax.sharding.PartitionSpec
@@ -94,11 +93,11 @@ LAYOUTS = [
 
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
-  expected = identity.target_id(assembled(placing.blocks(policy)))
+  expected = identity.target_id(assembled(publisher.blocks(policy)))
   tree = sharded(policy, mesh_of(*sizes), **specs)
   # Arrays move from devices to the host, and never between devices.
   with jax.transfer_guard_device_to_device('disallow_explicit'):
-    pieces = list(placing.blocks(tree))
+    pieces = list(publisher.blocks(tree))
   assert identity.target_id(assembled(pieces)) == expected
   leaves = trees.flatten_names(tree)
   for piece in pieces:
@@ -109,7 +108,7 @@ def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
 
 def test_a_shard_is_touched_when_its_block_is_asked_for(policy):
   tree = {'a': jnp.arange(4.0), 'b': jnp.arange(4.0)}
-  blocks = placing.blocks(tree)
+  blocks = publisher.blocks(tree)
   tree['b'].delete()
   assert next(blocks).name == 'a'
   with pytest.raises(RuntimeError, match='deleted'):
@@ -119,7 +118,7 @@ def test_a_shard_is_touched_when_its_block_is_asked_for(policy):
 def test_blocks_outlive_donated_buffers():
   step = jax.jit(lambda x: x + 1, donate_argnums=0)
   array = jnp.zeros(4096, jnp.float32)
-  held = list(placing.blocks({'x': array}))
+  held = list(publisher.blocks({'x': array}))
   step(array).block_until_ready()
   np.testing.assert_array_equal(held[0].values, np.zeros(4096, np.float32))
 
@@ -137,7 +136,7 @@ ASKED: list = []
 
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
-  arrays = assembled(placing.blocks(policy))
+  arrays = assembled(publisher.blocks(policy))
   held = rebuild.from_arrays(arrays)
   held = Recorder(
     **{f.name: getattr(held, f.name) for f in dataclasses.fields(held)}
@@ -149,7 +148,7 @@ def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
     sharded(policy, mesh_of(*sizes), **specs),
   )
   ASKED.clear()
-  tree = placing.place(held, like)
+  tree = subscriber.place(held, like)
   assert_same_bits(tree, policy)
   for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
     assert y.sharding is None or x.sharding == y.sharding
@@ -166,7 +165,7 @@ def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
 
 def test_wanted_are_the_blocks_of_the_devices(policy):
   like = sharded(policy, mesh_of(2, 4), embed=P('a', 'b'))
-  wanted = placing.wanted(like)
+  wanted = subscriber.wanted_by(like)
   assert sorted(wanted('params/embed', 'bfloat16', (4, 8))) == [
     ((row, row + 2), (column, column + 2))
     for row in (0, 2)
@@ -182,16 +181,16 @@ def test_wanted_are_the_blocks_of_the_devices(policy):
 
 
 def test_errors_name_the_tensor(policy):
-  arrays = assembled(placing.blocks(policy))
+  arrays = assembled(publisher.blocks(policy))
   other_arrays = {'params/more': arrays['params/norm'], **arrays}
   other_arrays.pop('params/embed')
   with pytest.raises(
     ValueError,
     match=r"missing \['params/embed'\], left over \['params/more'\]",
   ):
-    placing.place(rebuild.from_arrays(other_arrays), policy)
+    subscriber.place(rebuild.from_arrays(other_arrays), policy)
   wrong = {**arrays, 'params/norm': np.ones(8, np.float32)}
   with pytest.raises(ValueError, match=r'params/norm: .*float32.*bfloat16'):
-    placing.place(rebuild.from_arrays(wrong), policy)
+    subscriber.place(rebuild.from_arrays(wrong), policy)
   with pytest.raises(ValueError, match='Two leaves .* called a/b'):
-    list(placing.blocks({'a': {'b': 1.0}, 'a/b': 2.0}))
+    list(publisher.blocks({'a': {'b': 1.0}, 'a/b': 2.0}))

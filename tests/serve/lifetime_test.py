@@ -100,7 +100,7 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     followed = policies.Policies(engine, source.receiver, 1.0, print)
     assert followed._look() is None
     send(5)
-    version, (variables, _) = followed._look()
+    variables, version = followed._look()
     _equal(variables, _variables(model, 5))
     assert version == 5
   # A mirror of the store, as a cache is.

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.delta.format import grid as grids
 from composer_jax.delta.format import identity, keys
 
 FORMAT = identity.FORMAT
@@ -83,8 +82,8 @@ class Tensor:
     self.chunks.setflags(write=False)
 
   @property
-  def grid(self) -> grids.Grid:
-    return grids.of(self.shape)
+  def grid(self) -> identity.Grid:
+    return identity.of(self.shape)
 
   @property
   def raw_bytes(self) -> np.ndarray:
@@ -207,9 +206,9 @@ def _read_tensors(rows: Any, data: bytes, start: int) -> tuple[Tensor, ...]:
     _check_tensor(name, dtype, shape)
     # Before the grid is made: no more chunks than there are rows for them.
     left = (len(data) - start) // CHUNK.itemsize
-    fits = _num_elements(shape) <= left * grids.MAX_ELEMENTS
+    fits = _num_elements(shape) <= left * identity.MAX_ELEMENTS
     _require(fits, f'length; {name!r} has no room')
-    count = grids.of(tuple(shape)).num_chunks
+    count = identity.of(tuple(shape)).num_chunks
     _require(count <= left, f'length; {name!r} has no room')
     table = np.frombuffer(data, CHUNK, count, start)
     start += table.nbytes
@@ -494,7 +493,7 @@ def _check_tensor(name: Any, dtype: Any, shape: Any) -> None:
   _require(good and name.isprintable(), f'tensor name {name!r:.200}')
   good = isinstance(dtype, str) and dtype in identity.DTYPES
   _require(good, f'dtype {dtype!r:.200} of {name!r}')
-  good = isinstance(shape, list | tuple) and len(shape) <= grids.MAX_RANK
+  good = isinstance(shape, list | tuple) and len(shape) <= identity.MAX_RANK
   _require(good and all(map(identity.is_count, shape)), f'shape of {name!r}')
   # A zero makes an array empty but must not hide a product beyond int64.
   _require(_num_elements([n or 1 for n in shape]) < 2**63, f'shape of {name!r}')

@@ -42,7 +42,7 @@ _REMOTE = dict.fromkeys(('http', 'https'), remote.WebBackend) | (
   dict.fromkeys(remote.KINDS, remote.BucketBackend)
 )
 # What was meant as a URL must not become a folder of that name.
-_ALMOST_A_URL = re.compile('(s3a?|gc?s|az|https?|file|memory):')
+_ALMOST_A_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):')
 
 
 def _clean(url: str) -> str:
