@@ -11,15 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
-from composer_jax.delta import (
-  identity,
-  manifest,
-  publish,
-  signing,
-  subscribe,
-  visibility,
-)
-from composer_jax.delta import store as stores
+from benchmarks import delta_visibility as visibility
+from composer_jax.delta import chain
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import identity, keys, manifest
+from composer_jax.delta.store import objects as stores
 
 RUN_ID = 'run'
 LAG = 8
@@ -43,15 +39,15 @@ class Bundles:
       is too short.
   """
 
-  infos: list[publish.BundleInfo]
+  infos: list[chain.BundleInfo]
   blobs: list[int]
   publish_s: list[float]
   poll_s: list[float]
   catch_up: int
 
 
-def key() -> signing.Hmac:
-  return signing.Hmac(b'0123456789abcdef')
+def key() -> keys.Hmac:
+  return keys.Hmac(b'0123456789abcdef')
 
 
 def blocks(policy: delta_data.Policy) -> Iterator[identity.Block]:
@@ -71,11 +67,10 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
   published = Bundles(infos=[], blobs=[], publish_s=[], poll_s=[], catch_up=0)
   with tempfile.TemporaryDirectory() as root:
     store = stores.Store(pathlib.Path(root))
-    publisher = publish.Publisher(
-      store, RUN_ID, key(), skip_levels=(LAG,), threads=1, **options
-    )
+    bundling = chain.BundleOptions(skip_levels=(LAG,), threads=1, **options)
+    publisher = chain.BundleWriter(store, RUN_ID, key(), options=bundling)
     follower, late = (
-      subscribe.Subscriber(store, RUN_ID, key(), threads=1) for _ in range(2)
+      followers.Follower(store, RUN_ID, key(), threads=1) for _ in range(2)
     )
     for version, policy in enumerate(policies):
       start = time.process_time()
@@ -95,14 +90,12 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
   return published
 
 
-def _check(
-  subscriber: subscribe.Subscriber, policy: delta_data.Policy
-) -> float:
+def _check(follower: followers.Follower, policy: delta_data.Policy) -> float:
   """Polls, compares, and returns the CPU seconds of the poll."""
   start = time.process_time()
-  update = subscriber.poll()
+  update = follower.poll()
   seconds = time.process_time() - start
-  assert update is not None, subscriber.problem
+  assert update is not None, follower.problem
   arrays = update.weights.arrays()
   for name, array in policy.items():
     equal = delta_bounds.bits_of(arrays[name]) == delta_bounds.bits_of(array)

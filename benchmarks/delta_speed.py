@@ -16,7 +16,8 @@ from concurrent import futures
 import numpy as np
 
 from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
-from composer_jax.delta import codec, grid, identity
+from composer_jax.delta.codec import coding
+from composer_jax.delta.format import identity
 
 _COPIED = 2**27
 _PASSES = 8  # rate of two threads over that of one
@@ -28,9 +29,9 @@ def boxes(base: delta_data.Policy, policy: delta_data.Policy) -> Boxes:
   """Returns the flat chunks of a bundle: pairs (base, values)."""
   chunks = []
   for name, array in policy.items():
-    cut = grid.of(array.shape, array.dtype)
-    for number in range(cut.num_boxes):
-      box = tuple(slice(*ends) for ends in cut.box(number))
+    cut = identity.of(array.shape)
+    for number in range(cut.num_chunks):
+      box = tuple(slice(*ends) for ends in cut.chunk(number))
       old, new = base[name][box], array[box]
       chunks.append((old.reshape(-1).copy(), new.reshape(-1).copy()))
   return chunks
@@ -51,26 +52,26 @@ def turns(
 
 
 def _encode(old: np.ndarray, new: np.ndarray, tier: str) -> tuple[int, bytes]:
-  return codec.encode(new, old, tier=tier)
+  return coding.encode(new, old, tier=tier)
 
 
 def _encode_and_hash(old: np.ndarray, new: np.ndarray, tier: str) -> bytes:
-  blob = codec.encode(new, old, tier=tier)[1]
-  return identity.short_hash(blob) + identity.hash_box(new)
+  blob = coding.encode(new, old, tier=tier)[1]
+  return identity.short_hash(blob) + identity.hash_chunk(new)
 
 
 def _decode(
   old: np.ndarray, coded: tuple[int, bytes], into: np.ndarray
 ) -> np.ndarray:
   """Decodes into existing memory, as the memcpy beside it copies."""
-  return codec.decode(*coded, old.size, old.dtype, old, out=into)
+  return coding.decode(*coded, old.size, old.dtype, old, out=into)
 
 
 def _apply(
   old: np.ndarray, coded: tuple[int, bytes], post: bytes, into: np.ndarray
 ) -> None:
   identity.short_hash(coded[1])
-  assert identity.hash_box(_decode(old, coded, into)) == post
+  assert identity.hash_chunk(_decode(old, coded, into)) == post
 
 
 def _buffers(chunks: Boxes) -> list[np.ndarray]:
@@ -116,13 +117,13 @@ def measure(
   olds, news = ([pair[n] for pair in chunks] for n in (0, 1))
   jobs: dict[str, Job] = {
     'memcpy': _copy(),
-    'hash': _each(identity.hash_box, news),
+    'hash': _each(identity.hash_chunk, news),
   }
-  for tier in codec.TIERS:
+  for tier in coding.TIERS:
     jobs |= _jobs(tier, chunks)
   squeezed = [delta_peers.xor(*pair) for pair in chunks]
   listed = [delta_peers.gaps(*pair) for pair in chunks]
-  counts = [codec.count_changed(new, old) for old, new in chunks]
+  counts = [coding.count_changed(new, old) for old, new in chunks]
   for (old, new), packed, entries, count in zip(
     chunks, squeezed, listed, counts, strict=True
   ):
@@ -151,7 +152,7 @@ def measure(
 def _jobs(tier: str, chunks: Boxes) -> dict[str, Job]:
   olds, news = ([pair[n] for pair in chunks] for n in (0, 1))
   codes = [_encode(old, new, tier) for old, new in chunks]
-  posts, into = [identity.hash_box(new) for new in news], _buffers(chunks)
+  posts, into = [identity.hash_chunk(new) for new in news], _buffers(chunks)
   encode = functools.partial(_encode, tier=tier)
   encode_and_hash = functools.partial(_encode_and_hash, tier=tier)
   return {
@@ -204,7 +205,7 @@ def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
   os.sched_setaffinity(0, cores)
   gigabytes = sum(new.nbytes for _, new in chunks) / 1e9
   try:
-    for tier in codec.TIERS:
+    for tier in coding.TIERS:
       for what, function in _one_by_one(tier, chunks).items():
         jobs: dict[str, Job] = {
           name: functools.partial(_all_of, count, function, len(chunks))
@@ -232,7 +233,10 @@ def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
 def _one_by_one(tier: str, chunks: Boxes) -> dict[str, Callable[[int], object]]:
   """Returns functions that encode or apply the chunk of a number."""
   codes = [_encode(old, new, tier) for old, new in chunks]
-  posts, into = [identity.hash_box(new) for _, new in chunks], _buffers(chunks)
+  posts, into = (
+    [identity.hash_chunk(new) for _, new in chunks],
+    _buffers(chunks),
+  )
   # A thread that waited may reach a chunk of the next pass with the other.
   locks = [threading.Lock() for _ in chunks]
 

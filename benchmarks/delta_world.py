@@ -24,8 +24,9 @@ from benchmarks import (
   delta_sizes,
   interleaved,
 )
-from composer_jax.delta import fetch, publish, publish_encode, subscribe
-from composer_jax.delta import store as stores
+from composer_jax.delta import chain, chunking, rebuild
+from composer_jax.delta import follower as followers
+from composer_jax.delta.store import objects as stores
 
 FANOUT = 4
 ROUND_TRIP_S = 0.1  # round trip across an ocean
@@ -66,7 +67,7 @@ class _Cluster:
   """The receiver of a cluster; `held` says when it had version 1."""
 
   def __init__(self, url: str):
-    self.subscriber = subscribe.Subscriber(
+    self.subscriber = followers.Follower(
       stores.Store(url), delta_sizes.RUN_ID, delta_sizes.key(), threads=1
     )
     self.held = 0.0
@@ -106,8 +107,11 @@ def _world(
     )
     network = stack.enter_context(delta_links.network())
     trainer = stores.Store(root / 'trainer')
-    publisher = publish.Publisher(
-      trainer, delta_sizes.RUN_ID, delta_sizes.key(), skip_levels=()
+    publisher = chain.BundleWriter(
+      trainer,
+      delta_sizes.RUN_ID,
+      delta_sizes.key(),
+      options=chain.BundleOptions(skip_levels=()),
     )
     publisher.publish(delta_sizes.blocks(policies[0]), 0)
 
@@ -140,10 +144,10 @@ def measure(cores: set[int], *, quick: bool) -> None:
   os.sched_setaffinity(0, cores)
   policies = _policies(4 if quick else 32)
   size = sum(a.nbytes for a in policies[0].values())
-  before = publish_encode.PACK_BYTES, fetch.PIECE_BYTES, fetch.IN_FLIGHT
+  before = chunking.PACK_BYTES, rebuild.RANGE_BYTES, rebuild.IN_FLIGHT
   # With packs of 8 MiB a bundle of 1 TB has hundreds.
-  publish_encode.PACK_BYTES = fetch.PIECE_BYTES = size // 3 // PACKS
-  fetch.IN_FLIGHT = IN_FLIGHT
+  chunking.PACK_BYTES = rebuild.RANGE_BYTES = size // 3 // PACKS
+  rebuild.IN_FLIGHT = IN_FLIGHT
   try:
     for clusters in (4,) if quick else (4, 16, 64):
       # One process holds all clusters, and 64 at this rate would fill its
@@ -176,5 +180,5 @@ def measure(cores: set[int], *, quick: bool) -> None:
         note=note,
       )
   finally:
-    publish_encode.PACK_BYTES, fetch.PIECE_BYTES, fetch.IN_FLIGHT = before
+    chunking.PACK_BYTES, rebuild.RANGE_BYTES, rebuild.IN_FLIGHT = before
     os.sched_setaffinity(0, pinned)

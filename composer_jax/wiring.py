@@ -13,7 +13,7 @@ from composer_jax import sections
 from composer_jax.agent import environment
 from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
-from composer_jax.delta.device import transport
+from composer_jax.delta import transport
 from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
@@ -81,7 +81,10 @@ def _check(spec: specs.Spec) -> None:
       'chat template of an imported model: set --config.initial.'
     )
   store = spec.systems['delta'].store
-  if store.startswith('memory:') and spec.rl.placement == 'processes':
+  if (
+    store.startswith(('memory:', transport.DIRECT))
+    and spec.rl.placement == 'processes'
+  ):
     raise ValueError(
       f'--config.delta.store {store!r} lives in a single process: set '
       "--config.rl.placement='colocated', or --config.delta.store='' for a "
@@ -127,11 +130,18 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     open_runner=open_runner,
     curriculum=_curriculum(spec),
     hints=spec.systems['hints'].write if spec.hints.weight else None,
-    transport=lambda workdir: transport.StoreTransport(
-      workdir, spec.model, spec.systems['delta']
-    ),
+    transport=functools.partial(_transport, spec),
     write_report=_write_report,
   )
+
+
+def _transport(
+  spec: specs.Spec, workdir: pathlib.Path
+) -> seams.WeightTransport:
+  options = spec.systems['delta']
+  if options.store == transport.DIRECT:
+    return transport.DirectTransport(workdir)
+  return transport.StoreTransport(workdir, spec.model, options)
 
 
 def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:

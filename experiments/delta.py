@@ -1,12 +1,17 @@
 """Publishes checkpoints as delta bundles, and turns bundles into checkpoints.
 
+  python -m experiments.delta diff --base=ckpt/1 --new=ckpt/2 --out=STORE
+  python -m experiments.delta apply --store=STORE --out=ckpt/again
+
   P="--store=s3://bucket/weights --run=demo --key=delta.key"
   python -m experiments.delta publish $P --source=runs/tiny:rl
   python -m experiments.delta apply $P --out=checkpoints/demo
   python -m experiments.delta verify $P       (or log, or gc)
   python -m experiments.delta keys --key=pair.key
 
-A store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
+diff makes a store of two orbax checkpoints, the first whole and the second as a
+delta to it; apply turns a version into a checkpoint that plain orbax opens. A
+store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
 server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
 makes a secret key when there is none; apply needs the same file, or the public
 half of a pair that `keys` made. verify names everything that is damaged, and
@@ -21,8 +26,12 @@ from absl import flags
 from experiments import files_main
 
 _STORE = flags.DEFINE_string('store', None, 'Store of the bundles.')
-_RUN = flags.DEFINE_string('run', None, 'Name of the run in the store.')
-_KEY = flags.DEFINE_string('key', None, 'File of the key.')
+_RUN = flags.DEFINE_string('run', 'policy', 'Name of the run in the store.')
+_KEY = flags.DEFINE_string(
+  'key', None, 'File of the key (default: STORE.key beside a folder).'
+)
+_BASE = flags.DEFINE_string('base', None, 'Orbax checkpoint to start from.')
+_NEW = flags.DEFINE_string('new', None, 'Orbax checkpoint to arrive at.')
 _SOURCE = flags.DEFINE_string(
   'source', None, 'Orbax checkpoint, folder of numbered ones, or WORKDIR:STAGE.'
 )
@@ -45,7 +54,11 @@ _DTYPE = flags.DEFINE_string(
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
 )
-_OUT = flags.DEFINE_string('out', None, 'Folder to make; must not exist.')
+_OUT = flags.DEFINE_string(
+  'out',
+  None,
+  'Folder of the checkpoint to make, which must not exist; of diff, the store.',
+)
 _KEEP = flags.DEFINE_integer(
   'keep', 64, 'Number of newest versions that gc keeps.'
 )
@@ -56,16 +69,19 @@ _GRACE = flags.DEFINE_float(
 )
 
 _PLACE = (_STORE, _RUN, _KEY)
+_NAMED = (_RUN, _KEY)  # have defaults
 _FLAGS = (
   *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT, _KEEP, _GRACE),
+  *(_BASE, _NEW),
 )
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
-  'publish': ((_SOURCE, *_PLACE), (_VERSION, _DTYPE, _TIER, _DAYS)),
-  'apply': ((*_PLACE, _OUT), (_VERSION,)),
-  'verify': (_PLACE, (_SOURCE, _VERSION, _DTYPE)),
-  'log': (_PLACE, ()),
-  'gc': (_PLACE, (_KEEP, _GRACE)),
+  'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _DTYPE, _TIER, _DAYS)),
+  'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
+  'apply': ((_STORE, _OUT), (*_NAMED, _VERSION)),
+  'verify': ((_STORE,), (*_NAMED, _SOURCE, _VERSION, _DTYPE)),
+  'log': ((_STORE,), _NAMED),
+  'gc': ((_STORE,), (*_NAMED, _KEEP, _GRACE)),
   'keys': ((_KEY,), ()),
 }
 
@@ -86,9 +102,14 @@ def _run(command: str) -> None:
       f'{command} does not take {", ".join(f"--{name}" for name in unused)}; '
       f'it takes {", ".join(f"--{name}" for name in sorted(taken))}.'
     )
-  from composer_jax.delta.device import commands
+  from composer_jax.delta import commands
 
   values = {flag.name: flag.value for flag in (*needed, *optional)}
+  if values['key'] is None:
+    store = _STORE.value or _OUT.value or ''
+    if '://' in store:
+      raise ValueError(f'{command} needs --key for {store}; see --help.')
+    values['key'] = f'{store.rstrip("/")}.key'
   print(getattr(commands, command)(**values))
 
 

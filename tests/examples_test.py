@@ -47,6 +47,31 @@ def test_muon_in_optax():
   assert len(losses) == 3 and losses[-1] < losses[0] / 2
 
 
+def test_the_readme_publishes_and_follows(tmp_path, monkeypatch):
+  """The two programs of the README, run as they stand."""
+  text = (ROOT / 'README.md').read_text()
+  programs = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+  publishing, following = (p for p in programs if 'composer_jax.delta' in p)
+  assert max(len(p.splitlines()) for p in (publishing, following)) <= 10
+  monkeypatch.chdir(tmp_path)
+  mesh = jax.make_mesh((8,), ('a',), (jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec('a')
+  sharding = jax.sharding.NamedSharding(mesh, spec)
+  first = {'w': jax.device_put(jnp.arange(64.0), sharding)}
+  train_step = jax.jit(
+    lambda params: jax.tree.map(lambda a: a * 1.5, params), donate_argnums=0
+  )
+  wanted = np.arange(64.0, dtype=np.float32) * np.float32(1.5) ** 5
+  like = jax.tree.map(
+    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), first
+  )
+  exec(publishing, {'train_step': train_step, 'params': first})
+  names = {'params': like}
+  exec(following, names)
+  np.testing.assert_allclose(names['params']['w'], wanted, rtol=1e-6)
+  assert names['params']['w'].sharding == sharding
+
+
 def rewards(text: str) -> list[float]:
   return [float(x) for x in re.findall(r'reward +(\S+)', text)]
 

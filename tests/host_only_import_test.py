@@ -24,7 +24,14 @@ HOST_ONLY = (
 )
 
 # Parts of these packages that train, place or sample, and need jax.
-WITH_JAX = ('composer_jax.tasks.practice', 'composer_jax.delta.device')
+WITH_JAX = (
+  'composer_jax.tasks.practice',
+  'composer_jax.delta.checkpoints',
+  'composer_jax.delta.commands',
+  'composer_jax.delta.publisher',
+  'composer_jax.delta.transport',
+  'composer_jax.delta.subscriber',
+)
 
 # Runs inside the sandbox, where no package is installed: it may import the
 # standard library and its own modules only.

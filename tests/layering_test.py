@@ -51,7 +51,7 @@ DOORS = {
     'text.chat_template',
     'text.tokenizer',
   ),
-  'delta': ('device.receiver', 'follow'),
+  'delta': ('subscriber', 'transport'),
 }
 
 # Lines of the spine. Later work may add what its issue states and no more:
@@ -59,7 +59,7 @@ DOORS = {
 # prediction and speculation 900.
 SPINE_LINES = 22_000
 LIBRARY_LINES = 60_000
-MAX_FILES = 15  # in a folder; that of delta waits for its rewriting
+MAX_FILES = 15  # in a folder
 
 # Modules that no program imports yet.
 UNREACHED = {'agent.replay', 'sandbox.remote.ray_placement', 'tasks.judges'}
@@ -78,8 +78,7 @@ BY_NAME = {
   'tasks.grading.suites': ('tasks.grading.suite_plugin',),
 }
 
-# Class names that several modules have, with the reason. Those inside delta
-# wait for its rewriting.
+# Class names that several modules have, with the reason.
 TWICE: dict[str, str] = {}
 
 # Ten files that show the whole idea, in the order to read them.
@@ -199,12 +198,7 @@ def test_systems_have_no_cycle():
 
 
 def test_modules_have_no_cycle(trees):
-  modules = {
-    module_of(path): tree
-    for path, tree in trees.items()
-    # delta waits for its rewriting.
-    if not module_of(path).startswith('delta.')
-  }
+  modules = {module_of(path): tree for path, tree in trees.items()}
   graphlib.TopologicalSorter(
     {name: list(imported(tree, modules)) for name, tree in modules.items()}
   ).prepare()
@@ -259,7 +253,7 @@ def test_no_folder_shows_more_than_one_sees_at_once():
   crowded = {
     name_of(folder): files
     for folder, files in count.items()
-    if files - 1 > MAX_FILES and folder != PACKAGE / 'delta'
+    if files - 1 > MAX_FILES
   }
   assert not crowded
 
@@ -313,9 +307,6 @@ def test_every_module_is_reached_by_a_program(trees):
 def test_no_class_name_stands_twice(trees):
   places = collections.defaultdict(list)
   for path, tree in trees.items():
-    parts = path.relative_to(PACKAGE).parts
-    if parts[0] == 'delta' and parts[1] != 'device':
-      continue
     for node in ast.walk(tree):
       if isinstance(node, ast.ClassDef):
         places[node.name].append(name_of(path))

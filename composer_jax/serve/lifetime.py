@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from composer_jax.core import checks, files
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta import transport as receivers
 from composer_jax.hf import imported, importing
 from composer_jax.hf.text import chat_template
 from composer_jax.hf.text import tokenizer as hf_tokenizer
@@ -192,7 +192,7 @@ def load(
   if follow:
     stage = 'rl'
     receiver = receivers.Receiver(
-      folder, model, store or config['delta']['store']
+      folder, model, store or config['delta']['store'], mesh=mesh
     )
     first = receiver.first(wait_s)
     version, variables = first.version, first.variables

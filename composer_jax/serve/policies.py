@@ -11,8 +11,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from composer_jax.delta import follow
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta import subscriber
+from composer_jax.delta import transport as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
 
@@ -51,7 +51,7 @@ class Policies:
     self._dropped = queue.SimpleQueue[placing.PlacedWeights]()
     self._follower = None
     if receiver is not None:
-      self._follower = follow.Follower(self._look, interval_s, notify)
+      self._follower = subscriber.Poller(self._look, interval_s, notify)
       self.threads.append(self._follower.thread)
 
   @property
@@ -63,7 +63,7 @@ class Policies:
     if self._follower is not None:
       self._follower.stop()
 
-  def _look(self) -> tuple[int, placing.PlacedWeights] | None:
+  def _look(self) -> placing.PlacedWeights | None:
     """Called by the follower."""
     assert self._receiver is not None
     while not self._dropped.empty():
@@ -74,18 +74,16 @@ class Policies:
         raise ValueError(self._receiver.problem)
       return None
     try:
-      placed = self._engine.place(policy.variables, policy.version)
-      return policy.version, placed
+      return self._engine.place(policy.variables, policy.version)
     except ValueError as error:
       self._refuse(error)
       return None
 
   def serve_newest(self) -> None:
     """Called by the engine's thread."""
-    update = self._follower.take() if self._follower else None
+    placed = self._follower.take() if self._follower else None
     # An earlier call may have taken the newest already.
-    if update is not None:
-      placed = update[1]
+    if placed is not None:
       try:
         self._dropped.put(self._engine.switch(placed))
         self.version, self._refused = placed.version, ''

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from composer_jax.core import records
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta import transport as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib

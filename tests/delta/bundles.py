@@ -3,11 +3,13 @@
 import ml_dtypes
 import numpy as np
 
-from composer_jax.delta import codec, identity, signing, weights_held
-from composer_jax.delta import manifest as manifests
-from composer_jax.delta import store as store_lib
+from composer_jax.delta import rebuild
+from composer_jax.delta.codec import coding
+from composer_jax.delta.format import identity, keys
+from composer_jax.delta.format import manifest as manifests
+from composer_jax.delta.store import objects as store_lib
 
-SIGNER = signing.Hmac(b'subscribers-test')
+SIGNER = keys.Hmac(b'subscribers-test')
 
 
 def weights(version, seed=0, shape=(40, 50)):
@@ -55,7 +57,7 @@ class Run:
   def __init__(self, root, run_id='run', signer=SIGNER, make=weights):
     self.store = store_lib.Store(root)
     self.run_id, self.signer, self.make = run_id, signer, make
-    self.held: dict[int, weights_held.Held] = {}
+    self.held: dict[int, rebuild.Held] = {}
     self.edges: list[manifests.Edge] = []
     self.pointer: manifests.Pointer | None = None
 
@@ -65,13 +67,13 @@ class Run:
     packs, pack, tensors = [], b'', []
     new, old = self.held[version], self.held.get(base)
     for name, tensor in new.tensors.items():
-      chunks = np.zeros(tensor.grid.num_boxes, manifests.CHUNK)
+      chunks = np.zeros(tensor.grid.num_chunks, manifests.CHUNK)
       for number, (start, stop) in enumerate(
         zip(tensor.offsets, tensor.offsets[1:])
       ):
-        kind, blob = codec.encode(
+        kind, blob = coding.encode(
           tensor.buffer[start:stop],
-          None if base is None else old.buffer(name)[start:stop],
+          None if base is None else old.tensors[name].buffer[start:stop],
         )
         if pack and len(pack) + len(blob) > pack_bytes:
           packs.append((self.store.put(pack), len(pack)))
@@ -109,6 +111,7 @@ class Run:
       kind=manifest.kind,
       bytes=manifest.bundle_bytes + len(data),
       manifest=self.store.put(data),
+      manifest_bytes=len(data),
       target=new.target_id[:16],
     )
     self.edges.append(edge)
@@ -130,7 +133,9 @@ class Run:
       target_id=self.held[version].target_id,
       base_id='' if base is None else self.held[base].target_id,
       manifest=head.manifest,
+      manifest_bytes=head.manifest_bytes,
       index=self.store.put(index.to_bytes()),
+      index_bytes=len(index.to_bytes()),
       expires=expires,
     )
     found = self.store.read_pointer(self.run_id)
@@ -149,7 +154,7 @@ class Run:
 
   def _hold(self, version):
     if version not in self.held:
-      self.held[version] = weights_held.from_arrays(self.make(version), version)
+      self.held[version] = rebuild.from_arrays(self.make(version), version)
 
 
 def damage(path, at=-1):

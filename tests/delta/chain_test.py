@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.delta import identity, manifest, publish, restore, subscribe
-from composer_jax.delta import publish_encode as encoding
-from composer_jax.delta import store as store_lib
+from composer_jax.delta import chain, rebuild
+from composer_jax.delta import chunking as encoding
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import identity, manifest
+from composer_jax.delta.store import objects as store_lib
 from tests.delta import bundles
 
 WEIGHTS = {version: bundles.weights(version) for version in range(12)}
@@ -23,7 +25,8 @@ def store(tmp_path):
 
 def publisher_of(store, **options):
   options = {'threads': 1, 'skip_levels': (), **options}
-  return publish.Publisher(store, 'run', bundles.SIGNER, **options)
+  options = chain.BundleOptions(**options)
+  return chain.BundleWriter(store, 'run', bundles.SIGNER, options=options)
 
 
 def publish_all(store, versions, **options):
@@ -35,7 +38,7 @@ def publish_all(store, versions, **options):
 
 def follow(store, **options):
   options = {'threads': 1, **options}
-  return subscribe.Subscriber(store, 'run', bundles.SIGNER, **options)
+  return followers.Follower(store, 'run', bundles.SIGNER, **options)
 
 
 def read_pointer(store):
@@ -43,7 +46,7 @@ def read_pointer(store):
 
 
 def packs_of(store):
-  head = restore.read_manifest(store, read_pointer(store).manifest)
+  head = rebuild.read_manifest(store, read_pointer(store))
   return [store.root / 'objects' / name for name, _ in head.packs]
 
 
@@ -84,7 +87,7 @@ def test_a_lagging_receiver_takes_the_skip_if_it_is_cheaper(store):
     if v == 0:
       lagging.poll()
   assert lagging.poll().version == 4
-  index = restore.read_index(store, read_pointer(store).index, 'run')
+  index = rebuild.read_index(store, read_pointer(store))
   costs = {(e.base_version, e.version): e.bytes for e in index.edges}
   singles = sum(costs[v, v + 1] for v in range(4))
   assert lagging.stats.route == ('delta 0-4',) and costs[0, 4] < singles
@@ -173,10 +176,10 @@ def needed(root):
   """The files without which a joiner cannot be served."""
   store = store_lib.Store(root)
   pointer = read_pointer(store)
-  index = restore.read_index(store, pointer.index, 'run')
+  index = rebuild.read_index(store, pointer)
   names = {pointer.index, *(e.manifest for e in index.edges)}
   for edge in index.edges:
-    packs = restore.read_manifest(store, edge.manifest).packs
+    packs = rebuild.read_manifest(store, edge).packs
     names |= {name for name, _ in packs}
   return {'latest', *names}
 
@@ -248,7 +251,7 @@ def test_damaged_blob_names_the_tensor_and_old_weights_stay(store, caplog):
   (path,) = packs_of(store)
   bundles.damage(path)
   assert subscriber.poll() is None
-  assert 'scalar (box 0' in subscriber.problem
+  assert 'scalar (chunk 0' in subscriber.problem
   assert 'its blob is damaged' in subscriber.problem
   assert subscriber.held is held
   assert 'keeps serving version 1' in caplog.text
@@ -283,7 +286,7 @@ def test_publishing_again_heals_the_store_and_the_receivers(store):
 def test_rotten_held_weights_are_healed_from_the_keyframe(store):
   publisher, _ = publish_all(store, range(2))
   subscriber = follow(store)
-  kernel = subscriber.poll().weights.buffer('kernel')
+  kernel = subscriber.poll().weights.tensors['kernel'].buffer
   kernel.setflags(write=True)
   kernel[420] += 1
   publisher.publish(bundles.blocks(WEIGHTS[2]), 2)

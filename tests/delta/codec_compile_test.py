@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numba import types
 
-from composer_jax.delta import codec, codec_compile, codec_model, codec_numba
+from composer_jax.delta.codec import coding, model, scan
 
 ADDEND = 1
 SIGNATURE = types.int64(types.int64)
 
 
-@codec_compile.part
+@scan.part
 def addend():
   return ADDEND
 
@@ -31,7 +31,7 @@ def compiled(addend_=1):
   global ADDEND
   ADDEND = addend_
   addend.recompile()
-  return codec_compile.kernel(SIGNATURE)(add)
+  return scan.compiled(SIGNATURE)(add)
 
 
 def was_loaded(kernel):
@@ -45,8 +45,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def sources_become(monkeypatch, digest, loaded=None):
-  monkeypatch.setattr(codec_model, 'digest_of_sources', lambda: digest)
-  monkeypatch.setattr(codec_model, 'SOURCES', loaded or digest)
+  monkeypatch.setattr(model, 'digest_of_sources', lambda: digest)
+  monkeypatch.setattr(model, 'SOURCES', loaded or digest)
 
 
 def test_kernels_are_compiled_once(cache):
@@ -71,21 +71,20 @@ def test_process_older_than_the_sources_leaves_no_kernels(cache, monkeypatch):
 
 
 def test_digest_covers_every_file_and_its_name(tmp_path, monkeypatch):
-  folder = pathlib.Path(codec.__file__).parent
-  names = [path.name for path in folder.glob('codec*.py')]
-  kernels = {'codec_scan.py', 'codec_vectors.py', 'codec_tables.py'}
-  assert kernels | {'codec_model.py', 'codec_coder.py'} <= set(names)
+  folder = pathlib.Path(coding.__file__).parent
+  names = [path.name for path in folder.glob('*.py')]
+  assert {'scan.py', 'rans.py', 'model.py', 'coding.py'} <= set(names)
   for name in names:
     (tmp_path / name).write_bytes((folder / name).read_bytes())
   monkeypatch.setattr(importlib.resources, 'files', lambda package: tmp_path)
-  assert codec_model.digest_of_sources() == codec_model.SOURCES
-  digests = {codec_model.SOURCES}
+  assert model.digest_of_sources() == model.SOURCES
+  digests = {model.SOURCES}
   for name in names:
     with (tmp_path / name).open('a') as file:
       file.write('#')
-    digests.add(codec_model.digest_of_sources())
-  (tmp_path / names[0]).rename(tmp_path / 'codec_.py')
-  digests.add(codec_model.digest_of_sources())
+    digests.add(model.digest_of_sources())
+  (tmp_path / names[0]).rename(tmp_path / 'other.py')
+  digests.add(model.digest_of_sources())
   assert len(digests) == len(names) + 2
 
 
@@ -93,15 +92,15 @@ def test_signatures_and_options_do_not_share_a_file(cache, monkeypatch):
   def indices():
     return {path.name for path in cache.rglob('*.nbi')}
 
-  codec_compile.kernel(SIGNATURE)(add)
+  scan.compiled(SIGNATURE)(add)
   one = indices()
-  codec_compile.kernel(types.uint64(types.uint64))(add)
+  scan.compiled(types.uint64(types.uint64))(add)
   two = indices()
   assert len(one) == 1 and len(two) == 2
   monkeypatch.setattr(numba.config, 'BOUNDSCHECK', 1)
-  codec_compile._machine.cache_clear()
-  codec_compile.kernel(SIGNATURE)(add)
-  codec_compile._machine.cache_clear()
+  scan._machine.cache_clear()
+  scan.compiled(SIGNATURE)(add)
+  scan._machine.cache_clear()
   assert len(indices()) == 3
 
 
@@ -134,18 +133,18 @@ def test_full_disk_is_survived(cache, monkeypatch, caplog):
 def check_bytes(env, processes):
   """Processes with these variables, at once, against this one's bytes."""
   code = (
-    'import numpy as np; from composer_jax.delta import codec;'
+    'import numpy as np; from composer_jax.delta.codec import coding;'
     'base = np.arange(5000, dtype=np.uint16);'
     'values = base ^ (base % 37 == 5); base, values = (a.view(np.float16) for'
-    ' a in (base, values)); found = codec.encode(values, base);'
-    'assert (codec.decode(*found, 5000, base.dtype, base).view(np.uint16) =='
+    ' a in (base, values)); found = coding.encode(values, base);'
+    'assert (coding.decode(*found, 5000, base.dtype, base).view(np.uint16) =='
     'values.view(np.uint16)).all(); print(found[0], found[1].hex())'
   )
   started = [
     subprocess.Popen(
       [sys.executable, '-c', code],
       env={**os.environ, **env},
-      cwd=pathlib.Path(codec.__file__).parents[2],
+      cwd=pathlib.Path(coding.__file__).parents[3],
       stdout=subprocess.PIPE,
       text=True,
     )
@@ -155,7 +154,7 @@ def check_bytes(env, processes):
   assert all(process.returncode == 0 for process in started)
   base = np.arange(5000, dtype=np.uint16)
   values = base ^ (base % 37 == 5)
-  kind, blob = codec.encode(values.view(np.float16), base.view(np.float16))
+  kind, blob = coding.encode(values.view(np.float16), base.view(np.float16))
   assert printed == {f'{kind} {blob.hex()}\n'}
 
 
@@ -174,7 +173,7 @@ def test_processes_may_fill_the_cache_at_once(tmp_path):
 
 
 def test_all_kernels_go_by_the_cache_of_this_module():
-  folder = pathlib.Path(codec_numba.__file__).parent
-  for path in folder.glob('codec*.py'):
-    if path.name != 'codec_compile.py':
+  folder = pathlib.Path(scan.__file__).parent
+  for path in folder.glob('*.py'):
+    if path.name != 'scan.py':
       assert 'jit' not in path.read_text(), path.name

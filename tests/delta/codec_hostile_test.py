@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from hypothesis import strategies as st
 
-from composer_jax.delta import codec, codec_decoder, codec_model
+from composer_jax.delta.codec import coding, model, rans
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NARROW = [BF16, np.dtype(np.int8), np.dtype(np.float32)]
@@ -56,16 +56,16 @@ def mutate(rng, blob):
 def blobs_of(rng, values, base):
   """A valid blob of each codec, by its number."""
   blobs = {
-    codec.SAME: b'',
-    codec.RAW: values.tobytes(),
-    codec.PLANES: codec.codec_planes.encode(
-      codec.order.to_bits(values),
-      None if rng.random() < 0.5 else codec.order.to_bits(base),
-      codec.order.kind(values.dtype),
+    coding.SAME: b'',
+    coding.RAW: values.tobytes(),
+    coding.PLANES: coding._encode_planes(
+      coding.model.to_bits(values),
+      None if rng.random() < 0.5 else coding.model.to_bits(base),
+      coding.model.kind(values.dtype),
     ),
   }
-  for kind in (codec.FLAT, codec.CLASS):
-    blob = codec.encode_as(kind, values, base)
+  for kind in (coding.FLAT, coding.CLASS):
+    blob = coding.encode_as(kind, values, base)
     if blob is not None:
       blobs[kind] = blob
   return blobs
@@ -74,7 +74,7 @@ def blobs_of(rng, values, base):
 def outcome(kind, blob, size, dtype, base):
   """What came out, and nothing else may happen but a ValueError."""
   try:
-    found = codec.decode(kind, blob, size, dtype, base)
+    found = coding.decode(kind, blob, size, dtype, base)
   except ValueError:
     return 'refused'
   return hashlib.sha256(found.tobytes()).hexdigest()
@@ -128,71 +128,71 @@ def test_random_bytes_never_crash(kind, blob, size, dtype, has_base):
   'kind, blob, message',
   [
     (5, b'', 'codec 5 is not one of 0 to 4'),
-    (codec.SAME, b'x', 'has 1 bytes and must have 0'),
-    (codec.RAW, b'x', 'has 1 bytes and must have 20'),
-    (codec.PLANES, b'', 'does not say'),
-    (codec.PLANES, b'\x00\xff\xff\xff\xff', 'ends inside plane 0'),
-    (codec.PLANES, b'\x00\x01\x00\x00\x00x', 'zstd frame'),
-    (codec.FLAT, b'', 'ends inside its counts'),
-    (codec.FLAT, b'\xff' * 9, 'has no counts'),
-    (codec.FLAT, b'\x00' * 9, '0 changes in a chunk of 10'),
-    (codec.CLASS, b'', 'ends before its window'),
-    (codec.CLASS, b'\xff' * 9, 'window of exponents at 255'),
+    (coding.SAME, b'x', 'has 1 bytes and must have 0'),
+    (coding.RAW, b'x', 'has 1 bytes and must have 20'),
+    (coding.PLANES, b'', 'does not say'),
+    (coding.PLANES, b'\x00\xff\xff\xff\xff', 'ends inside plane 0'),
+    (coding.PLANES, b'\x00\x01\x00\x00\x00x', 'zstd frame'),
+    (coding.FLAT, b'', 'ends inside its counts'),
+    (coding.FLAT, b'\xff' * 9, 'has no counts'),
+    (coding.FLAT, b'\x00' * 9, '0 changes in a chunk of 10'),
+    (coding.CLASS, b'', 'ends before its window'),
+    (coding.CLASS, b'\xff' * 9, 'window of exponents at 255'),
   ],
 )
 def test_refusals_say_what_is_wrong(kind, blob, message):
   with pytest.raises(ValueError, match=message):
-    codec.decode(kind, blob, 10, BF16, np.zeros(10, BF16))
+    coding.decode(kind, blob, 10, BF16, np.zeros(10, BF16))
 
 
 def test_too_many_changes_and_ranks_are_refused():
   counts, levels = np.array([11]), np.array([0])
-  head = codec_model.pack_counts(counts, levels)
+  head = model.pack_counts(counts, levels)
   with pytest.raises(ValueError, match='11 changes in a chunk of 10'):
-    codec.decode(codec.FLAT, head + bytes(9), 10, BF16, np.zeros(10, BF16))
+    coding.decode(coding.FLAT, head + bytes(9), 10, BF16, np.zeros(10, BF16))
   values = np.zeros(1000, BF16)
   values[999] = 1
-  blob = codec.encode_as(codec.FLAT, values, np.zeros(1000, BF16))
+  blob = coding.encode_as(coding.FLAT, values, np.zeros(1000, BF16))
   with pytest.raises(ValueError, match='not a coded delta'):
-    codec.decode(codec.FLAT, blob, 999, BF16, np.zeros(999, BF16))
+    coding.decode(coding.FLAT, blob, 999, BF16, np.zeros(999, BF16))
 
 
 def test_escapes_that_lead_nowhere_are_soon_given_up(monkeypatch):
   # Each class claims a change that lies behind all other weights.
   size, half = 2**16, np.dtype(np.float16)
-  shape = codec._shape(codec.CLASS, 0, codec.order.kind(half))
+  shape = coding._shape(coding.CLASS, 0, coding.model.kind(half))
   counts = np.ones(shape.num_classes, np.int64)
-  levels = np.full(counts.size, codec_model.EVEN)
+  levels = np.full(counts.size, model.EVEN)
   places = np.arange(counts.size + 1), np.full(counts.size, size - 1), counts
-  body = codec._kernels().code(*places, levels, shape, 10**6)
-  blob = b'\0' + codec_model.pack_counts(counts, levels) + body
+  body = rans.code(places, levels, shape, 10**6)
+  blob = b'\0' + model.pack_counts(counts, levels) + body
   # As Python runs the kernel, its tables can be counted.
-  tables, slots = [], codec_decoder._slots
+  tables, slots = [], rans._slots
   monkeypatch.setattr(
-    codec_decoder, '_slots', lambda *args: tables.append(0) or slots(*args)
+    rans, '_slots', lambda *args: tables.append(0) or slots(*args)
   )
-  for name in ('decode', '_rebuilt_symbols'):
-    kernel = getattr(codec_decoder, name).py_func
-    monkeypatch.setattr(codec_decoder, name, kernel)
+  for name in ('decode_changes', '_rebuilt_symbols'):
+    kernel = getattr(rans, name).py_func
+    monkeypatch.setattr(rans, name, kernel)
   with pytest.raises(ValueError, match='not a coded delta'):
-    codec.decode(codec.CLASS, blob, size, half, np.zeros(size, half))
+    coding.decode(coding.CLASS, blob, size, half, np.zeros(size, half))
   assert 0 < len(tables) < 20
 
 
 def test_plain_bits_beyond_all_sense_are_refused_unread():
-  head = codec_model.pack_counts(np.array([1000]), np.array([127]))
+  head = model.pack_counts(np.array([1000]), np.array([127]))
   with pytest.raises(ValueError, match='1000 changes leave 1000 weights'):
-    codec.decode(
-      codec.FLAT, head + bytes(5000), 1000, BF16, np.zeros(1000, BF16)
+    coding.decode(
+      coding.FLAT, head + bytes(5000), 1000, BF16, np.zeros(1000, BF16)
     )
 
 
 @pytest.mark.parametrize('size', [1, 2, 9, 255, 4097, 2**20])
 def test_own_blobs_have_few_plain_bits(size):
   for changed in {1, *(int(size**share) for share in np.linspace(0, 1, 200))}:
-    levels = np.array([codec_model.level(changed, size)])
+    levels = np.array([model.level(changed, size)])
     starts = np.array([0, changed])
-    assert codec_model.plain_bytes(starts, levels) <= size // 8 + 1
+    assert model.plain_bytes(starts, levels) <= size // 8 + 1
 
 
 def test_decompression_bomb_is_not_inflated():
@@ -201,7 +201,7 @@ def test_decompression_bomb_is_not_inflated():
   tracemalloc.start()
   try:
     with pytest.raises(ValueError, match='plane of 100000000 bytes'):
-      codec.decode(codec.PLANES, bomb, 10, BF16, None)
+      coding.decode(coding.PLANES, bomb, 10, BF16, None)
     assert tracemalloc.get_traced_memory()[1] < 10**6
   finally:
     tracemalloc.stop()

@@ -1,8 +1,8 @@
 """A plain decoder of chunks: the specification of the format, in Python.
 
-It follows `codec_model`'s description word by word, symbol by symbol, and takes
+It follows `codec.model`'s description word by word, symbol by symbol, and takes
 blobs for the encoder's own. It shares with the library how the bits of a dtype
-are read (`order.kind`) and the guessed tables, which `codec_test` pins.
+are read (`model.kind`) and the guessed tables, which `codec_test` pins.
 """
 
 import itertools
@@ -11,19 +11,19 @@ import struct
 import numpy as np
 import zstandard
 
-from composer_jax.delta import codec, codec_model, order
+from composer_jax.delta.codec import coding, model
 
 
 def decode(codec_id, blob, size, dtype, base):
-  """Returns the chunk that `codec.encode` coded."""
-  kind = order.kind(dtype)
+  """Returns the chunk that `coding.encode` coded."""
+  kind = model.kind(dtype)
   bits = kind.bits.newbyteorder('<')
-  if codec_id == codec.SAME:
+  if codec_id == coding.SAME:
     return base.copy()
-  if codec_id == codec.RAW:
+  if codec_id == coding.RAW:
     return np.frombuffer(blob, bits).view(dtype)
   old = None if base is None else base.view(bits).tolist()
-  made = _planes if codec_id == codec.PLANES else _steps
+  made = _planes if codec_id == coding.PLANES else _steps
   return np.array(made(codec_id, blob, size, kind, old), bits).view(dtype)
 
 
@@ -58,9 +58,9 @@ def _planes(_, blob, size, kind, old):
 
 def _steps(codec_id, blob, size, kind, old):
   low, number = 0, 1
-  if codec_id == codec.CLASS:
+  if codec_id == coding.CLASS:
     low, blob = blob[0], blob[1:]
-    number = min(order.EXPONENTS, kind.exponent_mask + 1)
+    number = min(model.EXPONENTS, kind.exponent_mask + 1)
   members = [[] for _ in range(number)]
   for place, bits in enumerate(old):
     exponent = (bits >> kind.shift) & kind.exponent_mask
@@ -69,11 +69,11 @@ def _steps(codec_id, blob, size, kind, old):
   classes = _counts(head, number)
   blob = blob[head.num_bytes :]
   gap_bits = _Bits(blob)
-  plain = [codec_model.plain_bits(level) for _, level in classes]
+  plain = [model.plain_bits(level) for _, level in classes]
   total = sum(count * k for (count, _), k in zip(classes, plain))
   lanes = 4 if sum(count for count, _ in classes) >= 1024 else 1
   coder = _Coder(blob[(total + 7) // 8 :], lanes)
-  gaps, nears, fars = codec_model.guesses(kind.width)
+  gaps, nears, fars = model.guesses(kind.width)
   values, lean = list(old), (0, 0)
   for inside, (count, level), k in zip(members, classes, plain):
     if not count:
@@ -194,3 +194,18 @@ def _table(counts):
   frequencies = [1 + count * spare // total for count in counts]
   frequencies[counts.index(max(counts))] += 4096 - sum(frequencies)
   return [(s, n, f) for s, f in enumerate(frequencies) for n in range(f)]
+
+
+def steps(values, base, is_float):
+  """Signed differences on the ordered line, the shorter way around."""
+  width = 8 * base.dtype.itemsize
+  ordered = model.ordered
+  wrapped = ordered(values, is_float) - ordered(base, is_float)
+  return wrapped.view(f'i{width // 8}').astype(np.int64)
+
+
+def moved(base, steps_W, is_float):
+  """Undoes `steps`: the bits that lie so many steps from the base."""
+  wrapped = steps_W.astype(base.dtype)  # modulo the width of the bits
+  keys = model.ordered(base, is_float) + wrapped
+  return model.unordered(keys, is_float)

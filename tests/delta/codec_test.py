@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.delta import codec, codec_model, codec_planes, order
+from composer_jax.delta.codec import coding, model
 from tests.delta import codec_reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -25,7 +25,7 @@ DTYPES = [
     *(ml_dtypes.int4, np.int8, np.uint8, np.int32, np.int64, np.bool_),
   )
 ]
-STEP_CODECS = (codec.FLAT, codec.CLASS)
+STEP_CODECS = (coding.FLAT, coding.CLASS)
 few = hypothesis.settings(max_examples=60, deadline=None, database=None)
 
 
@@ -33,7 +33,7 @@ def check_decoded(kind, blob, values, base):
   """The library and, where it has the time, the plain decoder agree."""
   before = None if base is None else base.tobytes()
   chunk = kind, blob, values.size, values.dtype, base
-  found = [codec.decode(*chunk)]
+  found = [coding.decode(*chunk)]
   if values.size <= 2000:
     found.append(codec_reference.decode(*chunk))
   for decoded in found:
@@ -43,9 +43,9 @@ def check_decoded(kind, blob, values, base):
 
 
 def roundtrip(values, base, **options):
-  kind, blob = codec.encode(values, base, **options)
+  kind, blob = coding.encode(values, base, **options)
   check_decoded(kind, blob, values, base)
-  assert len(blob) <= values.nbytes + codec.MAX_OVERHEAD
+  assert len(blob) <= values.nbytes + coding.MAX_OVERHEAD
   return kind, blob
 
 
@@ -66,10 +66,10 @@ def moved(masters, rng, rms):
 
 def bound(values, base):
   """Bytes of the entropy of steps given the exponents of the base."""
-  number = order.kind(base.dtype)
-  old, new = order.to_bits(base), order.to_bits(values)
+  number = model.kind(base.dtype)
+  old, new = model.to_bits(base), model.to_bits(values)
   exponents = (old >> number.shift) & number.exponent_mask
-  steps = order.steps(new, old, number.is_float)
+  steps = codec_reference.steps(new, old, number.is_float)
   total = 0.0
   for exponent in np.unique(exponents):
     counts = np.unique(steps[exponents == exponent], return_counts=True)[1]
@@ -83,7 +83,7 @@ def bound(values, base):
   dtype=st.sampled_from(DTYPES),
   size=st.integers(1, 2000),
   share=st.sampled_from([0.0, 0.001, 0.03, 0.3, 1.0]),
-  tier=st.sampled_from(codec.TIERS),
+  tier=st.sampled_from(coding.TIERS),
   has_base=st.booleans(),
 )
 def test_every_bit_pattern_survives(seed, dtype, size, share, tier, has_base):
@@ -105,14 +105,14 @@ def test_each_codec_of_steps_survives(seed, dtype, size, share, kind, near):
   values, base = pair(rng, dtype, size, share)
   if near and dtype != np.bool_:
     # Steps as an optimizer makes them, up to the escape and beyond.
-    bits = order.to_bits(base)
+    bits = model.to_bits(base)
     steps = np.rint(rng.standard_cauchy(size) * (rng.random(size) < share))
     steps = np.clip(steps, -(2**31), 2**31 - 1).astype(np.int64)
-    is_float = order.kind(dtype).is_float
-    values = order.moved(bits, steps, is_float).view(dtype)
-  if not codec.count_changed(values, base):
+    is_float = model.kind(dtype).is_float
+    values = codec_reference.moved(bits, steps, is_float).view(dtype)
+  if not coding.count_changed(values, base):
     return
-  blob = codec.encode_as(kind, values, base)
+  blob = coding.encode_as(kind, values, base)
   if blob is not None:
     check_decoded(kind, blob, values, base)
 
@@ -122,24 +122,26 @@ def test_the_plain_decoder_reads_what_the_kernels_wrote(dtype):
   rng = np.random.default_rng(5)
   values, base = pair(rng, dtype, 6000, 0.4)
   blobs = [
-    *(codec.encode(values, old, tier='fast') for old in (None, base)),
-    (codec.SAME, b''),
+    *(coding.encode(values, old, tier='fast') for old in (None, base)),
+    (coding.SAME, b''),
   ]
-  for kind in (codec.FLAT, codec.CLASS) if dtype.itemsize <= 4 else ():
-    blobs.append((kind, codec.encode_as(kind, values, base)))
+  for kind in (coding.FLAT, coding.CLASS) if dtype.itemsize <= 4 else ():
+    blobs.append((kind, coding.encode_as(kind, values, base)))
   near = np.where(rng.random(6000) < 0.4, 1, 0).astype(np.uint8)
-  bits = order.to_bits(base)
+  bits = model.to_bits(base)
   few = (bits ^ near.astype(bits.dtype)).view(dtype)
-  number = order.kind(dtype)
-  planes = codec_planes.encode(order.to_bits(few), bits, number)
+  number = model.kind(dtype)
+  planes = coding._encode_planes(model.to_bits(few), bits, number)
   for new, coded in (
-    *((base if kind == codec.SAME else values, (kind, b)) for kind, b in blobs),
-    (few, (codec.PLANES, planes)),
-    (few, codec.encode(few, base)),
+    *(
+      (base if kind == coding.SAME else values, (kind, b)) for kind, b in blobs
+    ),
+    (few, (coding.PLANES, planes)),
+    (few, coding.encode(few, base)),
   ):
     if coded[1] is not None:
       chunk = (*coded, 6000, dtype, base)
-      assert codec.decode(*chunk).tobytes() == new.tobytes()
+      assert coding.decode(*chunk).tobytes() == new.tobytes()
       assert codec_reference.decode(*chunk).tobytes() == new.tobytes()
 
 
@@ -151,13 +153,14 @@ def test_special_values_are_bits_like_any_other():
   for shift in range(special.size):
     values, base = np.roll(special, shift).view(BF16), special.view(BF16)
     kind, _ = roundtrip(values, base)
-    assert (kind == codec.SAME) == (shift == 0)
+    assert (kind == coding.SAME) == (shift == 0)
   every = np.arange(2**16, dtype=np.uint16).view(BF16)
   for kind in STEP_CODECS:
     values = every[::-1].copy()
-    blob = codec.encode_as(kind, values, every)
+    blob = coding.encode_as(kind, values, every)
     assert blob is None or (
-      codec.decode(kind, blob, 2**16, BF16, every).tobytes() == values.tobytes()
+      coding.decode(kind, blob, 2**16, BF16, every).tobytes()
+      == values.tobytes()
     )
 
 
@@ -165,14 +168,16 @@ def test_number_line_is_the_order_of_the_floats():
   bits = np.array([0xFF80, 0xBF80, 0x8000, 0x0000, 0x3F80, 0x7F80], np.uint16)
   values = bits.view(BF16).astype(np.float32)
   assert (np.diff(values[[0, 1, 3, 4, 5]]) > 0).all()
-  keys = order.ordered(bits, True)
+  keys = model.ordered(bits, True)
   assert (np.diff(keys.astype(int)) > 0).all()
   assert keys[3] - keys[2] == 1  # -0 and +0 are neighbours, not the same
   every = np.arange(2**16, dtype=np.uint16)
   np.testing.assert_array_equal(
-    order.unordered(order.ordered(every, True), True), every
+    model.unordered(model.ordered(every, True), True), every
   )
-  assert order.steps(every[:1], every[-1:], False) == 1  # the shorter way
+  assert (
+    codec_reference.steps(every[:1], every[-1:], False) == 1
+  )  # the shorter way
 
 
 def test_kinds_are_read_from_the_dtype():
@@ -187,14 +192,14 @@ def test_kinds_are_read_from_the_dtype():
     np.int8: (False, 0, 0),
   }
   for dtype, (is_float, shift, mask) in kinds.items():
-    kind = order.kind(np.dtype(dtype))
+    kind = model.kind(np.dtype(dtype))
     assert (kind.is_float, kind.shift, kind.exponent_mask) == (
       is_float,
       shift,
       mask,
     )
   with pytest.raises(ValueError, match='dtype object have no codec'):
-    order.kind(np.dtype(object))
+    model.kind(np.dtype(object))
 
 
 @pytest.mark.parametrize(
@@ -208,25 +213,25 @@ def test_small_is_close_to_the_bound_and_beats_xor(rms, excess):
   base = masters.astype(BF16)
   values = moved(masters, rng, rms).astype(BF16)
   kind, blob = roundtrip(values, base)
-  assert kind == codec.CLASS
+  assert kind == coding.CLASS
   assert len(blob) <= excess * bound(values, base)
-  xor = order.to_bits(values) ^ order.to_bits(base)
+  xor = model.to_bits(values) ^ model.to_bits(base)
   peer = zstandard.ZstdCompressor(level=1).compress(xor.tobytes())
   assert len(blob) <= 0.40 * len(peer)
   fast, flat = roundtrip(values, base, tier='fast')
-  assert fast == codec.FLAT and len(flat) < 0.55 * len(peer)
+  assert fast == coding.FLAT and len(flat) < 0.55 * len(peer)
 
 
 def test_noise_falls_back_to_raw():
   noise = np.random.default_rng(0).integers(0, 2**16, 5000, np.uint16)
-  assert roundtrip(noise, None) == (codec.RAW, noise.tobytes())
-  assert roundtrip(noise, noise[::-1].copy())[0] == codec.RAW
+  assert roundtrip(noise, None) == (coding.RAW, noise.tobytes())
+  assert roundtrip(noise, noise[::-1].copy())[0] == coding.RAW
 
 
 def test_keyframes_pack_exponents_together():
   weights = np.random.default_rng(0).normal(0, 0.02, 2**16)
   kind, blob = roundtrip(weights.astype(BF16), None)
-  assert kind == codec.PLANES and len(blob) < 2**17 / 1.45
+  assert kind == coding.PLANES and len(blob) < 2**17 / 1.45
 
 
 def test_bytes_are_pinned():
@@ -235,30 +240,30 @@ def test_bytes_are_pinned():
   bits[[3, 500, 998]] += np.array([1, 65535, 9000], np.uint16)
   values, base = bits.view(BF16), base.view(BF16)
   assert roundtrip(values, base, tier='fast') == (
-    codec.FLAT,
+    coding.FLAT,
     bytes.fromhex('eb6f06031c030fb30200f83cfa0f2803'),
   )
-  assert codec.encode_as(codec.CLASS, values, base).hex() == (
+  assert coding.encode_as(coding.CLASS, values, base).hex() == (
     '00cbef1b34010000eb0384900500533efa8fa347'
   )
 
 
 def test_limit_of_bytes_is_exact():
   places = np.array([0, 40]), np.arange(40) * 17, np.ones(40, np.int64)
-  shape = order.Classes(order.kind(BF16), 0, 1)
-  levels = np.array([codec_model.level(40, 680)])
-  code = codec._kernels().code
-  body = code(*places, levels, shape, 10**6)
+  shape = model.Classes(model.kind(BF16), 0, 1)
+  levels = np.array([model.level(40, 680)])
+  code = coding._kernels()[0].code
+  body = code(places, levels, shape, 10**6)
   length = len(body)
-  assert code(*places, levels, shape, length) == body
-  assert code(*places, levels, shape, length - 1) is None
-  assert code(*places, levels, shape, 3) is None
+  assert code(places, levels, shape, length) == body
+  assert code(places, levels, shape, length - 1) is None
+  assert code(places, levels, shape, 3) is None
 
 
 def test_guesses_need_nothing_that_differs_between_machines():
   # Some of them round ties: a power that is off by its last bit, as libraries
   # are free to be, would be another format.
-  for function in (codec_model.guesses, codec_model._geometric):
+  for function in (model.guesses, model._geometric):
     tree = ast.parse(inspect.getsource(function))
     for node in ast.walk(tree):
       assert not isinstance(node, ast.Pow)
@@ -269,7 +274,7 @@ def test_guesses_need_nothing_that_differs_between_machines():
 def test_guesses_are_pinned():
   digest = hashlib.sha256()
   for width in (8, 16, 32):
-    for counts in codec_model.guesses(width):
+    for counts in model.guesses(width):
       digest.update(counts.astype('<i8').tobytes())
   assert digest.hexdigest() == (
     '5ef9cf0b912ec0cbe2765d4e138821b450c19842602e40ea2b6e54f60f78581c'
@@ -280,12 +285,12 @@ def test_threads_do_not_change_the_bytes():
   rng = np.random.default_rng(3)
   masters = rng.normal(0, 0.02, 2**16).astype(np.float32)
   base, values = (m.astype(BF16) for m in (masters, moved(masters, rng, 1e-6)))
-  once = codec.encode(values, base)
+  once = coding.encode(values, base)
 
   def work(_):
-    kind, blob = codec.encode(values, base)
+    kind, blob = coding.encode(values, base)
     out = np.empty_like(values)
-    codec.decode(kind, blob, values.size, BF16, base, out=out)
+    coding.decode(kind, blob, values.size, BF16, base, out=out)
     assert out.tobytes() == values.tobytes()
     return kind, blob
 
@@ -295,7 +300,7 @@ def test_threads_do_not_change_the_bytes():
 
 def test_package_does_not_import_numba():
   code = (
-    'import sys; from composer_jax.delta import codec; codec.encode; '
+    'import sys; from composer_jax.delta.codec import coding; coding.encode; '
     'sys.exit("numba" in sys.modules or "jax" in sys.modules)'
   )
   subprocess.run([sys.executable, '-c', code], check=True)
@@ -304,38 +309,38 @@ def test_package_does_not_import_numba():
 def test_misuse_is_refused_by_name():
   ten = np.zeros(10, BF16)
   with pytest.raises(ValueError, match="tier 'tiny' is not one of"):
-    codec.encode(ten, ten, tier='tiny')
+    coding.encode(ten, ten, tier='tiny')
   with pytest.raises(ValueError, match='at most 1048576'):
-    codec.encode(np.zeros(2**20 + 1, np.int8), None)
+    coding.encode(np.zeros(2**20 + 1, np.int8), None)
   with pytest.raises(ValueError, match=r'base is float32\[10\] and must be'):
-    codec.decode(codec.SAME, b'', 10, BF16, np.zeros(10, np.float32))
+    coding.decode(coding.SAME, b'', 10, BF16, np.zeros(10, np.float32))
   with pytest.raises(ValueError, match=r'must be bfloat16\[11\]'):
-    codec.decode(codec.SAME, b'', 11, BF16, ten)
+    coding.decode(coding.SAME, b'', 11, BF16, ten)
   with pytest.raises(ValueError, match='out must be contiguous'):
-    codec.decode(codec.SAME, b'', 10, BF16, ten, out=np.zeros(20, BF16)[::2])
+    coding.decode(coding.SAME, b'', 10, BF16, ten, out=np.zeros(20, BF16)[::2])
   with pytest.raises(ValueError, match=r'base is bfloat16\[9\] and must be'):
-    codec.encode(ten, ten[:9])
+    coding.encode(ten, ten[:9])
   for other in (ten[:9], np.zeros(10, np.float32)):
     # Kernels would read beyond the shorter one, or other bits.
-    for function in (codec.encode, codec.count_changed):
+    for function in (coding.encode, coding.count_changed):
       with pytest.raises(ValueError, match='base is .* must be bfloat16'):
         function(ten, other)
   with pytest.raises(ValueError, match=r'base is float32\[10\] and must be'):
-    codec.encode(np.zeros(10), np.zeros(10, np.float32))
+    coding.encode(np.zeros(10), np.zeros(10, np.float32))
   with pytest.raises(ValueError, match='does not code float64 by steps'):
-    codec.encode_as(codec.FLAT, np.zeros(10), np.zeros(10))
+    coding.encode_as(coding.FLAT, np.zeros(10), np.zeros(10))
 
 
 def test_decode_writes_where_it_is_told():
   base, values = np.zeros(100, BF16), np.zeros(100, BF16)
   values[7] = 1
   for kind, blob in (
-    codec.encode(values, base),
-    codec.encode(values, base, tier='fast'),
-    codec.encode(values, None),
+    coding.encode(values, base),
+    coding.encode(values, base, tier='fast'),
+    coding.encode(values, None),
   ):
     out = np.full(100, 5, BF16)
-    got = codec.decode(kind, memoryview(blob), 100, BF16, base, out=out)
+    got = coding.decode(kind, memoryview(blob), 100, BF16, base, out=out)
     assert got is out and out.tobytes() == values.tobytes()
 
 
@@ -346,9 +351,9 @@ def test_weights_may_lie_anywhere_in_memory():
   for base in (odd, strided):
     values = base.copy()
     values.flat[7] = 1
-    kind, blob = codec.encode(values, base)
+    kind, blob = coding.encode(values, base)
     flat = np.array(base).reshape(-1)
-    decoded = codec.decode(kind, blob, flat.size, BF16, flat)
+    decoded = coding.decode(kind, blob, flat.size, BF16, flat)
     assert decoded.tobytes() == values.tobytes()
 
 
@@ -356,5 +361,5 @@ def test_planes_of_eight_bytes_and_steps():
   base = np.linspace(-1, 1, 4096)
   values = np.nextafter(base, np.where(np.arange(4096) % 3, 1, -1))
   kind, blob = roundtrip(values, base)
-  assert kind == codec.PLANES and blob[0] == codec_planes.STEPS
+  assert kind == coding.PLANES and blob[0] == coding._STEPS
   assert len(blob) < values.nbytes / 20

@@ -14,20 +14,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import (
-  fetch,
-  identity,
-  publish,
-  publish_encode,
-  signing,
-  subscribe,
-  weights_held,
-)
-from composer_jax.delta import grid as grids
-from composer_jax.delta import manifest as manifests
+from composer_jax.delta import chain, chunking, rebuild
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import identity, keys
+from composer_jax.delta.format import identity as grids
+from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults_store
 
-KEY = signing.Hmac(b'the key of a run')
+KEY = keys.Hmac(b'the key of a run')
 RUN = 'run'
 LATEST = f'refs/{RUN}/latest'
 EXPIRES_S = 100
@@ -35,12 +29,12 @@ VERSIONS = 7
 
 
 @contextlib.contextmanager
-def small_boxes():
-  """Cuts arrays into boxes of 64 elements; identities are others than usual."""
+def small_chunks():
+  """Cuts arrays into chunks of 64 elements; identities differ from usual."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(grids, 'MAX_ELEMENTS', 64)
-    patch.setattr(publish_encode, 'PACK_BYTES', 300)
-    patch.setattr(fetch, 'PIECE_BYTES', 200)
+    patch.setattr(chunking, 'PACK_BYTES', 300)
+    patch.setattr(rebuild, 'RANGE_BYTES', 200)
     grids._of.cache_clear()
     try:
       yield
@@ -155,7 +149,7 @@ class World:
   now: float = 0.0
 
   def follow(self, wanted=None, **options):
-    return subscribe.Subscriber(
+    return followers.Follower(
       self.store,
       RUN,
       KEY,
@@ -181,14 +175,10 @@ def publisher_of(store, run_id=RUN, key=KEY, **options):
     'grace_s': 0.0,
     **options,
   }
-  return publish.Publisher(
-    store,
-    run_id,
-    key,
-    threads=1,
-    expires_s=EXPIRES_S,
-    now=lambda: 0.0,
-    **options,
+  peers = options.pop('peers', None)
+  options = chain.BundleOptions(threads=1, expires_s=EXPIRES_S, **options)
+  return chain.BundleWriter(
+    store, run_id, key, options=options, peers=peers, now=lambda: 0.0
   )
 
 
@@ -230,7 +220,7 @@ def build(kind, *, versions=VERSIONS, **options):
     _learn(world, info, weights(kind, version, seed=9))
   other, stranger = faults_store.Store(), faults_store.Store()
   _publish(publisher_of(other, 'other', **options), kind, 0, seed=3)
-  enemy = signing.Hmac(b'the key of others')
+  enemy = keys.Hmac(b'the key of others')
   _publish(publisher_of(stranger, key=enemy), kind, 0, seed=4)
   for store, label in (fork, 'fork'), (other, 'other'), (stranger, 'enemy'):
     for key, data in store.files.items():
@@ -253,19 +243,17 @@ def _learn(world, info, arrays):
   for truth, wanted in (world.bits, None), (world.parts, half):
     truth[info.target_id] = found = {}
     for name, array in arrays.items():
-      numbers = weights_held.boxes_of(
-        wanted, name, str(array.dtype), array.shape
-      )
-      grid = grids.of(array.shape, array.dtype)
+      numbers = rebuild.chunks_of(wanted, name, str(array.dtype), array.shape)
+      grid = grids.of(array.shape)
       if numbers is None:
-        numbers = range(grid.num_boxes)
-      slices = (tuple(slice(*ends) for ends in grid.box(n)) for n in numbers)
+        numbers = range(grid.num_chunks)
+      slices = (tuple(slice(*ends) for ends in grid.chunk(n)) for n in numbers)
       found[name] = b''.join(array[at].tobytes() for at in slices)
 
 
 # The law.
 
-NAMED = re.compile(r'latest|[0-9a-f]{12}|\(box \d+')
+NAMED = re.compile(r'latest|[0-9a-f]{12}|\(chunk \d+')
 
 
 def check(world, receiver, before, update):

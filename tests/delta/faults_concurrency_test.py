@@ -9,15 +9,15 @@ from concurrent import futures
 
 import pytest
 
-from composer_jax.delta import store as stores
-from composer_jax.delta import subscribe
+from composer_jax.delta import follower as followers
+from composer_jax.delta.store import objects as stores
 from tests.delta import faults
 
 
 @pytest.fixture(scope='module', autouse=True)
-def small_boxes():
+def small_chunks():
   logging.disable(logging.WARNING)
-  with faults.small_boxes():
+  with faults.small_chunks():
     yield
   logging.disable(logging.NOTSET)
 
@@ -38,7 +38,7 @@ class Readers:
     while not is_last:
       is_last = self.stopped.wait(0.001)  # else they would starve the writer
       if reader is None or number % 2:
-        reader = subscribe.Subscriber(
+        reader = followers.Follower(
           store,
           faults.RUN,
           faults.KEY,
@@ -123,7 +123,7 @@ def test_who_reads_what_is_held_sees_one_version(tmp_path):
   publisher = faults.publisher_of(stores.Store(tmp_path))
   published = []
   publish(publisher, published, 0, 0)
-  receiver = subscribe.Subscriber(
+  receiver = followers.Follower(
     stores.Store(tmp_path), faults.RUN, faults.KEY, now=lambda: 0.0
   )
   receiver.poll()
@@ -183,7 +183,7 @@ def test_what_is_deleted_while_it_is_read(tmp_path, grace_s):
   publish(publisher, published, 0, 0)
   publish(publisher, published, 1, 0)
   store = Slow(tmp_path)
-  reader = subscribe.Subscriber(store, faults.RUN, faults.KEY, now=lambda: 0.0)
+  reader = followers.Follower(store, faults.RUN, faults.KEY, now=lambda: 0.0)
 
   def meanwhile():
     for version in (2, 3, 4):

@@ -32,7 +32,7 @@ import signal
 import sys
 import traceback
 
-from composer_jax.delta import store_local
+from composer_jax.delta.store import folder
 from tests.delta import faults, faults_scenarios
 
 _EVENTS = frozenset({
@@ -186,7 +186,7 @@ def _look(scenario, root, end):
   scenario.look(root)
   text = json.dumps(scenario.recover(root), sort_keys=True)
   # Sweeping waits for a while, lest it take what is being written.
-  store_local.TORN_S = 0.0
+  folder.TORN_S = 0.0
   scenario.collect(root)
   left = [
     path.relative_to(root).as_posix()
@@ -200,7 +200,7 @@ def _look(scenario, root, end):
 def main():
   folder, jobs = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
   logging.disable(logging.CRITICAL)
-  with faults.small_boxes():
+  with faults.small_chunks():
     # Children inherit what is loaded and compiled here.
     faults.build('floats', versions=3)
     points = []

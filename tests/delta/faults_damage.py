@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-from composer_jax.delta import manifest as manifests
+from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults
 
 

@@ -10,9 +10,9 @@ import json
 
 import numpy as np
 
-from composer_jax.delta import chunks, identity
-from composer_jax.delta import grid as grids
-from composer_jax.delta import manifest as manifests
+from composer_jax.delta.format import identity
+from composer_jax.delta.format import identity as grids
+from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults, faults_damage
 
 NASTY = [
@@ -46,7 +46,7 @@ def _sign(world, fields):
   body = identity.canonical_json(fields)
   algorithm = faults.KEY.algorithm.encode()
   signature = faults.KEY.sign(algorithm + b'\n' + body)
-  line = b'CDB2P ' + algorithm + b' ' + signature.hex().encode() + b'\n'
+  line = b'CDB3P ' + algorithm + b' ' + signature.hex().encode() + b'\n'
   world.store.files[faults.LATEST] = line + body
 
 
@@ -64,9 +64,9 @@ def _check(world, receiver, before, update):
     for tensor in held.tensors.values():
       numbers = tensor.numbers
       if numbers is None:
-        numbers = range(tensor.grid.num_boxes)
+        numbers = range(tensor.grid.num_chunks)
       for at, number in enumerate(numbers):
-        found = identity.hash_box(tensor.box(number))
+        found = identity.hash_chunk(tensor.chunk(number))
         assert found == tensor.posts[at].tobytes()
   else:
     assert identity.target_id(held.arrays()) == update.target_id
@@ -110,7 +110,7 @@ def _parse(data):
 
 def _join(header, table):
   head = identity.canonical_json(header)
-  parts = [b'CDB2\n', len(head).to_bytes(4, 'little'), head, table.tobytes()]
+  parts = [b'CDB3\n', len(head).to_bytes(4, 'little'), head, table.tobytes()]
   return b''.join(parts)
 
 
@@ -126,10 +126,14 @@ def _replace(world, rng, old, data, pointer):
   new = _put(world, data)
   index = _read(world, world.head.index).replace(old.encode(), new.encode())
   rows = json.loads(index)
+  for edge in rows['edges']:
+    if edge['manifest'] == new:
+      edge['manifest_bytes'] = len(data)
   kinds = {edge['manifest']: edge['kind'] for edge in rows['edges']}
   if kinds.get(new) == manifests.KEY and rng.random() < 0.7:
     # A keyframe as the head, which everyone takes.
     pointer['manifest'], pointer['base_id'] = new, ''
+    pointer['manifest_bytes'] = len(data)
   rows['edges'].sort(
     key=lambda e: (
       e['version'],
@@ -137,20 +141,24 @@ def _replace(world, rng, old, data, pointer):
       e['manifest'],
     )
   )
-  pointer['index'] = _put(world, identity.canonical_json(rows))
+  _list(world, identity.canonical_json(rows), pointer)
   if pointer['manifest'] == old:
-    pointer['manifest'] = new
+    pointer['manifest'], pointer['manifest_bytes'] = new, len(data)
 
 
-def _num_boxes(shape):
-  return grids.of(tuple(shape), np.dtype('u1')).num_boxes
+def _list(world, index, pointer):
+  pointer['index'], pointer['index_bytes'] = _put(world, index), len(index)
+
+
+def _num_chunks(shape):
+  return grids.of(tuple(shape)).num_chunks
 
 
 def _fit_root(header, table):
   """Makes target_id what the tables say, as far as they can be read."""
   nodes, at = {}, 0
   for name, dtype, shape in header['tensors']:
-    count = _num_boxes(shape)
+    count = _num_chunks(shape)
     posts = table['post'][at : at + count].tobytes()
     nodes[name] = identity.tensor_node(name, dtype, shape, posts)
     at += count
@@ -218,7 +226,7 @@ def _index(world, rng, pointer):
     fields = json.loads(data)
     _spoil(fields, rng)
     data = identity.canonical_json(fields)
-  pointer['index'] = _put(world, data)
+  _list(world, data, pointer)
   if rng.random() < 0.7:
     # The index is asked for only where the head is not the next delta.
     pointer['base_id'] = 'b' * 64
@@ -233,7 +241,7 @@ def _blob(world, rng, pointer):
   old = _a_manifest(world, rng)
   header, table = _parse(_read(world, old))
   packs = [bytearray(_read(world, name)) for name, _ in header['packs']]
-  places, _ = chunks.place(table, len(packs))
+  places, _ = manifests.place(table, len(packs))
   rows = np.flatnonzero(table['length'])
   if not rows.size:
     return
@@ -261,12 +269,15 @@ def _exchange(world, rng, pointer):
   if keys[-1].version == world.head.version:
     old = keys[-1].manifest
     pointer['manifest'], pointer['base_id'] = old, ''
+    pointer['manifest_bytes'] = keys[-1].manifest_bytes
   else:
     old = _a_manifest(world, rng)
   header, table = _parse(_read(world, old))
   packs = [_read(world, name) for name, _ in header['packs']]
-  places, _ = chunks.place(table, len(packs))
-  ends = np.cumsum([0, *(_num_boxes(shape) for *_, shape in header['tensors'])])
+  places, _ = manifests.place(table, len(packs))
+  ends = np.cumsum(
+    [0, *(_num_chunks(shape) for *_, shape in header['tensors'])]
+  )
   # Most often of one tensor: others are told apart by their sizes.
   pairs = [(a, a + 1) for a in range(len(table) - 1) if a + 1 not in ends]
   pairs = [pair for pair in pairs if table['length'][[*pair]].all()]

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from composer_jax.delta import codec, identity, publish, restore, subscribe
-from composer_jax.delta import manifest as manifests
-from composer_jax.delta import store as stores
+from composer_jax.delta import chain, rebuild
+from composer_jax.delta import follower as followers
+from composer_jax.delta.codec import coding
+from composer_jax.delta.format import identity
+from composer_jax.delta.format import manifest as manifests
+from composer_jax.delta.store import objects as stores
 from tests.delta import faults, faults_hostile
 
 MIB = 2**20
@@ -34,10 +37,9 @@ def drifting(version):
 def followed(tmp_path):
   """A receiver at version 3 of a run whose singles are deltas."""
   store = stores.Store(tmp_path)
-  publisher = publish.Publisher(
-    store, faults.RUN, faults.KEY, threads=1, skip_levels=()
-  )
-  follower = subscribe.Subscriber(store, faults.RUN, faults.KEY, threads=1)
+  options = chain.BundleOptions(threads=1, skip_levels=())
+  publisher = chain.BundleWriter(store, faults.RUN, faults.KEY, options=options)
+  follower = followers.Follower(store, faults.RUN, faults.KEY, threads=1)
   for version in range(5):
     publisher.publish(faults.blocks(drifting(version)), version)
     if version < 4:
@@ -71,7 +73,7 @@ def test_a_wrong_bundle_is_given_up(followed, caplog):
   pointer = manifests.unseal(
     store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
   )
-  head = restore.read_manifest(store, pointer.manifest)
+  head = rebuild.read_manifest(store, pointer)
   ((pack, length),) = head.packs
   bad = bytearray(store.get(pack))
   bad[-1] ^= 1
@@ -86,12 +88,14 @@ def test_a_wrong_bundle_is_given_up(followed, caplog):
     pointer,
     sequence=pointer.sequence + 1,
     manifest=name,
+    manifest_bytes=len(data),
     index=store.put(index),
+    index_bytes=len(index),
   )
   sealed = manifests.seal(lie, faults.KEY)
   store.move_pointer(faults.RUN, sealed, store.read_pointer(faults.RUN)[1])
   assert followed.poll() is None
-  assert 'kernel (box 0, version 4)' in followed.problem
+  assert 'kernel (chunk 0, version 4)' in followed.problem
   assert caplog.text.count('another way is tried') == 1
   assert_at(followed, 3)
 
@@ -133,6 +137,7 @@ def _signed(world, header, table, blob=None):
     header['packs'] = [[name, len(blob)]]
   data = faults_hostile._join(header, table)
   pointer['manifest'] = faults_hostile._put(world, data)
+  pointer['manifest_bytes'] = len(data)
   pointer['base_id'] = header['base_id']
   pointer['target_id'] = header['target_id']
   faults_hostile._sign(world, pointer)
@@ -167,7 +172,7 @@ def _bundle_bombs(world):
     b'\0' + b'\xff' * 40,
     b'\1' + _planes(frame)[1:],
   ):
-    row['codec'] = codec.PLANES
+    row['codec'] = coding.PLANES
     _signed(world, dict(header), row.copy(), blob)
     yield f'planes of {len(blob)} bytes'
   # An array as large as an index can say, with one row, and with none.
@@ -183,12 +188,13 @@ def _text_bombs(world):
   pointer['base_id'] = 'b' * 64  # so that the index is asked for
   deep = [b'[' * n + b']' * n for n in (900, 10**5, 10**6)]
   long = [b'9' * 10**6, b'{"a":' * 10**5, b' ' * (2**24 + 1)]
-  for data in (*deep, *long, b'CDB2\n\xff\xff\xff\xff{}', b''):
+  for data in (*deep, *long, b'CDB3\n\xff\xff\xff\xff{}', b''):
     for field in ('manifest', 'index'):
       fields = dict(pointer)
       if field == 'manifest':
         fields['base_id'] = ''
       fields[field] = faults_hostile._put(world, data)
+      fields[f'{field}_bytes'] = max(len(data), 1)
       faults_hostile._sign(world, fields)
       yield f'{field} of {len(data)} bytes'
   header, table = _key(world)

@@ -13,8 +13,8 @@ import pathlib
 import signal
 import sys
 
-from composer_jax.delta import publish_parts
-from composer_jax.delta import store as stores
+from composer_jax.delta import team
+from composer_jax.delta.store import objects as stores
 from tests.delta import faults, faults_crash, faults_scenarios
 
 # The leader's silence is noticed after four times as long.
@@ -34,12 +34,12 @@ def _blocks(version, process):
 
 
 def _publisher(root, process, attempt):
-  parts = publish_parts.Parts(
+  peers = team.Peers(
     process=process, count=2, attempt=attempt, timeout_s=TIMEOUT_S
   )
   return faults.publisher_of(
     stores.Store(root / 'store'),
-    parts=parts,
+    peers=peers,
     keyframe_every=2,
     skip_levels=(2,),
   )
@@ -89,7 +89,7 @@ def main():
   victim, step, at = map(int, sys.argv[2:5])
   logging.disable(logging.CRITICAL)
   points = told = 0
-  with faults.small_boxes():
+  with faults.small_chunks():
     faults.build('floats', versions=3)
     while True:
       root = folder / str(at)
@@ -102,14 +102,14 @@ def main():
       faults_scenarios._served(root, {1, 2})
       assert _both(lambda p: _go_on(root, p)) == [0, 0], at  # noqa: B023
       faults_scenarios._served(root, {4})
-      left = sorted((root / 'store' / 'parts').rglob('*'))
+      left = sorted((root / 'store' / 'messages').rglob('*'))
       # And what was torn as someone died, until it is old enough.
       left = {
         p.relative_to(root).parts[4:5]
         for p in left
         if p.is_file() and p.suffix != '.tmp'
       }
-      assert left == {(), ('3',)}, left
+      assert left == {('3',)}, left
       if over:
         break
       points, told, at = points + 1, told + (alive == _TOLD), at + step

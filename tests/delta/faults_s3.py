@@ -17,9 +17,9 @@ import struct
 import sys
 import time
 
-from composer_jax.delta import manifest as manifests
-from composer_jax.delta import store as stores
-from composer_jax.delta import subscribe
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import manifest as manifests
+from composer_jax.delta.store import objects as stores
 from tests.delta import faults, faults_crash, s3_server
 
 KIND = 'floats'
@@ -64,7 +64,7 @@ def _crash(number):
 
 
 def _look(number, path):
-  reader = subscribe.Subscriber(
+  reader = followers.Follower(
     _store(number), faults.RUN, faults.KEY, threads=2, now=lambda: 0.0
   )
   update = reader.poll()
@@ -79,7 +79,7 @@ def _look(number, path):
   update = reader.poll()
   assert update is not None and update.version == 3, reader.problem
   _assert_exact(update)
-  joiner = subscribe.Subscriber(
+  joiner = followers.Follower(
     _store(number), faults.RUN, faults.KEY, threads=2, now=lambda: 0.0
   )
   _assert_exact(joiner.poll())
@@ -105,7 +105,7 @@ def main():
   step, first = map(int, sys.argv[1:3])
   logging.disable(logging.CRITICAL)
   assert manifests.FORMAT
-  with faults.small_boxes():
+  with faults.small_chunks():
     faults.build(KIND, versions=3)
     read, write = os.pipe()
     server = os.fork()

@@ -10,9 +10,10 @@ collect(root)   cleans up
 
 import hashlib
 
-from composer_jax.delta import manifest as manifests
-from composer_jax.delta import restore, subscribe
-from composer_jax.delta import store as stores
+from composer_jax.delta import follower as followers
+from composer_jax.delta import rebuild
+from composer_jax.delta.format import manifest as manifests
+from composer_jax.delta.store import objects as stores
 from tests.delta import faults
 
 KIND = 'floats'
@@ -34,7 +35,7 @@ def _publish(publisher, version, seed=0):
 
 
 def _joiner(root):
-  return subscribe.Subscriber(
+  return followers.Follower(
     _open(root), faults.RUN, faults.KEY, threads=1, now=lambda: 0.0
   )
 
@@ -64,7 +65,7 @@ def _standing(root):
   pointer = manifests.unseal(
     store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
   )
-  index = restore.read_index(store, pointer.index, faults.RUN)
+  index = rebuild.read_index(store, pointer)
   edges = [[e.base_version, e.version, e.target] for e in index.edges]
   return [pointer.version, pointer.target_id, edges]
 
@@ -208,12 +209,12 @@ def _damage_head(root):
   """Damages every pack but the manifests and the index."""
   for path in (root / 'store' / 'objects').iterdir():
     data = path.read_bytes()
-    if not data.startswith((b'CDB2', b'{')):
+    if not data.startswith((b'CDB3', b'{')):
       path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 class Follow:
-  """A receiver dies, with its memory and its cache, between two versions."""
+  """A receiver dies, with its memory, between two versions."""
 
   def prepare(self, root):
     publisher = _publisher(root)
@@ -224,12 +225,11 @@ class Follow:
     _publish(publisher, 3)
 
   def follow(self, root):
-    return subscribe.Subscriber(
+    return followers.Follower(
       _open(root),
       faults.RUN,
       faults.KEY,
       memory=root / 'receiver' / 'memory',
-      cache=root / 'receiver' / 'cache',
       threads=1,
       now=lambda: 0.0,
     )
@@ -255,7 +255,6 @@ class Follow:
     update = receiver.poll()
     assert update is not None, receiver.problem
     assert_exact(update, faults.weights(KIND, 3))
-    assert not (root / 'receiver' / 'cache').exists()
     # What it remembers is whole, and no older pointer leads it back.
     sealed = (root / 'receiver' / 'memory').read_bytes()
     assert sealed == _open(root).read_pointer(faults.RUN)[0]
@@ -310,13 +309,13 @@ def assert_no_garbage(root):
   pointer = manifests.unseal(
     store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
   )
-  index = restore.read_index(store, pointer.index, faults.RUN)
+  index = rebuild.read_index(store, pointer)
   needed = {pointer.index}
   for edge in index.edges:
-    bundle = restore.read_manifest(store, edge.manifest)
+    bundle = rebuild.read_manifest(store, edge)
     needed |= {edge.manifest, *(name for name, _ in bundle.packs)}
   assert store.sizes().keys() == needed
-  assert not (root / 'store' / 'parts').exists()
+  assert not (root / 'store' / 'messages').exists()
 
 
 SCENARIOS = {

@@ -1,11 +1,11 @@
 """A store in a dictionary, to be damaged at will."""
 
-from composer_jax.delta import store as stores
-from composer_jax.delta import store_backend
+from composer_jax.delta.store import folder
+from composer_jax.delta.store import objects as stores
 
 
 class _Backend:
-  """Keys and values; see `store_backend.Backend`."""
+  """Keys and values; see `folder.Backend`."""
 
   is_writable = True
 
@@ -23,17 +23,17 @@ class _Backend:
     self.store.files[key] = bytes(data)
 
   def stat(self, key):
-    return store_backend.Found(len(self.store.files[key]), None)
+    return folder.Found(len(self.store.files[key]), None)
 
-  def read_tagged(self, key, limit):
+  def read_tagged(self, key):
     if key not in self.store.files:
       return None
-    return self.read(key, 0, limit), self.store.files[key].hex()
+    return self.read(key, 0, 4097), self.store.files[key].hex()
 
   def swap(self, key, data, tag):
     found = self.store.files.get(key)
     if (None if found is None else found.hex()) != tag:
-      raise store_backend.Conflict('another value')
+      raise folder.Conflict('another value')
     self.store.files[key] = bytes(data)
     self.store.moves.append(bytes(data))
     return data.hex()

@@ -4,8 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import codec, identity, order, publish, subscribe
-from composer_jax.delta import store as stores
+from composer_jax.delta import chain
+from composer_jax.delta import follower as followers
+from composer_jax.delta.codec import coding, model
+from composer_jax.delta.format import identity
+from composer_jax.delta.store import objects as stores
 from tests.delta import faults
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -13,12 +16,12 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 def assert_survives(values, base, tier='small'):
   before = None if base is None else base.tobytes()
-  kind, blob = codec.encode(values, base, tier=tier)
-  found = codec.decode(kind, blob, values.size, values.dtype, base)
+  kind, blob = coding.encode(values, base, tier=tier)
+  found = coding.decode(kind, blob, values.size, values.dtype, base)
   assert found.dtype == values.dtype
   assert found.tobytes() == values.tobytes(), (kind, tier, values.dtype)
   assert base is None or base.tobytes() == before
-  assert len(blob) <= values.nbytes + codec.MAX_OVERHEAD
+  assert len(blob) <= values.nbytes + coding.MAX_OVERHEAD
   return kind
 
 
@@ -29,7 +32,7 @@ def random_bits(rng, dtype, size):
   return raw.view(dtype)
 
 
-@pytest.mark.parametrize('tier', codec.TIERS)
+@pytest.mark.parametrize('tier', coding.TIERS)
 def test_every_bfloat16_becomes_any_other(tier):
   rng = np.random.default_rng(0)
   every = np.arange(2**16, dtype=np.uint16)
@@ -43,7 +46,7 @@ def test_every_bfloat16_becomes_any_other(tier):
   assert_survives(every.view(BF16), None, tier)
 
 
-@pytest.mark.parametrize('tier', codec.TIERS)
+@pytest.mark.parametrize('tier', coding.TIERS)
 def test_every_nan_payload_among_ordinary_weights(tier):
   """In a sea of small steps, so that the codecs of steps are the smallest."""
   rng = np.random.default_rng(1)
@@ -61,7 +64,7 @@ def test_every_nan_payload_among_ordinary_weights(tier):
   kinds = set()
   for pair in ((values, base_bits), (base_bits, values)):  # and go.
     kinds.add(assert_survives(*(bits.view(BF16) for bits in pair), tier))
-  assert kinds == {codec.FLAT if tier == 'fast' else codec.CLASS}
+  assert kinds == {coding.FLAT if tier == 'fast' else coding.CLASS}
 
 
 @pytest.mark.parametrize('name', sorted(identity.DTYPES))
@@ -70,8 +73,8 @@ def test_every_dtype_survives_every_step(name):
   rng = np.random.default_rng(2)
   size = 3000
   base = random_bits(rng, dtype, size)
-  bits = order.to_bits(base)
-  number = order.kind(dtype)
+  bits = model.to_bits(base)
+  number = model.kind(dtype)
   share = rng.random(size) < 0.05
   for reach in (1, 127, 128, 129, 2**15, 2**31, 2**62):
     values = bits.copy()
@@ -81,10 +84,10 @@ def test_every_dtype_survives_every_step(name):
     values[share & (rng.random(size) < 0.5)] -= bits.dtype.type(1)
     if dtype == np.bool_:
       values &= 1
-    for tier in codec.TIERS:
+    for tier in coding.TIERS:
       assert_survives(values.view(dtype), base, tier)
       assert_survives(base, values.view(dtype), tier)
-  for tier in codec.TIERS:
+  for tier in coding.TIERS:
     assert_survives(random_bits(rng, dtype, size), base, tier)
     assert_survives(base, None, tier)
     for small in (0, 1, 2, 3):
@@ -99,7 +102,7 @@ def test_zeros_keep_their_signs_and_numbers_their_place():
     signed = zeros.copy()
     signed[::3] = -0.0
     assert signed.tobytes() != zeros.tobytes()
-    for tier in codec.TIERS:
+    for tier in coding.TIERS:
       assert_survives(signed, zeros, tier)
       assert_survives(zeros, signed, tier)
 
@@ -108,10 +111,9 @@ def test_all_dtypes_go_through_a_store(tmp_path):
   """Zero-size, 0-d, tied, frozen and odd shapes, each in every dtype."""
   rng = np.random.default_rng(3)
   store = stores.Store(tmp_path)
-  publisher = publish.Publisher(
-    store, 'run', faults.KEY, threads=1, skip_levels=(2,)
-  )
-  follower = subscribe.Subscriber(store, 'run', faults.KEY, threads=1)
+  options = chain.BundleOptions(threads=1, skip_levels=(2,))
+  publisher = chain.BundleWriter(store, 'run', faults.KEY, options=options)
+  follower = followers.Follower(store, 'run', faults.KEY, threads=1)
   weights = {}
   for name, dtype in identity.DTYPES.items():
     weights[f'{name}/frozen'] = random_bits(rng, dtype, 12).reshape(3, 4)
@@ -131,7 +133,7 @@ def test_all_dtypes_go_through_a_store(tmp_path):
         ).astype(f'u{dtype.itemsize}').view(dtype)  # fmt: skip
       weights[f'{name}/tied_too'] = weights[f'{name}/tied']
     info = publisher.publish(faults.blocks(weights), version)
-    joiner = subscribe.Subscriber(store, 'run', faults.KEY, threads=1)
+    joiner = followers.Follower(store, 'run', faults.KEY, threads=1)
     for receiver in (follower, joiner):
       update = receiver.poll()
       assert update is not None, receiver.problem

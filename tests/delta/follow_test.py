@@ -4,12 +4,13 @@ import threading
 
 import pytest
 
-from composer_jax.delta import follow, subscribe
+from composer_jax.delta import follower as followers
+from composer_jax.delta import subscriber
 from tests.delta import bundles
 
 
 def start(poll, notify=lambda: None):
-  follower = follow.Follower(poll, 0.001, notify)
+  follower = subscriber.Poller(poll, 0.001, notify)
   follower.thread.start()
   return follower
 
@@ -25,7 +26,7 @@ def test_only_the_newest_is_kept_and_taken_once():
     follower.seen += update is not None
     return update
 
-  follower = follow.Follower(poll, 0.001, lambda: None)
+  follower = subscriber.Poller(poll, 0.001, lambda: None)
   follower.seen = 0
   follower.thread.start()
   assert done.wait(10)
@@ -69,18 +70,18 @@ def test_it_follows_a_subscriber_while_another_thread_reads(tmp_path):
   run = bundles.Run(tmp_path)
   run.add(0)
   run.point(0)
-  subscriber = subscribe.Subscriber(run.store, 'run', bundles.SIGNER)
+  receiver = followers.Follower(run.store, 'run', bundles.SIGNER)
   news = threading.Event()
-  follower = start(subscriber.poll, news.set)
+  follower = start(receiver.poll, news.set)
   for version in range(1, 5):
     run.add(version, base=version - 1)
     run.point(version)
-    while subscriber.held is None or subscriber.held.version < version:
-      held = subscriber.held
+    while receiver.held is None or receiver.held.version < version:
+      held = receiver.held
       if held is not None:
         # Whatever is held is whole at any moment.
         bundles.assert_same_bits(held.weights, bundles.weights(held.version))
       news.wait(0.01)
   follower.stop()
   follower.thread.join(10)
-  assert subscriber.held.version == 4 and subscriber.problem is None
+  assert receiver.held.version == 4 and receiver.problem is None

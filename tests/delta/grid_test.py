@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 from composer_jax.core import trees
-from composer_jax.delta import chunks
-from composer_jax.delta import grid as grids
+from composer_jax.delta.format import identity as grids
+from composer_jax.delta.format import manifest as manifests
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.parallel import layouts, shardings, topology
@@ -50,13 +50,13 @@ def slices(box):
 def test_boxes_tile_an_array_in_c_order_of_their_coordinates(case):
   grid, index = case
   numbers = np.full(grid.shape, -1)
-  boxes = [grid.box(number) for number in range(grid.num_boxes)]
+  boxes = [grid.chunk(number) for number in range(grid.num_chunks)]
   for number, box in enumerate(boxes):
     assert (numbers[slices(box)] == -1).all()
     numbers[slices(box)] = number
   assert (numbers >= 0).all()
   assert boxes == sorted(boxes)
-  assert grid.num_boxes == math.prod(grid.counts)
+  assert grid.num_chunks == math.prod(grid.counts)
   _, found = np.unique(numbers, return_counts=True)
   assert grid.sizes.tolist() == found.tolist()
   # What shards see of it.
@@ -74,31 +74,31 @@ def test_boxes_tile_an_array_in_c_order_of_their_coordinates(case):
 
 @pytest.mark.parametrize('number', [-1, 4])
 def test_box_that_is_none(number):
-  with pytest.raises(IndexError, match=f'box {number} of 4'):
-    grids.Grid((8,), (2,)).box(number)
+  with pytest.raises(IndexError, match=f'chunk {number} of 4'):
+    grids.Grid((8,), (2,)).chunk(number)
 
 
 @settings(max_examples=150, deadline=None, database=None)
 @given(st.lists(st.integers(0, 2**14), max_size=5).map(tuple))
-def test_any_shape_has_boxes_of_bounded_size_and_number(shape):
-  grid = grids.of(shape, F32)
+def test_any_shape_has_chunks_of_bounded_size_and_number(shape):
+  grid = grids.of(shape)
   elements = math.prod(shape)
   assert math.prod(grid.sides) <= grids.MAX_ELEMENTS or elements == 0
-  assert grid == grids.of(shape, np.dtype(np.int8))
+  assert grid == grids.of(shape)
   if 0 < elements < 2**40:
     assert int(grid.sizes.sum()) == elements
-    assert grid.num_boxes <= 2**16 + elements / 2**8
+    assert grid.num_chunks <= 2**16 + elements / 2**8
 
 
 def test_scalars_empty_arrays_and_ranks_beyond_sense():
-  scalar = grids.of((), F32)
-  assert (scalar.num_boxes, scalar.box(0)) == (1, ())
+  scalar = grids.of(())
+  assert (scalar.num_chunks, scalar.chunk(0)) == (1, ())
   assert scalar.intersecting(()) == [0] and scalar.is_flat
-  empty = grids.of((0, 2**40), F32)
-  assert empty.num_boxes == 0 and empty.sizes.size == 0 and empty.is_flat
+  empty = grids.of((0, 2**40))
+  assert empty.num_chunks == 0 and empty.sizes.size == 0 and empty.is_flat
   assert empty.intersecting(((0, 0), (0, 2**40))) == []
   with pytest.raises(ValueError, match='rank 17 exceeds 16'):
-    grids.of((1,) * 17, F32)
+    grids.of((1,) * 17)
 
 
 # The identity of weights depends on these: another box is another FORMAT.
@@ -126,7 +126,7 @@ def test_scalars_empty_arrays_and_ranks_beyond_sense():
   ],
 )
 def test_sides_stay_what_they_are(shape, sides):
-  assert grids.of(shape, F32).sides == sides
+  assert grids.of(shape).sides == sides
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def cut(model, layout, mesh):
       for on in (on or () for on in spec)
     ]
     index = tuple((0, n // k) for n, k in zip(shape, parts, strict=True))
-    bytes_ = grids.cut_bytes(grids.of(shape, F32), index, 2)
+    bytes_ = grids.cut_bytes(grids.of(shape), index, 2)
     if bytes_:
       found[name] = bytes_
   return found
@@ -212,7 +212,7 @@ def test_shards_of_narrow_models_cut_no_box_of_a_large_array(model):
 
 def test_uneven_shards_are_counted():
   # Thirds of 768 rows, in boxes of 96: the third box is held in part.
-  assert grids.of((11, 768, 64), F32).sides == (11, 96, 64)
+  assert grids.of((11, 768, 64)).sides == (11, 96, 64)
   found = cut('small', layouts.TRAIN, (1, 3, 1))
   name = 'params/moe_layers/moe/router'
   assert found[name] == 11 * 96 * 64 * 2
@@ -228,7 +228,7 @@ def test_uneven_shards_are_counted():
 def test_rows_of_a_manifest_are_few_beside_what_they_are_about(model):
   """Against AdamW at 1e-6, bfloat16, 1.4 % changed: some 190 times smaller."""
   shapes = [shape for shape, _ in described(model).values()]
-  boxes = sum(grids.of(shape, F32).num_boxes for shape in shapes)
+  boxes = sum(grids.of(shape).num_chunks for shape in shapes)
   delta = 2 * sum(map(math.prod, shapes)) / 190
   share = {'tiny': 0.13, 'small': 0.013}.get(model, 0.01)
-  assert boxes * chunks.CHUNK.itemsize < share * delta
+  assert boxes * manifests.CHUNK.itemsize < share * delta

@@ -13,7 +13,8 @@ import urllib.request
 import pytest
 
 from benchmarks import delta_servers
-from composer_jax.delta import store, subscribe
+from composer_jax.delta import follower as followers
+from composer_jax.delta.store import objects as store
 from tests.delta import bundles
 
 ONCE = {'retry_config': {'max_retries': 0}}
@@ -34,7 +35,7 @@ def origin(run):
 
 def _follow(cache):
   """A new follower's weights; what it refuses is an error."""
-  follower = subscribe.Subscriber(
+  follower = followers.Follower(
     store.Store(cache.url, options=ONCE), 'run', bundles.SIGNER
   )
   update = follower.poll()
@@ -112,7 +113,7 @@ def test_damage_that_the_origin_served_once_does_not_stay(kind, run, origin):
   with kind(origin.url) as cache:
     reader = store.Store(cache.url, options=ONCE)
     path.write_bytes(_flip(intact))
-    follower = subscribe.Subscriber(reader, 'run', bundles.SIGNER)
+    follower = followers.Follower(reader, 'run', bundles.SIGNER)
     assert follower.poll() is None
     assert name in follower.problem and 'damaged' in follower.problem
     path.write_bytes(intact)
@@ -140,7 +141,7 @@ def test_what_is_behind_a_cache_is_a_store_to_read(kind, run, origin, tmp_path):
     assert client.read_pointer('run')[0] == run.store.read_pointer('run')[0]
     assert client.traffic.bytes_read > 2 * len(data)
     assert client.past_caches.traffic is client.traffic
-  assert not client.is_local and not client.is_writable
+  assert client.root is None and not client.is_writable
   for refused in (
     lambda: client.put(b'x'),
     lambda: client.move_pointer('run', b'x', None),

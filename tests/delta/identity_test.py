@@ -7,28 +7,27 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import grid as grids
-from composer_jax.delta import identity
+from composer_jax.delta.format import identity
+from composer_jax.delta.format import identity as grids
 
 
 def test_identity_is_the_merkle_root_it_says_it_is():
   # 8 boxes of 16 columns: their order and cut are the grid's.
   array = np.arange(4096 * 128, dtype='<u2').reshape(4096, 128)
-  grid = grids.of(array.shape, array.dtype)
+  grid = grids.of(array.shape)
   assert grid.sides == (4096, 16)
   posts = b''.join(
     blake3.blake3(array[:, at : at + 16].tobytes()).digest()
     for at in range(0, 128, 16)
   )
-  head = b'["tensor","CDB2","w","uint16",[4096,128]]\n'
+  head = b'["tensor","CDB3","w","uint16",[4096,128]]\n'
   node = blake3.blake3(head + posts).digest()
   assert identity.tensor_node('w', 'uint16', (4096, 128), posts) == node
   other = identity.tensor_node('a', 'bool', (0,), b'')
-  expected = blake3.blake3(b'["weights","CDB2",2]\n' + other + node).hexdigest()
+  expected = blake3.blake3(b'["weights","CDB3",2]\n' + other + node).hexdigest()
   assert identity.root({'w': node, 'a': other}) == expected
   tensors = {'w': array, 'a': np.zeros(0, bool)}
-  for threads in (1, 3):
-    assert identity.target_id(tensors, threads) == expected
+  assert identity.target_id(tensors) == expected
 
 
 def test_identity_sees_every_bit_name_dtype_and_shape():
@@ -65,7 +64,7 @@ def test_a_box_hashes_to_its_little_endian_bits(dtype):
   values = bits.view(dtype).reshape(2, 3)
   expected = blake3.blake3(bits.tobytes()).digest()
   assert sys.byteorder == 'little'
-  assert identity.hash_box(values) == expected
+  assert identity.hash_chunk(values) == expected
   assert identity.flat_bits(values).tobytes() == bits.tobytes()
   assert identity.flat_bits(values).dtype == identity.bits_dtype(dtype)
   assert identity.short_hash(bits.tobytes()) == expected[:16]

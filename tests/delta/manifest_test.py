@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_jax.delta import grid as grids
-from composer_jax.delta import identity, signing
-from composer_jax.delta import manifest as manifests
+from composer_jax.delta.format import identity, keys
+from composer_jax.delta.format import identity as grids
+from composer_jax.delta.format import manifest as manifests
 
 SAME, RAW, PLANES, CLASS = 0, 1, 2, 4
 HASH = hashlib.sha256(b'').hexdigest()
-KEY = signing.Hmac(bytes(32))
+KEY = keys.Hmac(bytes(32))
 
 
 def tensor(name, shape, rows, dtype='uint8'):
@@ -92,7 +92,7 @@ def test_manifests_read_back(delta):
       np.testing.assert_array_equal(one.chunks, other.chunks)
       assert not one.chunks.flags.writeable
       assert not other.chunks.flags.writeable
-      assert one.grid == grids.of(one.shape, identity.DTYPES[one.dtype])
+      assert one.grid == grids.of(one.shape)
 
 
 def test_a_chunk_takes_57_bytes(delta):
@@ -261,13 +261,10 @@ ROW = ['w', 'float32', [4, 2]]
     (replaced(kind='delta'), 'base'),
     (replaced(base_version=6), 'base of a manifest'),
     (replaced(base_id=HASH), 'base_id'),
-    (replaced(history=0), 'older version: its history is 0'),
     (replaced(target_id='0' * 64), 'Merkle root'),
     (replaced(target_id='0' * 63), 'target_id'),
     (replaced(more=1), 'fields must be'),
-    (lambda fields: fields.pop('history'), 'fields must be'),
-    (replaced(files=[['a', HASH, 1]]), 'older version: its files is'),
-    (replaced(files={}), 'older version'),
+    (lambda fields: fields.pop('kind'), 'fields must be'),
     (replaced(packs=[[HASH, 5]]), 'fill it exactly'),
     (replaced(packs=[[HASH, 0]]), 'pack'),
     (replaced(packs=[['x', 1]]), 'pack'),
@@ -343,9 +340,9 @@ def test_a_table_has_a_row_for_each_box():
 def bombs():
   def framed(header, rest=b''):
     length = len(header).to_bytes(4, 'little')
-    return b'CDB2\n' + length + header + rest
+    return b'CDB3\n' + length + header + rest
 
-  yield b'CDB2\n' + b'\xff' * 4
+  yield b'CDB3\n' + b'\xff' * 4
   yield framed(b'[' * 2**16)
   yield framed(b'{"a":' * 2**16)
   yield framed(b'1' * 2**16)
@@ -354,7 +351,7 @@ def bombs():
   for shape in ([2**62], [2**20, 2**20], [2**43 - 1], [3] * 16):
     yield respell(good, replaced(tensors=[['w', 'bool', shape]]))
   folders = [['/'.join('a' * 512) + str(at), HASH, 0] for at in range(10, 60)]
-  yield respell(good, replaced(files=folders, version=-1))
+  yield respell(good, replaced(packs=folders, version=-1))
 
 
 @pytest.mark.parametrize('at', range(len(list(bombs()))))
@@ -374,13 +371,13 @@ def test_sizes_are_bounded():
   for read in (manifests.Manifest.from_bytes, manifests.Index.from_bytes):
     with pytest.raises(ValueError, match='length|exceeds'):
       read(bytes(2**28 + 1))
-  data = b'CDB2\n\1\0\0\1' + bytes(2**24 + 1)
+  data = b'CDB3\n\1\0\0\1' + bytes(2**24 + 1)
   with pytest.raises(ValueError, match='length of its header'):
     manifests.Manifest.from_bytes(data)
   header = respell(keyframe().to_bytes(), replaced(tensors=[]))[9:-57]
   rows = b'[' + b'0,' * 2**17 + b'0]'
   header = header.replace(b'"tensors":[]', b'"tensors":' + rows)
-  data = b'CDB2\n' + len(header).to_bytes(4, 'little') + header
+  data = b'CDB3\n' + len(header).to_bytes(4, 'little') + header
   with pytest.raises(ValueError, match='number of tensors, 131073'):
     manifests.Manifest.from_bytes(data)
   with pytest.raises(ValueError, match='of 4097 bytes exceeds 4096'):
@@ -389,7 +386,7 @@ def test_sizes_are_bounded():
 
 def test_a_trillion_parameters_are_read_well_under_a_second():
   shape = (58, 512, 8192, 2, 2048)  # 54 MB of rows
-  count = grids.of(shape, np.dtype(np.uint8)).num_boxes
+  count = grids.of(shape).num_chunks
   table = np.zeros(count, manifests.CHUNK)
   table['codec'], table['length'] = CLASS, 5000
   # Two publishers in turn, packs of 1600 blobs.
@@ -415,6 +412,7 @@ def edge(version, base_version=None, **fields):
     kind=manifests.KEY if base_version is None else manifests.DELTA,
     bytes=10,
     manifest=hashlib.sha256(f'{version} {base_version}'.encode()).hexdigest(),
+    manifest_bytes=9,
     target=f'{version:016x}',
   )
   return manifests.Edge(
@@ -453,6 +451,8 @@ def test_edges_of_an_index_agree():
     (dict(kind='skip'), 'kind of an edge'),
     (dict(bytes=-1), 'bytes of an edge'),
     (dict(manifest='x'), 'manifest of an edge'),
+    (dict(manifest_bytes=0), 'manifest_bytes of an edge'),
+    (dict(manifest_bytes=2**29), 'manifest_bytes of an edge'),
     (dict(target='f' * 15), 'target of an edge'),
     (dict(target='f' * 64), 'target of an edge'),
     (dict(target=None), 'target of an edge'),
@@ -482,18 +482,19 @@ def test_indexes_of_arbitrary_values(data):
 def pointer():
   return manifests.Pointer(
       run_id='run', sequence=9, rewinds=1, version=7, target_id='1' * 64,
-      base_id='', manifest='2' * 64, index='3' * 64, expires=0,
+      base_id='', manifest='2' * 64, manifest_bytes=4, index='3' * 64,
+      index_bytes=5, expires=0,
   )  # fmt: skip
 
 
 @pytest.fixture(params=['hmac', 'ed25519'])
 def key(request):
-  return KEY if request.param == 'hmac' else signing.Ed25519Signer(bytes(32))
+  return KEY if request.param == 'hmac' else keys.Ed25519Signer(bytes(32))
 
 
 def test_pointers_read_back_under_their_key(pointer, key):
   data = manifests.seal(pointer, key)
-  assert data.startswith(f'CDB2P {key.algorithm} '.encode())
+  assert data.startswith(f'CDB3P {key.algorithm} '.encode())
   assert manifests.unseal(data, key, 'run') == pointer
   chained = dataclasses.replace(pointer, base_id='4' * 64)
   data = manifests.seal(chained, key)
@@ -525,13 +526,13 @@ def test_nothing_is_parsed_before_it_is_verified(key):
     bytes(len(signed)): 'signature is wrong',
     signed: 'JSON',  # so it was the signature that kept the parser from it
   }.items():
-    line = f'CDB2P {key.algorithm} {signature.hex()}\n'.encode()
+    line = f'CDB3P {key.algorithm} {signature.hex()}\n'.encode()
     with pytest.raises(ValueError, match=message):
       manifests.unseal(line + bomb, key, 'run')
 
 
 def test_the_algorithm_is_the_keys_and_is_signed(pointer):
-  other = signing.Ed25519Signer(bytes(32))
+  other = keys.Ed25519Signer(bytes(32))
   data = manifests.seal(pointer, other)
   with pytest.raises(ValueError, match="b'ed25519', and the key is of hmac"):
     manifests.unseal(data, KEY, 'run')
@@ -539,7 +540,7 @@ def test_the_algorithm_is_the_keys_and_is_signed(pointer):
   with pytest.raises(ValueError, match='signature is wrong'):
     manifests.unseal(forged, KEY, 'run')
   body = data.partition(b'\n')[2]
-  line = f'CDB2P hmac-sha256 {KEY.sign(body).hex()}\n'.encode()
+  line = f'CDB3P hmac-sha256 {KEY.sign(body).hex()}\n'.encode()
   with pytest.raises(ValueError, match='signature is wrong'):
     manifests.unseal(line + body, KEY, 'run')
 
@@ -548,13 +549,13 @@ def test_the_algorithm_is_the_keys_and_is_signed(pointer):
   'data, message',
   [
     (b'', 'does not begin'),
-    (b'CDB2P hmac-sha256 00', 'does not begin'),
-    (b'CDB1P hmac-sha256 00\n{}', 'does not begin'),
-    (b'CDB2P hmac-sha256 00 00\n{}', 'does not begin'),
-    (b'CDB2P hmac-sha256 0\n{}', 'hexadecimal'),
-    (b'CDB2P hmac-sha256 AA\n{}', 'lower-case'),
-    (b'CDB2P hmac-sha256 \xff\n{}', 'ascii'),
-    (b'CDB2P hmac-sha256 00\n{}', 'signature is wrong'),
+    (b'CDB3P hmac-sha256 00', 'does not begin'),
+    (b'CDB2P hmac-sha256 00\n{}', 'of the format CDB2, .* reads CDB3 alone'),
+    (b'CDB3P hmac-sha256 00 00\n{}', 'does not begin'),
+    (b'CDB3P hmac-sha256 0\n{}', 'hexadecimal'),
+    (b'CDB3P hmac-sha256 AA\n{}', 'lower-case'),
+    (b'CDB3P hmac-sha256 \xff\n{}', 'ascii'),
+    (b'CDB3P hmac-sha256 00\n{}', 'signature is wrong'),
   ],
 )
 def test_what_is_no_pointer_is_refused(data, message):
@@ -573,6 +574,8 @@ def test_what_is_no_pointer_is_refused(data, message):
     dict(target_id=''),
     dict(base_id='x'),
     dict(manifest=3),
+    dict(manifest_bytes=0),
+    dict(index_bytes=2**25),
     dict(index='F' * 64),
   ],
 )
@@ -582,6 +585,6 @@ def test_wrong_pointers_are_refused_though_signed(pointer, fields):
     dataclasses.replace(pointer, **fields)
   body = identity.canonical_json(dataclasses.asdict(pointer) | fields)
   signature = KEY.sign(KEY.algorithm.encode() + b'\n' + body)
-  line = f'CDB2P {KEY.algorithm} {signature.hex()}\n'.encode()
+  line = f'CDB3P {KEY.algorithm} {signature.hex()}\n'.encode()
   with pytest.raises(ValueError, match=name):
     manifests.unseal(line + body, KEY, 'run')

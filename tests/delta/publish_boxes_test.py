@@ -8,24 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.delta import (
-  codec,
-  identity,
-  manifest,
-  publish_boxes,
-  publish_encode,
-  restore,
-)
-from composer_jax.delta import grid as grids
-from composer_jax.delta import store as stores
+from composer_jax.delta import chunking, rebuild
+from composer_jax.delta.codec import coding
+from composer_jax.delta.format import identity, manifest
+from composer_jax.delta.format import identity as grids
+from composer_jax.delta.store import objects as stores
 from tests.delta import publish_test as t
 
 
 @pytest.fixture
-def small_boxes(monkeypatch):
+def small_chunks(monkeypatch):
   """Small arrays have many boxes, and ragged ones."""
 
-  def of(shape, dtype):
+  def of(shape):
     return grids.Grid(shape, tuple(max(1, min(n, 4)) for n in shape))
 
   monkeypatch.setattr(grids, 'of', of)
@@ -59,7 +54,7 @@ def cases(draw):
   return array, borders, draw(st.randoms())
 
 
-@pytest.mark.usefixtures('small_boxes')
+@pytest.mark.usefixtures('small_chunks')
 @hypothesis.settings(
   max_examples=150,
   deadline=None,
@@ -69,19 +64,19 @@ def cases(draw):
 @hypothesis.given(cases())
 def test_every_partition_gives_every_box_once(case):
   array, borders, random = case
-  grid = grids.of(array.shape, array.dtype)
+  grid = grids.of(array.shape)
   blocks = list(cut(array, borders))
   random.shuffle(blocks)
-  cutter = publish_boxes.Cutter()
+  cutter = chunking.Cutter()
   found = {}
   for block in blocks:
     for (name, number), values in cutter.add(block):
       assert name == 'w' and number not in found
-      found[number] = publish_boxes.flat(values).tobytes()
+      found[number] = chunking._flat(values).tobytes()
   cutter.check_whole()
   wanted = {
-    number: array[tuple(slice(*ends) for ends in grid.box(number))].tobytes()
-    for number in range(grid.num_boxes)
+    number: array[tuple(slice(*ends) for ends in grid.chunk(number))].tobytes()
+    for number in range(grid.num_chunks)
   }
   assert found == wanted
   # Bytes of the boxes that some block holds in part, each once.
@@ -91,14 +86,14 @@ def test_every_partition_gives_every_box_once(case):
     for number in (grid.intersecting(index) if values.size else ())
     if any(
       a > c or b < d
-      for (a, b), (c, d) in zip(index, grid.box(number), strict=True)
+      for (a, b), (c, d) in zip(index, grid.chunk(number), strict=True)
     )
   }
   assert cutter.cut_bytes == sum(len(wanted[number]) for number in in_part)
   # One block less is a hole of its size, one more an overlap.
   last = random.choice(blocks)
   if last[4].size:
-    cutter = publish_boxes.Cutter()
+    cutter = chunking.Cutter()
     for block in blocks:
       if block is not last or len(blocks) == 1:
         list(cutter.add(block))
@@ -113,18 +108,18 @@ def test_every_partition_gives_every_box_once(case):
 
 def test_whole_boxes_are_views_and_flat_ones_are_not_copied():
   array = np.arange(24, dtype=np.float32).reshape(4, 6)
-  (((_, number), values),) = publish_boxes.Cutter().add(
+  (((_, number), values),) = chunking.Cutter().add(
     ('w', 'float32', (4, 6), ((0, 4), (0, 6)), array)
   )
   assert number == 0 and np.shares_memory(values, array)
-  assert np.shares_memory(publish_boxes.flat(values), array)
-  turned = publish_boxes.flat(array.T)
+  assert np.shares_memory(chunking._flat(values), array)
+  turned = chunking._flat(array.T)
   assert turned.tolist() == array.T.reshape(-1).tolist()
 
 
 def test_blocks_that_disagree_are_named():
   array = np.zeros((2, 3), np.float32)
-  cutter = publish_boxes.Cutter()
+  cutter = chunking.Cutter()
   list(cutter.add(('w', 'float32', (4, 3), ((0, 2), (0, 3)), array)))
   for block, message in (
     (('w', 'float32', (5, 3), ((2, 4), (0, 3)), array), r'w: .*\(5, 3\) after'),
@@ -137,7 +132,7 @@ def test_blocks_that_disagree_are_named():
       list(cutter.add(block))
 
 
-@pytest.mark.usefixtures('small_boxes')
+@pytest.mark.usefixtures('small_chunks')
 def test_manifests_do_not_depend_on_how_weights_are_cut(tmp_path):
   rng = np.random.default_rng(0)
   array = rng.normal(size=(13, 10)).astype(np.float32)
@@ -148,7 +143,7 @@ def test_manifests_do_not_depend_on_how_weights_are_cut(tmp_path):
     for v in range(3):
       info = publisher.publish(cut(array + v, borders), v)
     assert info.cut_bytes == (array.nbytes if place == 2 else 0) or place == 2
-    found = restore.read_manifest(store, t.pointer(store).manifest)
+    found = rebuild.read_manifest(store, t.pointer(store))
     assert len(found.tensors[0].chunks) == 12
     assert info.target_id == identity.target_id({'w': array + 2})
     t.assert_same_bits(t.served(store).weights, {'w': array + 2})
@@ -162,15 +157,17 @@ def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
   publisher = t.open_publisher(store)
   publisher.publish(t.blocks(t.weights(0)), 0)
   before = store.read_pointer('run')
-  encode = codec.encode
+  encode = coding.encode
 
   def wrong(values, base, **options):
     bits = values.view(identity.bits_dtype(values.dtype)).copy()
     bits[-1] ^= 1
     return encode(bits.view(values.dtype), base, **options)
 
-  monkeypatch.setattr(codec, 'encode', wrong)
-  with pytest.raises(ValueError, match='bias .box 0.: codec . does not decode'):
+  monkeypatch.setattr(coding, 'encode', wrong)
+  with pytest.raises(
+    ValueError, match='bias .chunk 0.: codec . does not decode'
+  ):
     publisher.publish(t.blocks(t.weights(1)), 1)
   monkeypatch.undo()
   assert store.read_pointer('run') == before
@@ -190,7 +187,7 @@ def test_packs_do_not_depend_on_when_blobs_come(tmp_path):
     ((), turned),
     (order[:3], turned),
   ):
-    with publish_encode.Packer(store, known) as packer:
+    with chunking.Packer(store, known) as packer:
       for key in arrival:
         packer.add(key, blobs[key])
       packs, places = packer.finish()

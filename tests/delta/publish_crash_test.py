@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from composer_jax.delta import publish_encode
-from composer_jax.delta import store as stores
+from composer_jax.delta import chunking
+from composer_jax.delta.store import objects as stores
 from tests.delta import publish_test as t
 
 # Each child is killed by the kernel at its k-th file operation: an audit hook
@@ -17,9 +17,9 @@ from tests.delta import publish_test as t
 # version has a skip and a keyframe besides.
 CRASH = """
 import json, os, signal, sys
+from composer_jax.delta.store import objects as stores
 
 from tests.delta import publish_test as t
-from composer_jax.delta import store as stores
 
 OPTIONS = dict(keyframe_every=2, skip_levels=(2,))
 
@@ -107,7 +107,7 @@ def test_kill_at_file_operations_then_publish_again(tmp_path, versions, step):
 FULL = """
 import json, resource, signal
 from tests.delta import publish_test as t
-from composer_jax.delta import store as stores
+from composer_jax.delta.store import objects as stores
 store = stores.Store({root!r})
 publisher = t.open_publisher(store)
 publisher.publish(t.blocks(t.weights(0)), 0)
@@ -227,7 +227,7 @@ def test_a_lost_answer_is_asked_for(tmp_path, first):
 
 def test_an_error_leaves_no_thread_at_work(tmp_path, monkeypatch):
   """Not even while someone holds the error: in it are the frames it passed."""
-  monkeypatch.setattr(publish_encode, 'PACK_BYTES', 1)
+  monkeypatch.setattr(chunking, 'PACK_BYTES', 1)
   store = Failing(tmp_path)
   publisher = t.open_publisher(store)
 

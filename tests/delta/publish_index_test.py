@@ -4,7 +4,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.delta import manifest, publish_index, publish_share
+from composer_jax.delta import chunking
+from composer_jax.delta import run as runs
+from composer_jax.delta.format import manifest
+from composer_jax.delta.store import objects as stores
 from tests.delta import publish_test as t
 
 
@@ -17,6 +20,7 @@ def edge(base, version):
     kind=kind,
     bytes=1,
     manifest=name,
+    manifest_bytes=1,
     target=f'{version:016x}',
   )
 
@@ -39,12 +43,12 @@ def ends(edges):
 def test_closed_form():
   edges = run(20, 100, (4,))
   # The window is 17 to 20; before it skips alone, of which one ends there.
-  assert sorted(ends(publish_index.pruned(edges, 4))[1:]) == [
+  assert sorted(ends(runs.pruned(edges, 4))[1:]) == [
     (0, 4), (4, 8), (8, 12), (12, 16),
     (16, 17), (16, 20), (17, 18), (18, 19), (19, 20),
   ]  # fmt: skip
   edges = run(20, 6, ())
-  assert sorted(ends(publish_index.pruned(edges, 4)), key=str) == sorted(
+  assert sorted(ends(runs.pruned(edges, 4)), key=str) == sorted(
     [(12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 18), (18, 19),
      (19, 20), (None, 12), (None, 18)],
     key=str,
@@ -77,9 +81,9 @@ def test_all_of_the_window_can_be_reached_and_leads_to_the_head(
   grown = []
   for version in range(last + 1):
     grown += [e for e in edges if e.version == version]
-    grown = list(publish_index.pruned(grown, keep))
-  assert set(grown) == set(publish_index.pruned(edges, keep))
-  assert tuple(grown) == publish_index.pruned(grown, keep)
+    grown = list(runs.pruned(grown, keep))
+  assert set(grown) == set(runs.pruned(edges, keep))
+  assert tuple(grown) == runs.pruned(grown, keep)
   window = set(range(max(0, last - keep + 1), last + 1))
   assert window <= reachable(grown)
   # Every single of the window is there, for who follows closely.
@@ -88,28 +92,24 @@ def test_all_of_the_window_can_be_reached_and_leads_to_the_head(
 
 def test_head_is_the_shortest_delta():
   edges = [edge(None, 8), edge(0, 8), edge(7, 8), edge(4, 8)]
-  assert publish_index.head(edges, 8) == edges[2]
-  assert publish_index.head(edges[:1], 8) == edges[0]
-  assert publish_index.head(edges, 7) is None
-  assert publish_index.last_keyframe([*edges, edge(None, 3)]) == 8
-  assert publish_index.last_keyframe([]) is None
-  assert publish_index.up_to(edges, 7) == ()
+  assert runs.head_of(edges, 8) == edges[2]
+  assert runs.head_of(edges[:1], 8) == edges[0]
+  assert runs.head_of(edges, 7) is None
+  assert runs.last_keyframe([*edges, edge(None, 3)]) == 8
+  assert runs.last_keyframe([]) is None
 
 
 def test_shares_that_disagree_or_do_not_cover_are_refused():
   def share(name, shape=(2,), chunks=()):
-    return publish_share.Share(
-      specs={name: ('int8', shape)}, chunks=dict(chunks)
-    )
+    return chunking.ChunkTable(specs={name: ('int8', shape)}, rows=dict(chunks))
 
   with pytest.raises(ValueError, match='w: one process has blocks of'):
-    publish_share.merge([share('w'), share('w', (3,))])
+    chunking.merge([share('w'), share('w', (3,))])
   with pytest.raises(ValueError, match='w: 2 elements are in no block'):
-    publish_share.merge([share('w')])
+    chunking.merge([share('w')])
 
 
 def test_a_keyframe_that_became_old_takes_its_chain_along(tmp_path):
-  from composer_jax.delta import store as stores
 
   store = stores.Store(tmp_path)
   publisher = t.open_publisher(

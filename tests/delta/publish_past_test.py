@@ -2,8 +2,9 @@
 
 import pytest
 
-from composer_jax.delta import publish, restore, signing
-from composer_jax.delta import store as stores
+from composer_jax.delta import chain, rebuild
+from composer_jax.delta.format import keys
+from composer_jax.delta.store import objects as stores
 from tests.delta import publish_test as t
 
 
@@ -52,13 +53,13 @@ def damage(store, part):
   """Damages a part of the last version."""
   head = t.pointer(store)
   path = store.root / 'objects' / head.manifest
-  found = restore.read_manifest(store, head.manifest)
+  found = rebuild.read_manifest(store, head)
   if part == 'pack':
     path = path.with_name(found.packs[0][0])
   elif part == 'base':
     bases = [e for e in t.edges(store) if e.version == found.base_version]
     older = bases[0] if bases else t.edges(store)[-1]
-    older = restore.read_manifest(store, older.manifest)
+    older = rebuild.read_manifest(store, older)
     path = path.with_name(older.packs[0][0])
   elif part == 'index':
     path = path.with_name(head.index)
@@ -93,20 +94,17 @@ def test_a_resumed_trainer_heals_the_version_it_resumes_from(store, part, last):
 
 
 @pytest.mark.parametrize('part', ['pack', 'index', 'pointer'])
-@pytest.mark.parametrize('given', [True, False])
-def test_publishing_the_last_version_again_heals_it(store, given, part):
+def test_publishing_the_last_version_again_heals_it(store, part):
   publisher = t.open_publisher(store)
   for v in range(2):
     publisher.publish(t.blocks(t.weights(v)), v)
   damage(store, part)
-  if given:
-    publisher = t.open_publisher(store, base_blocks=t.blocks(t.weights(1)))
   if publisher.version is not None:
     with pytest.raises(ValueError, match='version 1 with other.*rewind'):
       publisher.publish(t.blocks(t.weights(1, seed=1)), 1)
   info = publisher.publish(t.blocks(t.weights(1)), 1)
   # A live publisher writes pointer and index again; the rest takes a keyframe.
-  assert info.kind == ('key' if given or part == 'pack' else 'delta')
+  assert info.kind == ('key' if part == 'pack' else 'delta')
   assert t.served(store).version == 1
   assert publisher.publish(t.blocks(t.weights(2)), 2).kind == 'delta'
   t.assert_same_bits(t.served(store).weights, t.weights(2))
@@ -165,15 +163,18 @@ def test_gc_deletes_nothing_when_it_cannot_know_what_is_needed(store, part):
     publisher.publish(t.blocks(t.weights(v)), v)
   damage(store, part)
   before = t.files_of(store)
-  with pytest.raises(ValueError, match='damaged|read'):
+  with pytest.raises(ValueError, match='damaged|read|expected'):
     publisher.gc(64)
   assert t.files_of(store) == before
 
 
 def test_gc_does_not_touch_runs_of_another_key(store):
   t.open_publisher(store).publish(t.blocks(t.weights(0)), 0)
-  stranger = publish.Publisher(
-    store, 'other', signing.Hmac(b'another key' * 3), grace_s=0.0
+  stranger = chain.BundleWriter(
+    store,
+    'other',
+    keys.Hmac(b'another key' * 3),
+    options=chain.BundleOptions(grace_s=0.0),
   )
   stranger.publish(t.blocks(t.weights(1)), 0)
   with pytest.raises(ValueError, match="run 'run' cannot be read.*nothing"):

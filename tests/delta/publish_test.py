@@ -1,23 +1,18 @@
 """Chains, republishing, rewinding and collecting on a local store."""
 
 import logging
+import os
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import (
-  identity,
-  manifest,
-  publish,
-  publish_local,
-  restore,
-  signing,
-  subscribe,
-)
-from composer_jax.delta import store as stores
+from composer_jax.delta import chain, chunking, rebuild
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import identity, keys, manifest
+from composer_jax.delta.store import objects as stores
 
-KEY = signing.Hmac(b'a key of the tests' * 2)
+KEY = keys.Hmac(b'a key of the tests' * 2)
 
 
 def weights(version, seed=0):
@@ -50,7 +45,9 @@ def store(tmp_path):
 
 def open_publisher(store, run_id='run', **options):
   options = {'grace_s': 0.0, 'keyframe_every': 100} | options
-  return publish.Publisher(store, run_id, KEY, **options)
+  others = {n: options.pop(n) for n in ('now', 'peers') if n in options}
+  bundling = chain.BundleOptions(**options)
+  return chain.BundleWriter(store, run_id, KEY, options=bundling, **others)
 
 
 def files_of(store):
@@ -61,7 +58,7 @@ def files_of(store):
 
 
 def joiner(store, run_id='run'):
-  return subscribe.Subscriber(store, run_id, KEY)
+  return followers.Follower(store, run_id, KEY)
 
 
 def served(store, run_id='run'):
@@ -76,8 +73,7 @@ def pointer(store, run_id='run'):
 
 
 def edges(store, run_id='run'):
-  name = pointer(store, run_id).index
-  return restore.read_index(store, name, run_id).edges
+  return rebuild.read_index(store, pointer(store, run_id)).edges
 
 
 def spans(store):
@@ -138,7 +134,7 @@ def test_what_was_counted(store):
   assert info.full_bytes == sum(a.nbytes for a in before.values())
   assert info.cut_bytes == 0
   found = store.length(pointer(store).manifest)
-  packs = restore.read_manifest(store, pointer(store).manifest).packs
+  packs = rebuild.read_manifest(store, pointer(store)).packs
   assert info.bytes == found + sum(length for _, length in packs)
 
 
@@ -155,15 +151,14 @@ def test_blobs_do_not_depend_on_threads_nor_on_the_order_of_blocks(tmp_path):
 
 
 def test_packs_are_bounded_and_keep_the_order(store, monkeypatch):
-  from composer_jax.delta import publish_encode
 
-  monkeypatch.setattr(publish_encode, 'PACK_BYTES', 100)
+  monkeypatch.setattr(chunking, 'PACK_BYTES', 100)
   publisher = open_publisher(store)
   rng = np.random.default_rng(0)
   arrays = {f'w{i}': rng.normal(size=20).astype(np.float32) for i in range(9)}
   for v in range(2):
     publisher.publish(blocks({n: a + v for n, a in arrays.items()}), v)
-    found = restore.read_manifest(store, pointer(store).manifest)
+    found = rebuild.read_manifest(store, pointer(store))
     assert len(found.packs) > 3
     # One blob may be longer than a pack; two are never.
     lengths = [t.chunks['length'][0] for t in found.tensors]
@@ -225,26 +220,12 @@ def test_other_weights_under_a_version_are_refused(store):
   assert publisher.publish(blocks(weights(3)), 3).kind == 'delta'
 
 
-@pytest.mark.parametrize('given', [True, False])
-def test_reopened_publisher_continues_the_chain(store, given):
+def test_reopened_publisher_continues_the_chain(store):
   info = open_publisher(store).publish(blocks(weights(0)), 0)
-  base = blocks(weights(0)) if given else None
-  publisher = open_publisher(store, base_blocks=base)
+  publisher = open_publisher(store)
   assert (publisher.version, publisher.target_id) == (0, info.target_id)
-  if given:
-    # It needs nothing but the manifest then.
-    found = restore.read_manifest(store, pointer(store).manifest)
-    for name, _ in found.packs:
-      (store.root / 'objects' / name).unlink()
   after = publisher.publish(blocks(weights(1)), 1)
   assert (after.kind, after.base_id) == ('delta', info.target_id)
-
-
-def test_given_base_blocks_of_other_weights_are_ignored(store):
-  open_publisher(store).publish(blocks(weights(0)), 0)
-  publisher = open_publisher(store, base_blocks=blocks(weights(9)))
-  assert publisher.publish(blocks(weights(1)), 1).kind == 'delta'
-  assert_same_bits(served(store).weights, weights(1))
 
 
 def test_loser_of_a_race_gets_an_error_and_breaks_nothing(store):
@@ -283,9 +264,9 @@ def test_pointers_expire_and_are_renewed(store):
   second = pointer(store)
   assert (second.expires, second.sequence) == (1110, first.sequence + 1)
   assert (second.version, second.manifest) == (0, first.manifest)
-  late = subscribe.Subscriber(store, 'run', KEY, now=lambda: 1111.0)
+  late = followers.Follower(store, 'run', KEY, now=lambda: 1111.0)
   assert late.poll() is None and 'expired' in late.problem
-  late = subscribe.Subscriber(store, 'run', KEY, now=lambda: 1109.0)
+  late = followers.Follower(store, 'run', KEY, now=lambda: 1109.0)
   assert late.poll().version == 0
   # Who goes on after a pause and publishes what is there renews it, too.
   clock[0] = 1111.0
@@ -297,16 +278,19 @@ def test_pointers_expire_and_are_renewed(store):
   assert pointer(store) == before
   never = open_publisher(store, 'other', expires_s=0)
   never.publish(blocks(weights(0)), 0)
-  late = subscribe.Subscriber(store, 'other', KEY, now=lambda: 1e12)
+  late = followers.Follower(store, 'other', KEY, now=lambda: 1e12)
   assert late.poll().version == 0
 
 
 def test_bad_options_are_named(store):
   for options, message in (
-    ({'tier': 'tiny'}, "tier 'tiny' must be one of"),
-    ({'keyframe_every': 0}, 'keyframe_every must be at least 1, not 0'),
-    ({'skip_levels': (8, 12)}, r'skip_levels \(8, 12\) must be .* multiples'),
-    ({'skip_levels': (1,)}, 'must be at least 2'),
+    ({'tier': 'tiny'}, "tier is 'tiny'; it must be one of"),
+    ({'keyframe_every': 0}, 'keyframe_every must be at least 1; got 0'),
+    (
+      {'skip_levels': (8, 12)},
+      r'skip_levels are \(8, 12\); they must be multiples',
+    ),
+    ({'skip_levels': (1,)}, 'which is 2 or more'),
     ({'run_id': '../run'}, r"run_id '\.\./run'"),
   ):
     with pytest.raises(ValueError, match=message):
@@ -347,11 +331,15 @@ def test_a_failing_keyframe_is_told_and_tried_again(store, caplog):
   publisher = open_publisher(store, keyframe_every=1, skip_levels=())
   publisher.publish(blocks(weights(0)), 0)
 
-  def encode_key(self):
-    raise OSError(28, 'No space left on device')
+  encode = chunking.Encoder.encode
+
+  def encode_key(self, weights, base):
+    if base is None:
+      raise OSError(28, 'No space left on device')
+    return encode(self, weights, base)
 
   with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(publish_local.Local, 'encode_key', encode_key)
+    patch.setattr(chunking.Encoder, 'encode', encode_key)
     info = publisher.publish(blocks(weights(1)), 1)
   assert (info.kind, info.keyframe_bytes) == ('delta', 0)
   assert 'version 1 is out' in caplog.text and 'No space' in caplog.text
@@ -360,13 +348,48 @@ def test_a_failing_keyframe_is_told_and_tried_again(store, caplog):
   assert (None, 2) in spans(store)
 
 
-def test_a_chain_of_an_older_version_is_named_and_begun_anew(store):
-  older = manifest._IDLE_BUNDLE | {'files': [['d/0', 64 * '0', 1]]}
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(manifest, '_IDLE_BUNDLE', older)
-    open_publisher(store).publish(blocks(weights(0)), 0)
+def test_a_store_of_another_format_is_refused_by_name_and_left_alone(store):
+  open_publisher(store).publish(blocks(weights(0)), 0)
+  path = store.root / 'refs' / 'run' / 'latest'
+  older = path.read_bytes().replace(b'CDB3P', b'CDB2P')
+  path.write_bytes(older)
   reader = joiner(store)
   assert reader.poll() is None
-  assert "older version: its files is [['d/0'" in reader.problem
-  assert open_publisher(store).publish(blocks(weights(1)), 1).kind == 'key'
+  assert 'of the format CDB2, and this version reads CDB3' in reader.problem
+  with pytest.raises(ValueError, match='format CDB2.*into another store'):
+    open_publisher(store)
+  assert path.read_bytes() == older
+
+
+@pytest.mark.parametrize('lost', ['keyframe', 'manifest', 'pack'])
+def test_a_store_that_forgets_is_noticed_and_can_be_joined_again(store, lost):
+  publisher = open_publisher(store, skip_levels=())
+  for v in range(5):
+    publisher.publish(blocks(weights(v)), v)
+  edge = edges(store)[0 if lost == 'keyframe' else 2]
+  packs = rebuild.read_manifest(store, edge).packs
+  names = [edge.manifest] if lost == 'manifest' else [n for n, _ in packs]
+  for name in names:
+    (store.root / 'objects' / name).unlink()
+  assert joiner(store).poll() is None
+  follower = joiner(store)
+  for v in range(5, 13):
+    publisher.publish(blocks(weights(v)), v)
+  assert_same_bits(follower.poll().weights, weights(12))
+  assert publisher.gc() >= 0
+
+
+@pytest.mark.parametrize('spoil', ['long', 'folder', 'pipe'])
+def test_a_pointer_that_is_none_starts_a_new_chain(store, spoil):
+  open_publisher(store).publish(blocks(weights(0)), 0)
+  path = store.root / 'refs' / 'run' / 'latest'
+  if spoil == 'long':
+    path.write_bytes(bytes(10**5))
+  else:
+    path.unlink()
+    (os.mkdir if spoil == 'folder' else os.mkfifo)(path)
+  reader = joiner(store)
+  assert reader.poll() is None and 'pointer is damaged' in reader.problem
+  publisher = open_publisher(store)
+  assert publisher.publish(blocks(weights(1)), 1).kind == 'key'
   assert_same_bits(reader.poll().weights, weights(1))

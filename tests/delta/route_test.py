@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from composer_jax.delta import manifest as manifests
-from composer_jax.delta import route
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import manifest as manifests
 
 
 def target(version):
@@ -23,12 +23,13 @@ def edge(base, version, cost):
     kind=kind,
     bytes=cost,
     manifest=name,
+    manifest_bytes=1,
     target=target(version),
   )
 
 
 def start(version):
-  return route.Start(version, target(version) + 48 * '0')
+  return followers.Start(version, target(version) + 48 * '0')
 
 
 def legs(way):
@@ -46,41 +47,41 @@ MAP = [
 
 
 def test_each_receiver_goes_its_cheapest_way():
-  way = route.cheapest(MAP, 20, [start(19)])
+  way = followers.cheapest(MAP, 20, [start(19)])
   assert (way.bytes, way.start, legs(way)) == (10, 0, [(19, 20)])
-  way = route.cheapest(MAP, 20, [start(0)])
+  way = followers.cheapest(MAP, 20, [start(0)])
   assert way.bytes == 45 + 45 + 40
   assert legs(way)[:2] == [(0, 8), (8, 16)]
-  way = route.cheapest(MAP, 20, [start(5)])
+  way = followers.cheapest(MAP, 20, [start(5)])
   assert way.bytes == 30 + 45 + 40
-  way = route.cheapest(MAP, 20)
+  way = followers.cheapest(MAP, 20)
   assert (way.bytes, way.start) == (940, None)
   assert legs(way)[0] == (None, 16)
-  assert route.cheapest(MAP, 20, [start(20)]).edges == ()
-  assert route.cheapest(MAP, 21, [start(20)]) is None
+  assert followers.cheapest(MAP, 20, [start(20)]).edges == ()
+  assert followers.cheapest(MAP, 21, [start(20)]) is None
 
 
 def test_banned_bundles_are_gone_around_to_the_keyframe():
   names = {(e.base_version, e.version): e.manifest for e in MAP}
   banned = {names[19, 20]}
-  assert route.cheapest(MAP, 20, [start(19)], banned) is None
+  assert followers.cheapest(MAP, 20, [start(19)], banned) is None
   banned = {names[8, 16]}
-  assert route.cheapest(MAP, 20, [start(8)], banned).bytes == 120
+  assert followers.cheapest(MAP, 20, [start(8)], banned).bytes == 120
   banned |= {names[12, 13]}
-  way = route.cheapest(MAP, 20, [start(8)], banned)
+  way = followers.cheapest(MAP, 20, [start(8)], banned)
   assert (way.start, way.bytes) == (None, 940)
   banned |= {names[None, 16]}
-  assert route.cheapest(MAP, 20, [start(8)], banned) is None
+  assert followers.cheapest(MAP, 20, [start(8)], banned) is None
 
 
 def test_void_versions_are_not_started_from_and_equal_weights_are():
-  void = route.Start(19, 64 * 'f')
-  assert route.cheapest(MAP, 20, [void]).start is None
+  void = followers.Start(19, 64 * 'f')
+  assert followers.cheapest(MAP, 20, [void]).start is None
   # The same weights under another version: no matter how they came to be.
-  other = route.Start(77, target(19) + 48 * '0')
-  assert legs(route.cheapest(MAP, 20, [other])) == [(19, 20)]
+  other = followers.Start(77, target(19) + 48 * '0')
+  assert legs(followers.cheapest(MAP, 20, [other])) == [(19, 20)]
   # A version that the index forgot is one that its edges may still leave.
-  assert route.cheapest(SINGLES[5:], 7, [start(5)]).bytes == 20
+  assert followers.cheapest(SINGLES[5:], 7, [start(5)]).bytes == 20
 
 
 def brute_force(edges, version, begin):
@@ -114,6 +115,6 @@ def test_no_way_is_cheaper(seed):
       )
     )
   begin = start(0)
-  way = route.cheapest(edges, 4, [begin])
+  way = followers.cheapest(edges, 4, [begin])
   best = brute_force(edges, 4, begin)
   assert (np.inf if way is None else way.bytes) == best

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from composer_jax.delta import signing
+from composer_jax.delta.format import keys
 
 SEED = bytes(range(32))
 
 
 @pytest.fixture(params=['hmac', 'ed25519'])
 def key(request):
-  make = {'hmac': signing.Hmac, 'ed25519': signing.Ed25519Signer}
+  make = {'hmac': keys.Hmac, 'ed25519': keys.Ed25519Signer}
   return make[request.param](SEED)
 
 
@@ -40,61 +40,61 @@ def test_signature_is_of_every_bit_of_the_data(key):
 
 
 def test_hmac_is_the_standard_one():
-  assert signing.Hmac(SEED).sign(b'x') == hmac.digest(SEED, b'x', 'sha256')
+  assert keys.Hmac(SEED).sign(b'x') == hmac.digest(SEED, b'x', 'sha256')
 
 
 def test_ed25519_is_the_standard_one():
   # RFC 8032, 7.1, test 1.
   private = '9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60'
   public = 'd75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a'
-  signer = signing.Ed25519Signer(bytes.fromhex(private))
+  signer = keys.Ed25519Signer(bytes.fromhex(private))
   assert signer.sign(b'').hex() == (
     'e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901555fb882'
     '1590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b'
   )
-  signing.Ed25519Verifier(bytes.fromhex(public)).verify(b'', signer.sign(b''))
+  keys.Ed25519Verifier(bytes.fromhex(public)).verify(b'', signer.sign(b''))
 
 
 def test_keys_of_the_wrong_length_are_refused():
   with pytest.raises(ValueError, match='at least 16 bytes, not 15'):
-    signing.Hmac(bytes(15))
-  for make in (signing.Ed25519Signer, signing.Ed25519Verifier):
+    keys.Hmac(bytes(15))
+  for make in (keys.Ed25519Signer, keys.Ed25519Verifier):
     with pytest.raises(ValueError, match='32'):
       make(bytes(31))
 
 
 def test_keys_read_back_from_files_of_their_owner(key, tmp_path):
   path = tmp_path / 'keys' / 'key'
-  signing.write_key(path, key)
+  keys.write_key(path, key)
   assert path.stat().st_mode & 0o777 == 0o600
   assert os.listdir(path.parent) == ['key']
-  assert type(signing.open_key(path)) is type(key)
-  signing.open_key(path).verify(b'x', key.sign(b'x'))
+  assert type(keys.open_key(path)) is type(key)
+  keys.open_key(path).verify(b'x', key.sign(b'x'))
   text = path.read_text()
   with pytest.raises(FileExistsError):
-    signing.write_key(path, type(key)(bytes(32)))
+    keys.write_key(path, type(key)(bytes(32)))
   assert path.read_text() == text and os.listdir(path.parent) == ['key']
 
 
 def test_the_public_half_verifies_and_cannot_sign(tmp_path):
-  signer = signing.make_ed25519()
-  signing.write_key(tmp_path / 'public', signer.public)
-  public = signing.open_key(tmp_path / 'public')
+  signer = keys.make_ed25519()
+  keys.write_key(tmp_path / 'public', signer.public)
+  public = keys.open_key(tmp_path / 'public')
   public.verify(b'x', signer.sign(b'x'))
   assert not hasattr(public, 'sign')
-  assert signing.make_ed25519().sign(b'x') != signer.sign(b'x')
+  assert keys.make_ed25519().sign(b'x') != signer.sign(b'x')
 
 
 def test_a_key_is_made_once(tmp_path):
   path = tmp_path / 'run' / 'delta.key'
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    keys = list(pool.map(signing.load_or_make_key, [path] * 8))
-  assert len({k.sign(b'x') for k in keys}) == 1
+    made = list(pool.map(keys.load_or_make_key, [path] * 8))
+  assert len({k.sign(b'x') for k in made}) == 1
   assert path.stat().st_mode & 0o777 == 0o600
   kind, text = path.read_text().split()
   assert kind == 'hmac-sha256' and len(bytes.fromhex(text)) == 32
   os.unlink(path)
-  assert signing.load_or_make_key(path).sign(b'x') != keys[0].sign(b'x')
+  assert keys.load_or_make_key(path).sign(b'x') != made[0].sign(b'x')
 
 
 def test_files_that_hold_no_such_key_are_refused_and_not_quoted(tmp_path):
@@ -112,24 +112,24 @@ def test_files_that_hold_no_such_key_are_refused_and_not_quoted(tmp_path):
   ):
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)) as error:
-      signing.open_key(path)
+      keys.open_key(path)
     assert secret not in str(error.value)
   path.write_text(f'ed25519-private {secret}')
   with pytest.raises(ValueError, match='a key of ed25519, not hmac-sha256'):
-    signing.load_or_make_key(path)
+    keys.load_or_make_key(path)
   with pytest.raises(FileNotFoundError):
-    signing.open_key(tmp_path / 'none')
+    keys.open_key(tmp_path / 'none')
 
 
 def test_secrets_that_others_may_read_are_reported(tmp_path, caplog):
-  signer = signing.Ed25519Signer(SEED)
+  signer = keys.Ed25519Signer(SEED)
   with caplog.at_level(logging.WARNING):
     for name, key in {'private': signer, 'public': signer.public}.items():
-      signing.write_key(tmp_path / name, key)
-      signing.open_key(tmp_path / name)
+      keys.write_key(tmp_path / name, key)
+      keys.open_key(tmp_path / name)
       assert not caplog.records
       os.chmod(tmp_path / name, 0o644)
-      signing.open_key(tmp_path / name)
+      keys.open_key(tmp_path / name)
       assert len(caplog.records) == (name == 'private')
       caplog.clear()
 
@@ -137,9 +137,9 @@ def test_secrets_that_others_may_read_are_reported(tmp_path, caplog):
 def test_without_its_extra_only_ed25519_is_missing(tmp_path):
   code = (
     'import sys; sys.modules["cryptography"] = None\n'
-    'from composer_jax.delta import signing\n'
-    'signing.Hmac(bytes(32)).sign(b"x")\n'
-    'try: signing.make_ed25519()\n'
+    'from composer_jax.delta.format import keys\n'
+    'keys.Hmac(bytes(32)).sign(b"x")\n'
+    'try: keys.make_ed25519()\n'
     'except ValueError as error: print(error)'
   )
   done = subprocess.run(

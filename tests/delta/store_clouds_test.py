@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from composer_jax.delta import store
+from composer_jax.delta.store import objects as store
 
 
 class _Cloud(http.server.BaseHTTPRequestHandler):

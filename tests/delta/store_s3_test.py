@@ -10,13 +10,10 @@ import numpy as np
 import obstore
 import pytest
 
-from composer_jax.delta import (
-  identity,
-  publish,
-  signing,
-  store,
-  subscribe,
-)
+from composer_jax.delta import chain
+from composer_jax.delta import follower as followers
+from composer_jax.delta.format import identity, keys
+from composer_jax.delta.store import objects as store
 from tests.delta import s3_server
 
 
@@ -256,31 +253,32 @@ def _blocks(seed):
 def test_a_run_goes_through_a_bucket_whatever_befalls_its_requests(
   place, server
 ):
-  key = signing.Hmac(b'sixteen bytes ..')
-  publisher = publish.Publisher(place, 'run', key, grace_s=0, threads=1)
+  key = keys.Hmac(b'sixteen bytes ..')
+  options = chain.BundleOptions(grace_s=0, threads=1)
+  publisher = chain.BundleWriter(place, 'run', key, options=options)
   reader = store.Store(place.url, options={'retry_config': RETRY})
-  subscriber = subscribe.Subscriber(reader, 'run', key, threads=1)
+  receiver = followers.Follower(reader, 'run', key, threads=1)
   for version in range(3):
     # Every other request of publisher and subscriber, in turn.
     server.trouble[:] = ['ok', 503, 'ok', 500, 'ok', 429] * 3
     published = publisher.publish(_blocks(version), version)
     server.trouble[:] = ['ok', 503, 'ok', 500] * 2
-    update = subscriber.poll()
-    assert subscriber.problem is None
+    update = receiver.poll()
+    assert receiver.problem is None
     assert update.target_id == published.target_id
     (block,) = _blocks(version)
     np.testing.assert_array_equal(update.weights.arrays()['w'], block.values)
   server.trouble.clear()
   # And another publisher of the same run is told, and spoils nothing.
-  other = publish.Publisher(
-    store.Store(place.url), 'run', key, grace_s=0, threads=1
+  other = chain.BundleWriter(
+    store.Store(place.url), 'run', key, options=options
   )
   publisher.publish(_blocks(3), 3)
   with pytest.raises(ValueError, match='publisher'):
     other.publish(_blocks(4), 3)
-  assert subscriber.poll().version == 3
+  assert receiver.poll().version == 3
   objects = len(place.sizes())
   publisher.gc(1)
   assert 0 < len(place.sizes()) < objects
-  late = subscribe.Subscriber(reader, 'run', key, threads=1)
-  assert late.poll().target_id == subscriber.held.target_id
+  late = followers.Follower(reader, 'run', key, threads=1)
+  assert late.poll().target_id == receiver.held.target_id

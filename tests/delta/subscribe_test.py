@@ -6,15 +6,11 @@ import functools
 import numpy as np
 import pytest
 
-from composer_jax.delta import grid as grids
-from composer_jax.delta import (
-  identity,
-  manifest,
-  restore,
-  signing,
-  subscribe,
-)
-from composer_jax.delta import store as store_lib
+from composer_jax.delta import follower as followers
+from composer_jax.delta import rebuild
+from composer_jax.delta.format import identity, keys, manifest
+from composer_jax.delta.format import identity as grids
+from composer_jax.delta.store import objects as store_lib
 from tests.delta import bundles
 
 
@@ -27,7 +23,12 @@ def run(tmp_path):
 
 
 def follow(run, **options):
-  return subscribe.Subscriber(run.store, 'run', bundles.SIGNER, **options)
+  return followers.Follower(run.store, 'run', bundles.SIGNER, **options)
+
+
+def apply(store, *args, **options):
+  with rebuild.Fetcher(store) as fetcher:
+    return rebuild.apply(fetcher, *args, **options)
 
 
 def step(run, versions, **options):
@@ -86,7 +87,9 @@ def test_weights_that_are_held_under_another_version_are_not_fetched(run):
   step(run, [1])
   update = follower.poll()
   assert (update.version, update.target_id) == (1, first.target_id)
-  assert follower.stats.route == () and follower.stats.bytes == 0
+  # But what vouches for the name is read.
+  assert follower.stats.route == ()
+  assert follower.stats.bytes == run.edges[-1].manifest_bytes
   # The next delta builds on version 1.
   run.make = bundles.weights
   step(run, [2])
@@ -109,7 +112,9 @@ def test_it_falls_back_from_delta_to_skip_to_keyframe(run, caplog):
   assert follower.poll().version == 3
   # From 2 only the damaged single leads on; the keyframe is the way around it.
   assert follower.stats.route == ('key 3',)
-  assert 'scalar (box 0' in caplog.text and 'its blob is damaged' in caplog.text
+  assert (
+    'scalar (chunk 0' in caplog.text and 'its blob is damaged' in caplog.text
+  )
   assert_serves(follower, run, 3)
   run.path(skip.manifest).unlink()
   behind = follow(run)
@@ -132,7 +137,7 @@ def test_when_all_ways_are_broken_the_old_version_is_served(run, caplog):
   path.unlink()
   for _ in range(2):
     assert follower.poll() is None
-    assert 'scalar (box 0' in follower.problem
+    assert 'scalar (chunk 0' in follower.problem
     assert key.manifest in follower.problem
     assert follower.held is held
   assert caplog.text.count('keeps serving version 0') == 1
@@ -180,6 +185,23 @@ def test_a_broken_way_is_left_for_the_next_best(run):
   assert behind.stats.route == ('delta 1-2', 'delta 1-3')
 
 
+def test_a_signed_pointer_that_renames_an_older_state_is_refused_by_all(run):
+  """Old followers, who hold those weights, look at the manifest too."""
+  follower = follow(run)
+  follower.poll()
+  key = run.edges[0]
+  named = dataclasses.replace(
+    run.pointer, version=7, sequence=9, manifest=key.manifest
+  )
+  _, tag = run.store.read_pointer('run')
+  sealed = manifest.seal(named, bundles.SIGNER)
+  run.store.move_pointer('run', sealed, tag)
+  for receiver in (follower, follow(run)):
+    assert receiver.poll() is None
+    assert 'its version is 0, and what leads to it says 7' in receiver.problem
+  assert follower.held.version == 0
+
+
 def test_weights_that_were_published_thrice_are_known(run):
   run.make = lambda version: bundles.weights(min(version, 1))
   follower = follow(run)
@@ -199,7 +221,7 @@ def test_rotten_held_weights_are_noticed_and_healed(run, caplog):
   run.add(1)
   run.point(1)
   for name in ('frozen', 'kernel'):
-    buffer = held.weights.buffer(name)
+    buffer = held.weights.tensors[name].buffer
     with pytest.raises(ValueError, match='read-only'):
       buffer[20] = 0
     buffer.setflags(write=True)
@@ -223,15 +245,24 @@ def test_a_damaged_index_stops_only_those_who_need_it(run):
 def test_an_edge_that_lies_is_refused(run):
   step(run, [1, 2])
   key, first, second = run.edges
-  lie = dataclasses.replace(second, base_version=0, manifest=first.manifest)
+  lie = dataclasses.replace(
+    second,
+    base_version=0,
+    manifest=first.manifest,
+    manifest_bytes=first.manifest_bytes,
+  )
   index = manifest.Index(run_id='run', edges=(key, lie)).to_bytes()
-  pointer = dataclasses.replace(run.pointer, index=run.store.put(index))
+  pointer = dataclasses.replace(
+    run.pointer, index=run.store.put(index), index_bytes=len(index)
+  )
   with pytest.raises(ValueError, match='version is 1, and what leads to it'):
-    restore.load(run.store, pointer)
+    followers.load(run.store, pointer)
   alien = manifest.Index(run_id='alien', edges=()).to_bytes()
-  pointer = dataclasses.replace(run.pointer, index=run.store.put(alien))
+  pointer = dataclasses.replace(
+    run.pointer, index=run.store.put(alien), index_bytes=len(alien)
+  )
   with pytest.raises(ValueError, match="belongs to run 'alien', not 'run'"):
-    restore.load(run.store, pointer)
+    followers.load(run.store, pointer)
 
 
 def test_rollback_is_a_swap_and_waits_for_a_newer_version(run):
@@ -280,12 +311,12 @@ def test_older_forked_and_foreign_pointers_are_refused(run, tmp_path):
   other = path.parent.parent / 'other' / 'latest'
   other.parent.mkdir()
   other.write_bytes(new)
-  stranger = subscribe.Subscriber(run.store, 'other', bundles.SIGNER)
+  stranger = followers.Follower(run.store, 'other', bundles.SIGNER)
   assert stranger.poll() is None
   assert "belongs to run 'run', not 'other'" in stranger.problem
   path.write_bytes(new)
-  wrong_key = subscribe.Subscriber(
-    run.store, 'run', signing.Hmac(b'another key, long')
+  wrong_key = followers.Follower(
+    run.store, 'run', keys.Hmac(b'another key, long')
   )
   assert wrong_key.poll() is None and 'signature' in wrong_key.problem
   memory.write_bytes(new[:-1])
@@ -373,7 +404,7 @@ def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
       return super().get_range(name, *args)
 
   store = Lame(run.store.url)
-  follower = subscribe.Subscriber(store, 'run', bundles.SIGNER)
+  follower = followers.Follower(store, 'run', bundles.SIGNER)
   follower.poll()
   step(run, [1, 2, 3, 4, 5])
   run.add(5, base=3)
@@ -385,17 +416,17 @@ def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
   store.lame = names[:2]
   assert follower.poll().version == 5 and store.asked == 2
   store.lame, store.asked = names, 0
-  joiner = subscribe.Subscriber(store, 'run', bundles.SIGNER)
-  assert joiner.poll() is None and store.asked == restore.MAX_UNREACHED
+  joiner = followers.Follower(store, 'run', bundles.SIGNER)
+  assert joiner.poll() is None and store.asked == followers.MAX_UNREACHED
   assert 'asked in vain' in joiner.problem
   store.lame = [name for edge in run.edges for name in run.packs(edge)[:1]]
   store.asked = 0
   assert joiner.poll() is None and store.asked == len(['key 0', 'key 5'])
-  assert 'bias (box 0): asked in vain' in joiner.problem
+  assert 'bias (chunk 0, version 0): asked in vain' in joiner.problem
 
 
 def test_not_every_broken_bundle_is_tried(run, monkeypatch):
-  monkeypatch.setattr(restore, 'MAX_FAILURES', 3)
+  monkeypatch.setattr(followers, 'MAX_FAILURES', 3)
   for version in range(1, 8):
     run.add(version)
     run.add(8, base=version)
@@ -410,27 +441,27 @@ def test_not_every_broken_bundle_is_tried(run, monkeypatch):
 
 def test_wrong_bases_are_refused(run):
   run.add(1, base=0)
-  delta = restore.read_manifest(run.store, run.edges[-1].manifest)
-  other = bundles.weights_held.from_arrays(bundles.weights(0, seed=1))
+  delta = rebuild.read_manifest(run.store, run.edges[-1])
+  other = rebuild.from_arrays(bundles.weights(0, seed=1))
   with pytest.raises(ValueError, match='builds on the weights .*not on the '):
-    restore.apply(run.store, delta, other)
-  little = bundles.weights_held.from_arrays({'w': np.zeros(3)})
+    apply(run.store, delta, other)
+  little = rebuild.from_arrays({'w': np.zeros(3)})
   with pytest.raises(ValueError, match='other tensors than its base: bias'):
-    restore.apply(run.store, delta, little)
+    apply(run.store, delta, little)
   with pytest.raises(ValueError, match='version 1 needs a base'):
-    restore.apply(run.store, delta, None)
+    apply(run.store, delta, None)
 
 
 def test_older_versions_of_the_index_can_be_loaded(run):
   step(run, [1, 2, 3])
   for version in range(4):
-    held = restore.load(run.store, run.pointer, version=version)
+    held = followers.load(run.store, run.pointer, version=version)
     assert held.version == version
     bundles.assert_same_bits(held, run.make(version))
   with pytest.raises(
     ValueError, match='version 7 cannot be rebuilt: no bundle'
   ):
-    restore.load(run.store, run.pointer, version=7)
+    followers.load(run.store, run.pointer, version=7)
 
 
 def test_threads_and_the_number_of_pieces_do_not_matter(tmp_path):
@@ -447,7 +478,7 @@ def test_threads_and_the_number_of_pieces_do_not_matter(tmp_path):
     subscriber.poll()
     assert_serves(subscriber, run, 1)
   with pytest.raises(ValueError, match='threads must be at least 1, not 0'):
-    restore.load(run.store, run.pointer, threads=0)
+    followers.load(run.store, run.pointer, threads=0)
 
 
 # Partial receivers.
@@ -469,8 +500,8 @@ def test_resharded_receivers_fetch_and_hold_only_their_parts(tmp_path):
   run.add(1, base=0, pack_bytes=2**12)
   run.point(1)
   whole = run.make(1)
-  grid = grids.of(whole['kernel'].shape, whole['kernel'].dtype)
-  assert grid.num_boxes > 1
+  grid = grids.of(whole['kernel'].shape)
+  assert grid.num_chunks > 1
   for count in (1, 2, 4):
     parts = {name: np.zeros_like(array) for name, array in whole.items()}
     moved = []
@@ -498,10 +529,10 @@ def test_a_partial_receiver_asks_for_exactly_its_blobs(tmp_path):
   )
   edge = run.add(0, pack_bytes=2**30)
   run.point(0)
-  table = restore.read_manifest(run.store, edge.manifest)
+  table = rebuild.read_manifest(run.store, edge)
   kernel = next(t for t in table.tensors if t.name == 'kernel')
   boxes = [0, len(kernel.chunks) - 1]
-  regions = [kernel.grid.box(number) for number in boxes]
+  regions = [kernel.grid.chunk(number) for number in boxes]
   receiver = follow(
     run, wanted=lambda name, *_: regions if name == 'kernel' else []
   )
@@ -514,10 +545,10 @@ def test_a_partial_receiver_asks_for_exactly_its_blobs(tmp_path):
     wanted = run.make(0)['kernel'][where]
     assert held.block('kernel', region).tobytes() == wanted.tobytes()
   with pytest.raises(
-    ValueError, match='kernel: box 1 of .* is not among the 2'
+    ValueError, match='kernel: chunk 1 of .* is not among the 2'
   ):
-    held.block('kernel', kernel.grid.box(1))
-  with pytest.raises(ValueError, match='bias: box 0 of 1 is not among the 0'):
+    held.block('kernel', kernel.grid.chunk(1))
+  with pytest.raises(ValueError, match='bias: chunk 0 of 1 is not among the 0'):
     held.arrays()
 
 
@@ -526,30 +557,29 @@ def test_a_part_can_be_made_from_a_larger_part_and_not_from_a_smaller(tmp_path):
     tmp_path / 's', make=lambda v: bundles.weights(v, shape=(4, 256, 512))
   )
   key, delta = (
-    restore.read_manifest(run.store, run.add(*edge).manifest)
-    for edge in ((0,), (1, 0))
+    rebuild.read_manifest(run.store, run.add(*edge)) for edge in ((0,), (1, 0))
   )
   grid = run.held[0].tensors['kernel'].grid
 
   def of(*numbers):
-    regions = [grid.box(number) for number in numbers]
+    regions = [grid.chunk(number) for number in numbers]
     return lambda name, *_: regions if name == 'kernel' else []
 
-  base = restore.apply(run.store, key, None, wanted=of(1, 2, 5))
+  base = apply(run.store, key, None, wanted=of(1, 2, 5))
   for larger in (base, run.held[0]):
-    part = restore.apply(run.store, delta, larger, wanted=of(2, 5))
+    part = apply(run.store, delta, larger, wanted=of(2, 5))
     for number in (2, 5):
-      found = part.block('kernel', grid.box(number))
-      wanted = run.held[1].block('kernel', grid.box(number))
+      found = part.block('kernel', grid.chunk(number))
+      wanted = run.held[1].block('kernel', grid.chunk(number))
       assert found.tobytes() == wanted.tobytes()
-  with pytest.raises(ValueError, match='kernel: 2 boxes are wanted'):
-    restore.apply(run.store, delta, base, wanted=of(2, 6))
+  with pytest.raises(ValueError, match='kernel: 2 chunks are wanted'):
+    apply(run.store, delta, base, wanted=of(2, 6))
 
 
 def test_blocks_of_any_region_are_those_of_the_array():
   rng = np.random.default_rng(0)
   array = rng.normal(size=(3, 130, 5, 700)).astype(np.float32)
-  held = bundles.weights_held.from_arrays({'w': array})
+  held = rebuild.from_arrays({'w': array})
   bundles.assert_same_bits(held, {'w': array})
   for _ in range(50):
     index = tuple(
@@ -562,7 +592,7 @@ def test_blocks_of_any_region_are_those_of_the_array():
   with pytest.raises(ValueError, match='v is not among the 1 tensors'):
     held.block('v', ())
   # No bits of another box, nor of memory that nobody has written to.
-  flat = bundles.weights_held.from_arrays({'w': array[0, 0]})
+  flat = rebuild.from_arrays({'w': array[0, 0]})
   for weights, index in (
     (held, ((0, 3), (0, 130), (0, 5), (600, 701))),
     (held, ((0, 3), (-1, 130), (0, 5), (0, 700))),

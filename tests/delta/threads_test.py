@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from composer_jax.delta import threads
+from composer_jax.delta import rebuild
 
 
 def alive():
@@ -20,7 +20,7 @@ def test_threads_are_fed_a_few_items_at_a_time_and_keep_the_order(count):
       taken.append(item)
       yield item
 
-  found = threads.in_order(lambda item: item * 2, items(), count)
+  found = rebuild.in_order(lambda item: item * 2, items(), count)
   assert next(found) == 0
   assert len(taken) <= 4 * count
   assert list(found) == [2 * item for item in range(1, 50)]
@@ -35,7 +35,7 @@ def test_errors_reach_the_caller_and_leave_no_thread():
     return 1 / item
 
   with pytest.raises(ZeroDivisionError):
-    list(threads.in_order(work, [1, 0, *range(1, 100)], 2))
+    list(rebuild.in_order(work, [1, 0, *range(1, 100)], 2))
   assert not alive()
   # Of what came after it, no more than was in flight.
   assert len(done) <= 2 + 8
@@ -45,14 +45,14 @@ def test_errors_reach_the_caller_and_leave_no_thread():
     raise OSError('the items end here')
 
   with pytest.raises(OSError, match='the items end here'):
-    list(threads.in_order(work, items(), 2))
+    list(rebuild.in_order(work, items(), 2))
   assert not alive()
   with pytest.raises(ValueError, match='threads must be at least 1, not 0'):
-    list(threads.in_order(work, [1], 0))
+    list(rebuild.in_order(work, [1], 0))
 
 
 def test_who_stops_early_leaves_no_thread():
-  found = threads.in_order(lambda item: item, range(100), 2)
+  found = rebuild.in_order(lambda item: item, range(100), 2)
   assert next(found) == 0 and alive()
   found.close()
   assert not alive()

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import visibility
+from benchmarks import delta_visibility as visibility
 
 BFLOAT16 = ml_dtypes.bfloat16
 E4M3 = ml_dtypes.float8_e4m3fn

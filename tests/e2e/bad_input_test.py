@@ -10,9 +10,9 @@ import pytest
 from composer_jax import wiring
 from composer_jax.agent import episode
 from composer_jax.core import records
-from composer_jax.delta.device import publication
-from composer_jax.delta.device import receiver as receivers
-from composer_jax.delta.device import sender as bundles
+from composer_jax.delta import publisher as bundles
+from composer_jax.delta import transport
+from composer_jax.delta import transport as receivers
 from composer_jax.models import decoder
 from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import environment, family
@@ -189,14 +189,14 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
   # A resumed trainer publishes the version that it resumes from, as a keyframe.
   with composer_test.opened(copy, spec) as job:
     variables = stages.load_variables(job, 'rl', job.single)
-    sender = bundles.Sender(
+    sender = bundles.Publisher(
       receiver.store,
-      receivers.RUN_ID,
       copy / receivers.KEY,
+      receivers.RUN_ID,
       spec.systems['delta'],
     )
     with contextlib.closing(sender):
-      published = publication.Publication(sender, job.writer, copy, 4)
+      published = transport.Publication(sender, job.writer, copy, 4)
       sender.publish(decoder.policy(variables), 4)
       published.wait()
   policy = receiver.poll()

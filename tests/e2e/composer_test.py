@@ -14,7 +14,7 @@ from ml_collections import config_flags
 
 from composer_jax import wiring
 from composer_jax.core import files
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta import transport as receivers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.report import metrics

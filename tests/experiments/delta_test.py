@@ -9,8 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from composer_jax.delta import store as stores
-from composer_jax.delta.device import commands, orbax_trees, sources
+from composer_jax.delta import checkpoints, commands
+from composer_jax.delta.store import objects as stores
 from composer_jax.train.checkpoints import manager
 from tests import programs
 from tests.delta import bundles, s3_server
@@ -67,13 +67,13 @@ def same(found, wanted):
 
 
 def test_our_checkpoints_are_read_as_the_policy(workdir):
-  same(sources.read(f'{workdir}:rl'), policy(0))
-  same(sources.read(str(workdir / 'exports' / 'rl')), policy(0))
+  same(checkpoints.read(f'{workdir}:rl'), policy(0))
+  same(checkpoints.read(str(workdir / 'exports' / 'rl')), policy(0))
   # Of a train state the model alone, of several steps the last.
   states = workdir / 'checkpoints' / 'rl'
-  same(sources.read(str(states)), policy(2))
-  same(sources.read(str(states / '1')), policy(1))
-  stored = sources.read(str(states / '1'), dtype='stored')
+  same(checkpoints.read(str(states)), policy(2))
+  same(checkpoints.read(str(states / '1')), policy(1))
+  stored = checkpoints.read(str(states / '1'), dtype='stored')
   assert stored['params/kernel'].dtype == np.float32
 
 
@@ -86,8 +86,8 @@ def test_any_orbax_checkpoint_is_read_as_stored(tmp_path, use_ocdbt):
     'params/kernel': np.asarray(tree['params']['kernel']),
     'selection_bias': np.asarray(tree['selection_bias']),
   }
-  same(sources.read(str(tmp_path / 'plain')), wanted)
-  cast = sources.read(str(tmp_path / 'plain'), dtype='float16')
+  same(checkpoints.read(str(tmp_path / 'plain')), wanted)
+  cast = checkpoints.read(str(tmp_path / 'plain'), dtype='float16')
   assert {a.dtype for a in cast.values()} == {np.dtype(np.float16)}
 
 
@@ -96,16 +96,16 @@ def test_orbax_managers_are_read(tmp_path):
     managed.save(3, args=ocp.args.StandardSave({'w': jnp.ones(3)}))
     managed.wait_until_finished()
   for path in (tmp_path / 'managed', tmp_path / 'managed' / '3'):
-    same(sources.read(str(path)), {'w': np.ones(3, np.float32)})
+    same(checkpoints.read(str(path)), {'w': np.ones(3, np.float32)})
 
 
 def test_sources_that_are_none_name_the_cure(tmp_path, workdir):
   with pytest.raises(ValueError, match='no orbax checkpoint. Name the folder'):
-    sources.read(str(tmp_path))
+    checkpoints.read(str(tmp_path))
   with pytest.raises(ValueError, match=r"'sft' .* finished are \['rl'\]"):
-    sources.read(f'{workdir}:sft')
+    checkpoints.read(f'{workdir}:sft')
   with pytest.raises(ValueError, match="dtype 'int3' is not one of policy"):
-    sources.read(f'{workdir}:rl', dtype='int3')
+    checkpoints.read(f'{workdir}:rl', dtype='int3')
 
 
 def test_a_damaged_checkpoint_of_ours_is_not_published(tmp_path):
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_of_ours_is_not_published(tmp_path):
   data[len(data) // 2] ^= 1
   largest.write_bytes(data)
   with pytest.raises(ValueError, match='damaged'):
-    sources.read(str(tmp_path / 'rl'))
+    checkpoints.read(str(tmp_path / 'rl'))
 
 
 # Commands.
@@ -140,9 +140,9 @@ def test_a_version_becomes_an_orbax_checkpoint(place, tmp_path, version, step):
   out = tmp_path / 'made' / 'here'
   said = commands.apply(out=out, version=version, **place)
   assert str(out) in said and f'Version {step}' in said
-  same(sources.read(str(out)), policy(step))
+  same(checkpoints.read(str(out)), policy(step))
   with ocp.StandardCheckpointer() as reader:
-    tree = reader.restore(out, orbax_trees.read(out))
+    tree = reader.restore(out, checkpoints.read_plain(out))
   kernel = np.asarray(tree['params']['kernel'])
   assert kernel.tobytes() == policy(step)['params/kernel'].tobytes()
   with pytest.raises(ValueError, match='exists; choose another --out'):
@@ -228,6 +228,25 @@ def test_verify_compares_bundles_with_what_leads_to_them(tmp_path, where):
     commands.verify(**flags)
 
 
+def test_two_checkpoints_become_a_delta_and_a_checkpoint_again(
+  workdir, tmp_path
+):
+  states = workdir / 'checkpoints' / 'rl'
+  store, key = str(tmp_path / 'store'), tmp_path / 'store.key'
+  flags = dict(out=store, run='policy', key=key)
+  flags |= dict(base=str(states / '1'), new=str(states / '2'))
+  said = commands.diff(**flags)
+  assert 'Version 0' in said and "Version 1 of run 'policy': delta of" in said
+  out = tmp_path / 'out'
+  commands.apply(store=store, run='policy', key=key, out=out)
+  with ocp.StandardCheckpointer() as reader:
+    tree = reader.restore(out)
+  kernel = np.asarray(tree['params']['kernel'])
+  assert kernel.tobytes() == policy(2)['params/kernel'].tobytes()
+  with pytest.raises(ValueError, match="has a run 'policy' already"):
+    commands.diff(**flags)
+
+
 def test_gc_keeps_what_is_needed(workdir, tmp_path):
   flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
   states = workdir / 'checkpoints' / 'rl'
@@ -238,7 +257,7 @@ def test_gc_keeps_what_is_needed(workdir, tmp_path):
   assert int(said.split()[1]) > 0
   out = tmp_path / 'out'
   commands.apply(out=out, **flags)
-  same(sources.read(str(out)), policy(2))
+  same(checkpoints.read(str(out)), policy(2))
   assert 'sound' in commands.verify(**flags)
 
 
@@ -274,7 +293,7 @@ def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
     assert folder.is_dir() and held.version == 2
     raise ValueError('not what was written')
 
-  monkeypatch.setattr(orbax_trees, 'verify', damage)
+  monkeypatch.setattr(checkpoints, 'verify', damage)
   with pytest.raises(ValueError, match='not what was written'):
     commands.apply(out=tmp_path / 'out', **place)
   assert not (tmp_path / 'out').exists()
@@ -320,7 +339,7 @@ def test_commands_work_on_a_remote_store(workdir, tmp_path, remote):
   commands.publish(source=f'{workdir}:rl', **flags)
   commands.publish(source=str(workdir / 'checkpoints/rl/1'), **flags)
   commands.apply(out=tmp_path / 'out', **flags)
-  same(sources.read(str(tmp_path / 'out')), policy(1))
+  same(checkpoints.read(str(tmp_path / 'out')), policy(1))
   assert '2 bundles' in commands.verify(**flags)
   assert commands.log(**flags).count('\n') == 2
   said = commands.gc(keep=1, grace_s=0.0, **flags)
@@ -350,7 +369,7 @@ def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   url = 's3://bucket/x'
   with pytest.raises(ValueError, match=f'--source is {url}; it must lie in'):
-    sources.read(url)
+    checkpoints.read(url)
   with pytest.raises(ValueError, match=f'--out is {url}; it must lie in'):
     commands.apply(out=url, **place)
   assert not list(tmp_path.iterdir())

@@ -18,8 +18,8 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.core import trees
-from composer_jax.delta import identity
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta import transport as receivers
+from composer_jax.delta.format import identity
 from composer_jax.models import decoder
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import reinforce, stages

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from composer_jax.delta.device import received
+from composer_jax.delta import transport
 from composer_jax.report import document, run_data
 from composer_jax.telemetry import writer
 
@@ -24,7 +24,7 @@ def section(workdir, sent, got):
   with writer.Writer(workdir, tensorboard=False) as out:
     for version, row in sent:
       out.write('delta', version, **row)
-  with contextlib.closing(received.Received(workdir)) as lines:
+  with contextlib.closing(transport.Received(workdir)) as lines:
     for version, row in got:
       lines.write(version, **row)
   page = document.build(run_data.load(workdir))
@@ -65,10 +65,10 @@ def test_what_was_not_measured_or_is_damaged_hides_nothing(tmp_path):
 
 def test_what_was_received_of_void_versions_counts_no_more(tmp_path):
   """A resumed run publishes them anew, and no engine need receive each one."""
-  received.truncate(tmp_path, 1)  # There is nothing yet.
+  transport.Received.truncate(tmp_path, 1)  # There is nothing yet.
   got = [taken(v, ['delta 0-1'], target_id='b' * 64) for v in (2, 3)]
   section(tmp_path, [published(1)], [taken(1, ['key 1']), *got])
-  received.truncate(tmp_path, 1)
+  transport.Received.truncate(tmp_path, 1)
   sent = [published(v) for v in (2, 3)]
   section(tmp_path, sent, [taken(3, ['delta 2-3'])])
   rows = run_data.load(tmp_path).rows('received')

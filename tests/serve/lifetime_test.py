@@ -13,8 +13,8 @@ import pytest
 
 import composer_jax.serve
 from composer_jax.core import files
-from composer_jax.delta.device import receiver as receivers
-from composer_jax.delta.device import sender as bundles
+from composer_jax.delta import publisher as bundles
+from composer_jax.delta import transport as receivers
 from composer_jax.hf import importing
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
@@ -84,7 +84,7 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
   files.write_json(folder / 'config.json', config | {'delta': {'store': store}})
   with pytest.raises(ValueError, match='is RL running'):
     lifetime.load(folder, follow=True, wait_s=0.0)
-  sender = bundles.Sender(store, receivers.RUN_ID, folder / receivers.KEY)
+  sender = bundles.Publisher(store, folder / receivers.KEY)
 
   def send(version):
     policy = decoder.policy(jax.device_put(_variables(model, version)))
@@ -100,7 +100,7 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     followed = policies.Policies(engine, source.receiver, 1.0, print)
     assert followed._look() is None
     send(5)
-    version, (variables, _) = followed._look()
+    variables, version = followed._look()
     _equal(variables, _variables(model, 5))
     assert version == 5
   # A mirror of the store, as a cache is.

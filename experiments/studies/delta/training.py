@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks import delta_recordings
+from benchmarks import delta_visibility as visibility
 from composer_jax import wiring
 from composer_jax.core import trees
-from composer_jax.delta import visibility
 from composer_jax.models import decoder
 from composer_jax.optim import groups
 from composer_jax.pipeline import job as jobs

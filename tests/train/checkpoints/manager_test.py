@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
-from composer_jax.delta.device import orbax_trees
+from composer_jax.delta import checkpoints as bundle_checkpoints
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.train.checkpoints import manager
 
@@ -376,7 +376,7 @@ def test_a_keyframe_and_a_checkpoint_begin_one_after_the_other(
     patches.setattr(ocp.CheckpointManager, 'save', save)
     arrays = jax.tree.map(np.asarray, trees.flatten_names(_tree()))
     thread = threading.Thread(
-      target=orbax_trees.write, args=(arrays, tmp_path / 'other')
+      target=bundle_checkpoints.write, args=(arrays, tmp_path / 'other')
     )
     thread.start()
     checkpoints.save(1, _tree())

@@ -1,0 +1,247 @@
+"""Checkpoints on disk: what bundles are made of and become.
+
+What runs of ours wrote is verified while it is read; of any other orbax
+checkpoint there is nothing to verify it by. Orbax notices no flipped bit in the
+values (80 of 80 were restored), so what is written here is read again and
+compared.
+"""
+
+import contextlib
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from composer_jax.core import trees
+from composer_jax.delta import rebuild
+from composer_jax.delta.format import identity
+from composer_jax.hf.tensors import layout
+from composer_jax.hf.tensors import stored as hf_stored
+from composer_jax.telemetry import progress
+from composer_jax.train.checkpoints import manager
+
+# How the tensors of a checkpoint become those of a bundle.
+DTYPES = ('policy', 'stored', *layout.DTYPES)
+# The folder of an orbax checkpoint, under the names that its savers give it.
+_ITEMS = ('', 'default', manager.STATE)
+_TREE = '_METADATA'
+
+# What tensorstore has no code for.
+_REFUSED = ('uint4',)
+
+
+def write(named: dict[str, np.ndarray], folder: pathlib.Path | str) -> None:
+  """Writes a checkpoint of nested dictionaries, which orbax alone reads.
+
+  Arrays without elements are left out, since orbax refuses them.
+
+  Args:
+    named: arrays by '/'-joined names.
+    folder: absent, or empty.
+
+  Raises:
+    ValueError: the folder is not empty, or orbax cannot hold such a tree.
+  """
+  folder = pathlib.Path(folder).absolute()
+  if folder.exists() and any(folder.iterdir()):
+    raise ValueError(
+      f'{folder} is not empty; a checkpoint is written into a folder of its '
+      'own. Name another.'
+    )
+  nested = _nested(named)
+  saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+  with saver, manager.one_at_a_time:
+    # The folder may be there, empty.
+    saver.save(folder, args=ocp.args.PyTreeSave(nested), force=True)
+
+
+def read_plain(folder: pathlib.Path | str) -> Any:
+  """Reads any checkpoint of one tree as numpy arrays; nothing is verified."""
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    folder = pathlib.Path(folder).absolute()
+    return _restore(reader, folder, reader.metadata(folder).item_metadata.tree)
+
+
+def verify(folder: pathlib.Path | str, held: rebuild.Held) -> None:
+  """Raises ValueError unless what `write` wrote holds these whole weights.
+
+  One tensor after another, so that no second copy of all is in memory.
+  """
+  folder = pathlib.Path(folder).absolute()
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    for name, array in held.arrays().items():
+      if not array.size:
+        continue
+      like = _nested({name: array})
+      (found,) = jax.tree.leaves(_restore(reader, folder, like))
+      same = (found.dtype, found.shape) == (array.dtype, array.shape)
+      bits = identity.flat_bits
+      if not same or not np.array_equal(bits(found), bits(array)):
+        raise ValueError(
+          f'{folder}: {name} is not what was written; the disk is damaged. '
+          'Write to another one.'
+        )
+
+
+def _restore(reader: ocp.Checkpointer, folder: pathlib.Path, like: Any) -> Any:
+  arguments = jax.tree.map(
+    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like
+  )
+  return reader.restore(
+    folder,
+    args=ocp.args.PyTreeRestore(
+      like, restore_args=arguments, partial_restore=True
+    ),
+  )
+
+
+def _nested(named: dict[str, np.ndarray]) -> dict[str, Any]:
+  """Returns nested dictionaries of the arrays that have elements."""
+  nested: dict[str, Any] = {}
+  folders: dict[str, str] = {}
+  for name, leaf in named.items():
+    if not math.prod(leaf.shape):
+      continue
+    if str(leaf.dtype) in _REFUSED:
+      raise ValueError(
+        f'{name} is {leaf.dtype}, which orbax cannot write; follow the bundles '
+        'instead.'
+      )
+    # As orbax joins keys.
+    folder = name.replace('/', '.')
+    if folder in folders:
+      raise ValueError(
+        f'{name!r} and {folders[folder]!r} would both lie in the folder '
+        f'{folder!r} of an orbax checkpoint; rename one.'
+      )
+    folders[folder] = name
+    *path, last = name.split('/')
+    place = nested
+    for key in path:
+      place = place.setdefault(key, {})
+      if not isinstance(place, dict):
+        break
+    if not isinstance(place, dict) or last in place:
+      raise ValueError(
+        f'{name!r} lies inside another leaf of the tree, which an orbax '
+        'checkpoint cannot hold; rename one.'
+      )
+    place[last] = leaf
+  return nested
+
+
+def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
+  """Returns the weights of a checkpoint, whole.
+
+  Args:
+    source: WORKDIR:STAGE for what a finished stage exported; a folder of
+      numbered checkpoints for the latest; one of them; or any orbax checkpoint.
+    dtype: 'policy' is what rollout serves of float32 masters, 'stored' leaves
+      them, another name is what floating-point tensors are cast to. None is
+      'policy' for checkpoints of ours and 'stored' for others.
+
+  Raises:
+    ValueError: there is no checkpoint, it is damaged, or the dtype is unknown.
+    OSError: the system refuses to read it.
+  """
+  if dtype is not None and dtype not in DTYPES:
+    raise ValueError(f'dtype {dtype!r} is not one of {", ".join(DTYPES)}.')
+  folder = _find(source)
+  if (folder / manager.STATE).is_dir() and folder.name.isdecimal():
+    arrays = _variables(_read_ours(folder))
+    return {n: _cast(n, a, dtype or 'policy') for n, a in arrays.items()}
+  arrays = _named_plain(folder)
+  return {n: _cast(n, a, dtype or 'stored') for n, a in arrays.items()}
+
+
+def check_local(what: str, path: str | os.PathLike) -> None:
+  """Refuses a URL, which would become a folder of that name."""
+  if '://' in os.fspath(path):
+    raise ValueError(
+      f'--{what} is {path}; it must lie in a file system of this machine.'
+    )
+
+
+def _find(source: str) -> pathlib.Path:
+  """Returns the folder of one checkpoint."""
+  check_local('source', source)
+  path = pathlib.Path(source)
+  workdir, mark, stage = source.rpartition(':')
+  if mark and not path.exists():
+    path = pathlib.Path(workdir) / 'exports' / stage
+    if not path.is_dir():
+      known = sorted(p.name for p in path.parent.glob('*') if p.is_dir())
+      raise ValueError(
+        f'{source}: stage {stage!r} of {workdir} has no export; finished are '
+        f'{known}. Run it to its end, or name another.'
+      )
+  for folder in (path, _latest(path)):
+    if folder is None:
+      continue
+    if (folder / manager.STATE / _TREE).is_file() and (
+      folder / manager.HASHES
+    ).is_dir():
+      return folder.absolute()
+    for item in _ITEMS:
+      if (folder / item / _TREE).is_file():
+        return (folder / item).absolute()
+  raise ValueError(
+    f'{source} holds no orbax checkpoint. Name the folder of one, a folder of '
+    'numbered ones, or WORKDIR:STAGE for the export of a run.'
+  )
+
+
+def _latest(folder: pathlib.Path) -> pathlib.Path | None:
+  steps = [p for p in folder.glob('*') if p.is_dir() and p.name.isdecimal()]
+  return max(steps, key=lambda p: int(p.name), default=None)
+
+
+def _read_ours(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  checkpoints = manager.Checkpoints(folder.parent, keep=None)
+  with contextlib.closing(checkpoints):
+    stored = hf_stored.Stored(checkpoints, int(folder.name))
+    arrays = {}
+    with progress.Progress('read', len(stored.shapes)) as bar:
+      for name, shape in stored.shapes.items():
+        stored.verify(name)
+        arrays[name] = stored.read(name, tuple((0, n) for n in shape))
+        bar.update(len(arrays))
+  return arrays
+
+
+def _named_plain(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  try:
+    tree = read_plain(folder)
+  # What orbax raises for damage: see `manager`.
+  except (LookupError, AttributeError, TypeError) as error:
+    raise ValueError(f'{folder} is damaged: {error}') from error
+  found = trees.flatten_names(tree)
+  if len(found) != len(jax.tree.leaves(tree)):
+    raise ValueError(
+      f"{folder}: two leaves of the tree have the same '/'-joined name."
+    )
+  return {name: np.asarray(leaf) for name, leaf in found.items()}
+
+
+def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Leaves out what a train state holds beside the model."""
+  groups = {name.partition('/')[0] for name in arrays}
+  if not {'params', 'opt_state'} <= groups:
+    return arrays
+  kept = ('params', 'selection_bias')
+  return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}
+
+
+def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+  if dtype == 'stored':
+    return array
+  if dtype == 'policy':
+    # As `decoder.policy`, whose selection bias stays float32.
+    is_master = name.startswith('params/') and array.dtype == np.float32
+    return array.astype(layout.DTYPES['bfloat16']) if is_master else array
+  is_float = array.dtype in (*layout.DTYPES.values(), np.dtype(np.float64))
+  return array.astype(layout.DTYPES[dtype], copy=False) if is_float else array

@@ -1,0 +1,600 @@
+"""From the blocks of one process to encoded chunks in packs, and to manifests.
+
+Blocks are what a process holds of sharded arrays. Shards of the shipped layouts
+are made of whole chunks, which pass through as views. A chunk that is cut
+between blocks waits here until all of it is there, which may come from another
+process; only such chunks are copied, and their bytes are counted.
+
+What is made depends on the weights, the base and the tier alone: chunks are
+encoded in any order by any number of threads, and packed in one.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from composer_jax.delta import rebuild
+from composer_jax.delta.codec import coding
+from composer_jax.delta.format import identity, manifest
+from composer_jax.delta.store import objects
+
+# Blobs share packs up to this size: few requests for a small policy, and
+# objects that a cache can pass on early for a large one.
+PACK_BYTES = 8 * 2**20
+# Packs on their way; more would only hold memory.
+_UPLOADS = 4
+# In place of a codec, of a chunk that is hashed and not encoded.
+_UNCODED = 255
+
+Key = tuple[str, int]  # of a chunk: its tensor and its number
+AnyBlock = identity.Block | tuple
+Cut = tuple[Key, identity.Index, np.ndarray]  # what a block holds of a chunk
+
+
+class Cutter:
+  """Turns blocks into chunks and notices overlaps and disagreements.
+
+  Attributes:
+    specs: {name: (dtype, shape)} of the tensors seen so far.
+    cut_bytes: bytes of the chunks that no block held whole.
+  """
+
+  def __init__(self):
+    self.specs: manifest.Specs = {}
+    self.cut_bytes = 0
+    self._done: dict[str, np.ndarray] = {}
+    # Values, what is missing of them, and what came, of chunks that wait.
+    self._waiting: dict[Key, tuple[np.ndarray, np.ndarray, list[Cut]]] = {}
+
+  def add(self, block: AnyBlock) -> Iterator[tuple[Key, np.ndarray]]:
+    """Yields the chunks that a block holds whole, as views, or completes.
+
+    Raises:
+      ValueError: names the tensor whose blocks disagree or overlap or have a
+        dtype that bundles do not carry.
+    """
+    name, dtype, shape, index, values = block
+    shape = tuple(shape)
+    index = tuple((start, stop) for start, stop in index)
+    self._check(name, dtype, shape, index, values)
+    if not values.size:
+      return
+    grid = identity.of(shape)
+    for number in grid.intersecting(index):
+      chunk = grid.chunk(number)
+      shared = identity.shared(chunk, index)
+      part = values[identity.within(shared, index)]
+      if shared == chunk:
+        self._finish(name, number, index)
+        yield (name, number), part
+      else:
+        yield from self.add_cut(((name, number), shared, part))
+
+  def add_cut(self, cut: Cut) -> Iterator[tuple[Key, np.ndarray]]:
+    """Yields the chunk that a cut completes, if it does."""
+    key, index, part = cut
+    dtype, shape = self.specs[key[0]]
+    chunk = identity.of(shape).chunk(key[1])
+    if key not in self._waiting:
+      sides = [stop - start for start, stop in chunk]
+      empty = np.empty(sides, identity.DTYPES[dtype])
+      self._waiting[key] = empty, np.ones(sides, bool), []
+    values, missing, cuts = self._waiting[key]
+    at = identity.within(index, chunk)
+    if self._done[key[0]][key[1]] or not missing[at].all():
+      raise _overlap(key[0], index)
+    values[at], missing[at] = part, False
+    # A copy of its own: the block is gone before the cut is sent on.
+    cuts.append((key, index, values[at]))
+    if not missing.any():
+      del self._waiting[key]
+      self._finish(*key, index)
+      self.cut_bytes += values.nbytes
+      yield key, values
+
+  def take_foreign(self) -> list[Cut]:
+    """Removes and returns cuts of chunks that others will complete.
+
+    The process that holds the first element of a chunk completes it. Every
+    process can tell by itself whether that is its own.
+    """
+    foreign = [
+      key
+      for key, (_, missing, _) in self._waiting.items()
+      if missing[(0,) * missing.ndim]
+    ]
+    return [cut for key in foreign for cut in self._waiting.pop(key)[2]]
+
+  @property
+  def waiting(self) -> set[Key]:
+    """Chunks of which something is missing."""
+    return set(self._waiting)
+
+  def check_whole(self) -> None:
+    """Refuses tensors of which elements were in no block."""
+    for name, (_, shape) in self.specs.items():
+      begun = {
+        key[1]: int(missing.sum())
+        for key, (_, missing, _) in self._waiting.items()
+        if key[0] == name
+      }
+      _check_cover(name, shape, self._done[name], begun)
+
+  def _check(self, name, dtype, shape, index, values) -> None:
+    identity.check_dtype(name, dtype)
+    seen = self.specs.setdefault(name, (dtype, shape))
+    if seen != (dtype, shape):
+      raise ValueError(
+        f'{name}: a block of a {dtype} array of shape {shape} after one of a '
+        f'{seen[0]} array of shape {seen[1]}.'
+      )
+    if name not in self._done:
+      self._done[name] = np.zeros(identity.of(shape).num_chunks, bool)
+    if values.dtype != identity.DTYPES[dtype]:
+      raise ValueError(
+        f'{name}: a block of dtype {values.dtype} of an array of {dtype}.'
+      )
+    inside = len(index) == len(shape) and all(
+      0 <= start <= stop <= length
+      for (start, stop), length in zip(index, shape, strict=True)
+    )
+    if not inside or values.shape != tuple(b - a for a, b in index):
+      raise ValueError(
+        f'{name}: the block at {index}, of shape {values.shape}, leaves the '
+        f'array of shape {shape} or is not of the size it claims.'
+      )
+
+  def _finish(self, name, number, index) -> None:
+    if self._done[name][number] or (name, number) in self._waiting:
+      raise _overlap(name, index)
+    self._done[name][number] = True
+
+
+def _overlap(name: str, index: identity.Index) -> ValueError:
+  return ValueError(f'{name}: the block at {index} overlaps another block.')
+
+
+def _check_cover(
+  name: str,
+  shape: tuple[int, ...],
+  covered: np.ndarray,
+  begun: Mapping[int, int],
+) -> None:
+  """Refuses a tensor some of whose chunks nobody has, or has in part.
+
+  `begun` is {number: elements missing} of those in part.
+  """
+  if not covered.all():
+    sizes = identity.of(shape).sizes
+    missing = np.flatnonzero(~covered).tolist()
+    lost = sum(begun.get(n, int(sizes[n])) for n in missing)
+    raise ValueError(f'{name}: {lost} elements are in no block.')
+
+
+def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
+  """Says which part of weights these blocks are."""
+  found: dict[tuple, list[identity.Index]] = {}
+  for name, dtype, shape, index, _ in blocks:
+    inside = identity.shared(index, tuple((0, n) for n in shape))
+    found.setdefault((name, dtype, tuple(shape)), []).append(inside)
+  return lambda *tensor: found.get(tensor, [])
+
+
+def identify(blocks: Iterable[AnyBlock]) -> tuple[str, int, int]:
+  """Returns the identity, elements and bytes of weights, in no store."""
+  cutter, posts, elements, size = Cutter(), {}, 0, 0
+  for block in blocks:
+    for key, values in cutter.add(block):
+      posts[key] = identity.hash_chunk(values)
+      elements, size = elements + values.size, size + values.nbytes
+  cutter.check_whole()
+  nodes = {}
+  for name, (dtype, shape) in cutter.specs.items():
+    count = identity.of(shape).num_chunks
+    joined = b''.join(posts[name, number] for number in range(count))
+    nodes[name] = identity.tensor_node(name, dtype, shape, joined)
+  return identity.root(nodes), elements, size
+
+
+# Encoding.
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class HostWeights:
+  """What one process has on the host of a version's weights.
+
+  Chunks that did not change between versions are the same array in both.
+
+  Attributes:
+    target_id: identity of the whole weights; '' until it is known.
+    specs: {name: (dtype, shape)} of its tensors.
+    chunks: flat values by chunk.
+    posts: hash of each chunk.
+  """
+
+  target_id: str = ''
+  specs: manifest.Specs = dataclasses.field(default_factory=dict)
+  chunks: dict[Key, np.ndarray] = dataclasses.field(default_factory=dict)
+  posts: dict[Key, bytes] = dataclasses.field(default_factory=dict)
+
+
+def weights_of(held: rebuild.Held) -> HostWeights:
+  """Takes verified weights, whole or a part."""
+  made = HostWeights(target_id=held.target_id, specs=held.signature())
+  for name, tensor in held.tensors.items():
+    numbers = tensor.numbers
+    if numbers is None:
+      numbers = np.arange(tensor.grid.num_chunks)
+    for at, number in enumerate(numbers.tolist()):
+      made.chunks[name, number] = _flat(tensor.chunk(number))
+      made.posts[name, number] = tensor.posts[at].tobytes()
+  return made
+
+
+class _Coded(NamedTuple):
+  """A chunk, encoded; `values` are flat and owned by nobody else."""
+
+  key: Key
+  codec: int
+  blob: bytes
+  post: bytes
+  values: np.ndarray
+  changed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+  """Encodes chunks with threads and uploads their packs.
+
+  Attributes:
+    store: where packs go.
+    tier: tier of the codec.
+    verify: whether each blob is decoded again and compared.
+    threads: number of threads that encode.
+  """
+
+  store: objects.Store
+  tier: str
+  verify: bool
+  threads: int
+
+  def stage(
+    self,
+    items: Iterable[tuple[Key, np.ndarray]],
+    specs: manifest.Specs,
+    base: HostWeights | None,
+  ) -> tuple[HostWeights, 'ChunkTable']:
+    """Copies the chunks of a version; encodes them if there is a base.
+
+    Args:
+      items: chunks in any memory order.
+      specs: grows with the items.
+      base: weights to encode against; None only copies and hashes.
+    """
+    made = HostWeights(specs=specs)
+
+    def encode(item: tuple[Key, np.ndarray]) -> _Coded:
+      key, values = item
+      spec = specs[key[0]]
+      if base and key in base.chunks and base.specs.get(key[0]) == spec:
+        return self._encode(key, values, base.chunks[key])
+      return self._keep(key, values)
+
+    table = self._gather(
+      encode, items, sorted(base.chunks) if base else (), made
+    )
+    return made, dataclasses.replace(
+      table, base_id=base.target_id if base and table.is_coded else ''
+    )
+
+  def encode(
+    self, weights: HostWeights, base: HostWeights | None
+  ) -> 'ChunkTable':
+    """Encodes weights against older ones; None makes a keyframe."""
+    keys = sorted(weights.chunks)
+
+    def encode(key: Key) -> _Coded:
+      old = None if base is None else base.chunks[key]
+      return self._encode(key, weights.chunks[key], old, weights.posts[key])
+
+    table = self._gather(encode, keys, keys, None)
+    return dataclasses.replace(
+      table, specs=weights.specs, base_id=base.target_id if base else ''
+    )
+
+  def _encode(
+    self,
+    key: Key,
+    values: np.ndarray,
+    base: np.ndarray | None,
+    post: bytes | None = None,
+  ) -> _Coded:
+    values = _flat(values)
+    kind, blob = coding.encode(values, base, tier=self.tier)
+    if kind == coding.SAME and base is not None:
+      kept = base
+    elif self.verify:
+      kept = coding.decode(kind, blob, values.size, values.dtype, base)
+    else:
+      kept = values.copy()
+    if self.verify and not _same_bits(kept, values):
+      raise ValueError(
+        f'{key[0]} (chunk {key[1]}): codec {kind} does not decode to what it '
+        "encoded; nothing was published. This machine's memory may be at "
+        'fault.'
+      )
+    if base is None:
+      changed = values.size
+    else:
+      changed = coding.count_changed(values, base) if blob else 0
+    post = identity.hash_chunk(values) if post is None else post
+    return _Coded(key, kind, blob, post, kept, changed)
+
+  def _keep(self, key: Key, values: np.ndarray) -> _Coded:
+    """Copies and hashes a chunk that is to be encoded later, if at all."""
+    kept = _flat(values)
+    if np.may_share_memory(kept, values):
+      kept = kept.copy()
+    post = identity.hash_chunk(kept)
+    return _Coded(key, _UNCODED, b'', post, kept, kept.size)
+
+  def _gather(
+    self, encode, items, order, made: HostWeights | None
+  ) -> 'ChunkTable':
+    coded, rows, changed, elements, is_coded = None, {}, 0, 0, True
+    with Packer(self.store, order) as packer:
+      # Closed here where a pack fails, its threads with it: whoever drops the
+      # error later may be one of them, or hold what they wait for.
+      coded = rebuild.in_order(encode, items, self.threads)
+      with contextlib.closing(coded):
+        for one in coded:
+          if made is not None:
+            made.chunks[one.key], made.posts[one.key] = one.values, one.post
+          is_coded = is_coded and one.codec != _UNCODED
+          changed += one.changed
+          elements += one.values.size
+          short = identity.short_hash(one.blob) if one.blob else bytes(16)
+          rows[one.key] = one.codec, len(one.blob), short, one.post
+          packer.add(one.key, one.blob)
+      # Packs of chunks that do not make a bundle are left to `gc`.
+      packs, places = packer.finish() if is_coded else ((), {})
+    return ChunkTable(
+      changed=changed,
+      elements=elements,
+      packs=packs,
+      rows=_rows(rows, places),
+      is_coded=is_coded,
+    )
+
+
+def _rows(rows: dict[Key, tuple], places: dict[Key, int]):
+  """Returns {name: (numbers of chunks, ascending, and their rows)}."""
+  numbers: dict[str, list[int]] = {}
+  for name, number in sorted(rows):
+    numbers.setdefault(name, []).append(number)
+  result = {}
+  for name, found in numbers.items():
+    table = np.zeros(len(found), manifest.CHUNK)
+    codecs, lengths, blobs, posts = zip(
+      *(rows[name, number] for number in found), strict=True
+    )
+    table['codec'], table['length'] = codecs, lengths
+    table['pack'] = [places.get((name, n), manifest.NO_PACK) for n in found]
+    for field, hashes in (('blob', blobs), ('post', posts)):
+      joined = np.frombuffer(b''.join(hashes), np.uint8)
+      table[field] = joined.reshape(len(found), -1)
+    result[name] = np.array(found, np.uint32), table
+  return result
+
+
+def _flat(chunk: np.ndarray) -> np.ndarray:
+  """Returns the values of a chunk in C order, a view where they lie so."""
+  # As integers: numpy copies the types of ml_dtypes element by element and
+  # under the interpreter's lock.
+  bits = chunk.view(identity.bits_dtype(chunk.dtype))
+  return np.ascontiguousarray(bits).reshape(-1).view(chunk.dtype)
+
+
+def _same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+  bits = identity.bits_dtype(left.dtype)
+  return np.array_equal(left.view(bits), right.view(bits))
+
+
+class Packer(contextlib.AbstractContextManager):
+  """Gathers blobs into objects of bounded size and uploads them.
+
+  Args:
+    store: where to put them.
+    order: keys of the blobs to come, if they are known: packs are then
+      uploaded while later chunks are encoded.
+  """
+
+  def __init__(self, store: objects.Store, order: Iterable[Key] = ()):
+    self._store = store
+    self._order = iter(order)
+    self._next = next(self._order, None)
+    self._waiting: dict[Key, bytes] = {}
+    self._buffer = bytearray()
+    self._uploads: list[futures.Future[str]] = []
+    self._lengths: list[int] = []
+    self._places: dict[Key, int] = {}
+    self._pool = futures.ThreadPoolExecutor(_UPLOADS, 'delta-upload')
+
+  def __exit__(self, *_) -> None:
+    self._pool.shutdown(cancel_futures=True)
+
+  def add(self, key: Key, blob: bytes) -> None:
+    self._waiting[key] = blob
+    while self._next is not None and self._next in self._waiting:
+      self._pack(self._next)
+      self._next = next(self._order, None)
+
+  def finish(self) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
+    """Waits for the uploads; returns packs and the pack of each blob."""
+    for key in sorted(self._waiting):
+      self._pack(key)
+    self._flush()
+    names = [upload.result() for upload in self._uploads]
+    return tuple(zip(names, self._lengths, strict=True)), self._places
+
+  def _pack(self, key: Key) -> None:
+    blob = self._waiting.pop(key)
+    if not blob:
+      return
+    if self._buffer and len(self._buffer) + len(blob) > PACK_BYTES:
+      self._flush()
+    self._places[key] = len(self._lengths)
+    self._buffer += blob
+
+  def _flush(self) -> None:
+    if not self._buffer:
+      return
+    if len(self._uploads) >= _UPLOADS:
+      self._uploads[-_UPLOADS].result()
+    data = bytes(self._buffer)
+    self._uploads.append(self._pool.submit(self._store.put, data))
+    self._lengths.append(len(data))
+    self._buffer.clear()
+
+
+# Tables of several processes.
+
+
+def to_bytes(fields: Any, arrays: Iterable[np.ndarray]) -> bytes:
+  """Writes JSON and arrays, which are trusted between processes of a run."""
+  file = io.BytesIO()
+  head = np.frombuffer(json.dumps(fields).encode(), np.uint8)
+  np.savez(file, head, *arrays)
+  return file.getvalue()
+
+
+def from_bytes(data: bytes) -> tuple[Any, list[np.ndarray]]:
+  """Undoes `to_bytes`."""
+  with np.load(io.BytesIO(data), allow_pickle=False) as found:
+    head, *arrays = (found[f'arr_{n}'] for n in range(len(found.files)))
+  return json.loads(head.tobytes()), arrays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkTable:
+  """What one process, or all of them, made of a bundle.
+
+  Attributes:
+    specs: {name: (dtype, shape)} of the tensors of which it has blocks.
+    base_id: identity of what every chunk was encoded against; '' if they were
+      not, and the rows hold hashes alone or stand alone.
+    changed: elements that differ from the base.
+    elements: elements of all its chunks.
+    cut_bytes: bytes of chunks that no block held whole.
+    packs: (sha256, bytes) of the objects that hold its blobs.
+    rows: {name: (numbers of chunks, ascending, and their rows)}.
+    starts: {version: identity} that a skip could start from.
+    is_coded: whether all its chunks were encoded.
+  """
+
+  specs: manifest.Specs = dataclasses.field(default_factory=dict)
+  base_id: str = ''
+  changed: int = 0
+  elements: int = 0
+  cut_bytes: int = 0
+  packs: tuple[tuple[str, int], ...] = ()
+  rows: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
+    default_factory=dict
+  )
+  starts: dict[int, str] = dataclasses.field(default_factory=dict)
+  is_coded: bool = True
+
+  def to_bytes(self) -> bytes:
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    fields['rows'] = list(self.rows)
+    fields['starts'] = list(self.starts.items())
+    return to_bytes(fields, [a for pair in self.rows.values() for a in pair])
+
+  @classmethod
+  def from_bytes(cls, data: bytes) -> 'ChunkTable':
+    fields, arrays = from_bytes(data)
+    pairs = zip(arrays[::2], arrays[1::2], strict=True)
+    fields['rows'] = dict(zip(fields['rows'], pairs, strict=True))
+    fields['starts'] = dict(fields['starts'])
+    fields['packs'] = tuple(tuple(pack) for pack in fields['packs'])
+    fields['specs'] = {
+      name: (dtype, tuple(shape))
+      for name, (dtype, shape) in fields['specs'].items()
+    }
+    return cls(**fields)
+
+  @property
+  def tensors(self) -> tuple[manifest.Tensor, ...]:
+    """Tensors of the manifest, of a table of all processes."""
+    return tuple(
+      manifest.Tensor(name=name, dtype=dtype, shape=shape, chunks=rows)
+      for name, (dtype, shape) in sorted(self.specs.items())
+      for _, rows in [self.rows[name]]
+    )
+
+  @property
+  def target_id(self) -> str:
+    return identity.root({t.name: t.node for t in self.tensors})
+
+  @property
+  def full_bytes(self) -> int:
+    return sum(
+      math.prod(shape) * identity.DTYPES[dtype].itemsize
+      for dtype, shape in self.specs.values()
+    )
+
+
+def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
+  """Puts the tables of all processes together.
+
+  Raises:
+    ValueError: names the tensor of which chunks are missing or there twice, or
+      about which processes disagree.
+  """
+  specs: manifest.Specs = {}
+  for table in tables:
+    for name, spec in table.specs.items():
+      if specs.setdefault(name, spec) != spec:
+        raise ValueError(
+          f'{name}: one process has blocks of {spec} and another of '
+          f'{specs[name]}.'
+        )
+  rows, covered = {}, {}
+  for name, (_, shape) in specs.items():
+    count = identity.of(shape).num_chunks
+    rows[name] = np.arange(count), np.zeros(count, manifest.CHUNK)
+    covered[name] = np.zeros(count, bool)
+  packs: list[tuple[str, int]] = []
+  for table in tables:
+    for name, (numbers, part) in table.rows.items():
+      if covered[name][numbers].any():
+        raise ValueError(
+          f'{name}: the blocks of one process overlap those of another.'
+        )
+      moved = part.copy()
+      moved['pack'][moved['pack'] != manifest.NO_PACK] += len(packs)
+      rows[name][1][numbers] = moved
+      covered[name][numbers] = True
+    packs += table.packs
+  for name, (_, shape) in specs.items():
+    _check_cover(name, shape, covered[name], {})
+  # A process that had to ask the store where the run stands may have no base.
+  bases = {table.base_id for table in tables}
+  starts = set.intersection(*(set(table.starts.items()) for table in tables))
+  return ChunkTable(
+    specs=specs,
+    base_id=bases.pop() if len(bases) == 1 else '',
+    changed=sum(table.changed for table in tables),
+    elements=sum(table.elements for table in tables),
+    cut_bytes=sum(table.cut_bytes for table in tables),
+    packs=tuple(packs),
+    rows=rows,
+    starts=dict(sorted(starts)),
+  )

@@ -1,0 +1,1 @@
+"""Lossless codecs of chunks of weights; `coding` is their door."""

@@ -1,0 +1,342 @@
+"""The format of FLAT and CLASS, and the model that they code by.
+
+Each class of weights (`Classes`) has two sequences: how many weights of
+the class lie between two changed ones, and the changed ones' steps. Both are
+cut into symbols of small alphabets and coded by rANS under tables that start
+from a parametric guess and are rebuilt, as the class goes on, from what was
+seen. A blob, little-endian and the lowest bit first, is
+
+  window     u8, the exponent `Classes.low`; FLAT, of one class, has none
+  counts     changes and level (density) of each class: `pack_counts`
+  gap bits   the plain bits of all gaps, class by class, then zeros to a byte
+  states     u32, what each lane of the coder starts with; `num_lanes` of them
+  words      u16, in the order in which the decoder asks for them
+
+Classes follow one another in the symbols; those without changes have none. A
+class has its gaps, the first one from the start of the chunk, then its steps,
+then its far steps, then the plain bits of those:
+
+  gap g      ESCAPE for every 31 << k of it, then (g >> k) % 31; its k lowest
+             bits are gap bits; k is `plain_bits` of the class's level
+  step s     2 * (|s| - 1) + (s < 0) up to 7, else STEP_ESCAPE + (s < 0)
+  far step   |s| = (2 | b) << k | r has the symbol 2 * (k - 2) + b; then r is
+             plain, its 15 lowest bits at most before the others
+
+Symbols, and plain bits of far steps, take turns at the lanes, the first of the
+blob at lane 0. A lane with state x gives the symbol whose range of a `table`
+holds x % 4096 = range start + n, and goes on with x = frequency * (x // 4096)
++ n; or it gives k plain bits, x % 2**k, and goes on with x // 2**k. If x is
+then under 2**16 it becomes x << 16 | word. All lanes end at 2**16, without
+words to spare. Each sequence has tables of its own: from its guess (`guesses`
+of the level; `leaning` for steps) and, after 32, 128, 512, ... symbols, from
+the guess plus 16 for each symbol seen. The code of both is in `rans`.
+
+Everything here is integers: a table that differs by one in the encoder and the
+decoder would garble all that follows.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.resources
+import math
+
+import ml_dtypes
+import numpy as np
+
+# Weights as integers in the order of their values.
+#
+# A float's bits are sign and magnitude; read as an integer, -0 and +0 lie half
+# the number line apart. The order map makes neighbours of neighbouring values:
+# it is a bijection of all bit patterns, so NaN payloads, both zeros, infinities
+# and denormals are numbers like any other, and differences that wrap around are
+# exact for every pair. Integers, and floats without a sign, are in order as
+# they are.
+
+# More binary orders of magnitude than a delta tells apart: see `window`.
+EXPONENTS = 20
+_SAMPLES = 4096
+# Exponents above all but this share of the weights are not told apart.
+_OUTLIERS = 2**-10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+  """How the bits of a dtype are read.
+
+  Attributes:
+    bits: the unsigned integer type of the same size.
+    is_float: sign and magnitude, to be brought into order.
+    shift: of the exponent; 0 where there is none.
+    exponent_mask: of the exponent once shifted; 0 where there is none.
+  """
+
+  bits: np.dtype
+  is_float: bool
+  shift: int
+  exponent_mask: int
+
+  @property
+  def width(self) -> int:
+    return 8 * self.bits.itemsize
+
+
+@functools.cache
+def kind(dtype: np.dtype) -> Kind:
+  """Raises ValueError for a dtype that is not plain numbers of 1-8 bytes."""
+  dtype = np.dtype(dtype)
+  if dtype.hasobject or dtype.itemsize not in (1, 2, 4, 8) or dtype.fields:
+    raise ValueError(
+      f'weights of dtype {dtype} have no codec; numbers of 1, 2, 4 or 8 bytes'
+      ' do'
+    )
+  bits = np.dtype(f'u{dtype.itemsize}')
+  try:
+    info = ml_dtypes.finfo(dtype)
+  except ValueError:
+    return Kind(bits, False, 0, 0)
+  if info.nmant + info.nexp + 1 != 8 * dtype.itemsize:
+    # Unsigned exponents (e8m0) and floats of four or six bits in a byte.
+    return Kind(bits, False, 0, 0)
+  return Kind(bits, True, info.nmant, 2**info.nexp - 1)
+
+
+def to_bits(values: np.ndarray) -> np.ndarray:
+  """The values as unsigned integers, flat: the same memory where possible."""
+  flat = np.require(values, requirements=['C', 'A']).reshape(-1)
+  return flat.view(kind(values.dtype).bits)
+
+
+def ordered(bits: np.ndarray, is_float: bool) -> np.ndarray:
+  if not is_float:
+    return bits
+  top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+  return bits ^ (_sign(bits) | top)
+
+
+def unordered(keys: np.ndarray, is_float: bool) -> np.ndarray:
+  if not is_float:
+    return keys
+  top = keys.dtype.type(1 << (8 * keys.dtype.itemsize - 1))
+  return keys ^ (_sign(~keys) | top)
+
+
+def _sign(bits: np.ndarray) -> np.ndarray:
+  """All bits set where the top one is, else none."""
+  return -(bits >> bits.dtype.type(8 * bits.dtype.itemsize - 1))
+
+
+def window(base: np.ndarray, number: Kind) -> int:
+  """The lowest exponent that gets a class of its own, from a sample.
+
+  Classes count `EXPONENTS` binary orders of magnitude down from the largest
+  weights, few outliers aside; smaller weights share the lowest class.
+  """
+  if not number.exponent_mask:
+    return 0
+  sample = base[:: max(1, base.size // _SAMPLES)] >> number.shift
+  up_to = np.cumsum(np.bincount(sample & number.exponent_mask, minlength=1))
+  largest = int(np.searchsorted(up_to, up_to[-1] * (1 - _OUTLIERS)))
+  return max(0, largest + 1 - EXPONENTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Classes:
+  """How weights are sorted into classes, by the exponent of the base.
+
+  Attributes:
+    number: the dtype.
+    low: exponents up to it share a class.
+    num_classes: classes of exponents; those beyond share the highest.
+  """
+
+  number: Kind
+  low: int
+  num_classes: int
+
+
+# Tables.
+
+# Probabilities are multiples of 2**-12; states of the coder are 16 to 32 bits
+# and are refilled by 16.
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+STATE_LOW = 1 << 16
+RAW = 0x8000  # marks plain bits in a list of coding operations
+RAW_BITS = 15
+
+GAP_SYMBOLS = 32
+GAP_ESCAPE = GAP_SYMBOLS - 1
+STEP_SYMBOLS = 16
+STEP_ESCAPE = 14
+NEAR = 7
+
+# What a table's guess weighs, and what a symbol seen: gaps follow their law
+# closely, steps less so.
+GAP_GUESS = 4096
+STEP_GUESS = 256
+SEEN = 16
+# Signs are thought to be even, with the weight of twice so many.
+LEAN = 8
+# Tables are rebuilt after so many symbols, then each time they grew fourfold.
+FIRST_REBUILD = 32
+GROWTH = 4
+
+# Densities are log odds in quarter octaves: level `EVEN` changes every second
+# weight, level 0 all but one in 64.
+OCTAVE = 4
+_ROOTS = (1.0, math.sqrt(math.sqrt(2)), math.sqrt(2), math.sqrt(math.sqrt(8)))
+EVEN = 24
+LEVELS = 128
+COUNT_BITS = 21
+
+
+def level(changed: int, size: int) -> int:
+  """How sparse the changes in a class are."""
+  odds = (size - changed + 0.5) / (changed + 0.5)
+  return min(LEVELS - 1, max(0, round(OCTAVE * math.log2(odds)) + EVEN))
+
+
+def plain_bits(level_: int) -> int:
+  """Low bits of a gap that are as good as random at this density."""
+  return min(RAW_BITS, max(0, (level_ - EVEN) // OCTAVE - 2))
+
+
+def plain_bytes(starts: np.ndarray, levels: np.ndarray) -> int:
+  """Bytes that the plain bits of all gaps take, which stand together."""
+  bits = np.clip((levels - EVEN) // OCTAVE - 2, 0, RAW_BITS)
+  return (int((np.diff(starts) * bits).sum()) + 7) // 8
+
+
+def num_lanes(changed: int) -> int:
+  """Interleaved coders: more run faster, each costs two bytes."""
+  return 4 if changed >= 1024 else 1
+
+
+@functools.cache
+def guesses(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Counts that tables of gaps, steps and far steps start from, by level.
+
+  A step is a sum of many small pushes: nearly all are +-1 where few weights
+  change, and they spread over 0.4 odds where most do.
+  """
+  gaps, near, far = [], [], []
+  for level_ in range(LEVELS):
+    # Nothing but operations that IEEE 754 rounds the same way everywhere:
+    # powers and logarithms are a bit off, in another place on each machine.
+    odds = math.ldexp(_ROOTS[level_ % OCTAVE], (level_ - EVEN) // OCTAVE)
+    density = 1 / (1 + odds)  # of changes
+    stay = 1 - density
+    for _ in range(plain_bits(level_)):
+      stay *= stay
+    gaps.append(_geometric(stay, GAP_SYMBOLS, GAP_GUESS))
+    spread = 0.4 / odds
+    ratio = spread / (1 + spread) * min(1, density * density * 2)
+    ratio = max(0.003, ratio)
+    pairs = _geometric(ratio, STEP_SYMBOLS // 2, STEP_GUESS)
+    near.append(np.repeat(pairs, 2))
+    far_ratio = min(0.8, max(0.2, 1 - 4 / (spread + 4)))
+    far.append(_geometric(far_ratio, 2 * (width - 3), STEP_GUESS))
+  tables = np.stack(gaps), np.stack(near), np.stack(far)
+  for table_ in tables:
+    table_.flags.writeable = False
+  return tables
+
+
+def _geometric(ratio: float, size: int, total: int) -> np.ndarray:
+  """Counts whose last takes all the rest."""
+  shares, rest = [], 1.0
+  for _ in range(size - 1):
+    shares.append(rest * (1 - ratio))
+    rest *= ratio
+  return np.array([round(total * share) for share in (*shares, rest)])
+
+
+def pack_counts(counts: np.ndarray, levels: np.ndarray) -> bytes:
+  """Changes and level of each class, by their distance from the last exponent.
+
+  A count is its length in bits, then those below the highest; levels, which
+  classes without changes do not have, are thought to rise by an octave.
+  """
+  total = place = 0
+
+  def put(value, bits):
+    nonlocal total, place
+    total |= value << place
+    place += bits
+
+  def put_signed(value):
+    rest = (value << 1 if value >= 0 else -2 * value - 1) + 1
+    bits = rest.bit_length() - 1
+    put((1 << bits) - 1, bits + 1)
+    put(rest & ((1 << bits) - 1), bits)
+
+  before = guess = 0
+  for count, level_ in zip(counts.tolist(), levels.tolist(), strict=True):
+    length = count.bit_length()
+    put_signed(length - before)
+    before = length
+    if length:
+      put(count & ((1 << length - 1) - 1), length - 1)
+      put_signed(level_ - guess)
+      guess = level_ + OCTAVE
+  return total.to_bytes((place + 7) // 8, 'little')
+
+
+def unpack_counts(
+  blob: bytes | memoryview, at: int, num_classes: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+  """Counts, levels and the place after them."""
+  # No class takes more than 64 bits.
+  total = int.from_bytes(blob[at : at + 8 * num_classes], 'little')
+  place = 0
+
+  def take(bits):
+    nonlocal total, place
+    value = total & ((1 << bits) - 1)
+    total >>= bits
+    place += bits
+    return value
+
+  def take_signed():
+    bits = 0
+    while take(1):
+      bits += 1
+      if bits > 8:
+        raise ValueError(f'blob of {len(blob)} bytes has no counts')
+    rest = take(bits) | 1 << bits
+    return rest >> 1 if rest & 1 else -(rest >> 1)
+
+  counts = np.zeros(num_classes, np.int64)
+  levels = np.zeros(num_classes, np.int64)
+  length = guess = 0
+  for c in range(num_classes):
+    length += take_signed()
+    if not 0 <= length <= COUNT_BITS:
+      raise ValueError(f'count of {length} bits of class {c}')
+    if length:
+      counts[c] = 1 << length - 1 | take(length - 1)
+      level_ = guess + take_signed()
+      if not 0 <= level_ < LEVELS:
+        raise ValueError(f'level {level_} of class {c}')
+      levels[c] = level_
+      guess = level_ + OCTAVE
+  at += (place + 7) // 8
+  if at > len(blob):
+    raise ValueError(f'blob of {len(blob)} bytes ends inside its counts')
+  return counts, levels, at
+
+
+def digest_of_sources() -> bytes:
+  """The digest of all files of the codec as they are now."""
+  folder = importlib.resources.files('composer_jax.delta.codec')
+  digest = hashlib.sha256()
+  for file in sorted(folder.iterdir(), key=lambda file: file.name):
+    if file.name.endswith('.py'):
+      content = file.read_bytes()
+      digest.update(f'{file.name} {len(content)}\n'.encode() + content)
+  return digest.digest()
+
+
+# What this process runs; see `scan`.
+SOURCES = digest_of_sources()

@@ -1,0 +1,1 @@
+"""What is written down of weights: their identity, manifests and pointers."""

@@ -1,0 +1,403 @@
+"""What weights are: the Merkle root of the BLAKE3 hashes of their bits.
+
+Chunks under tensors (name, dtype, shape), tensors under the root. The identity
+says what the weights are and not how they were sent or lie on devices, so a
+keyframe, a chain of deltas and a skip that lead to the same bits have the same
+one. sha256 would cap the rate of a verified update at a fifth of a memcpy.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import blake3
+import ml_dtypes
+import numpy as np
+
+FORMAT = 'CDB3'
+HASH_BYTES = 32
+SHORT_HASH_BYTES = 16
+
+DTYPES = {
+  str(np.dtype(t)): np.dtype(t)
+  for t in (
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+    ml_dtypes.float8_e8m0fnu,
+    ml_dtypes.int4,
+    ml_dtypes.uint4,
+    np.float16,
+    np.float32,
+    np.float64,
+    np.bool_,
+    np.int8,
+    np.uint8,
+    np.int16,
+    np.uint16,
+    np.int32,
+    np.uint32,
+    np.int64,
+    np.uint64,
+  )
+}
+_HEX = re.compile('[0-9a-f]{64}')
+
+
+class Block(NamedTuple):
+  """What one process holds of a named global array, whole or a region.
+
+  Attributes:
+    name: of the tensor, '/'-joined.
+    dtype: name in `DTYPES`.
+    shape: of the global array.
+    index: (start, stop) of the region along each axis.
+    values: values of the region.
+  """
+
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  index: tuple[tuple[int, int], ...]
+  values: np.ndarray
+
+
+def hash_chunk(values: np.ndarray) -> bytes:
+  """Returns the hash of a chunk: of its little-endian bits in C order."""
+  bits = flat_bits(values)
+  little = bits.astype(bits.dtype.newbyteorder('<'), copy=False)
+  return blake3.blake3(little.view(np.uint8).data).digest()
+
+
+def short_hash(blob: bytes | memoryview) -> bytes:
+  """Returns what a manifest says of a blob; found wrong before decoding."""
+  return blake3.blake3(blob).digest(SHORT_HASH_BYTES)
+
+
+def tensor_node(
+  name: str, dtype: str, shape: Iterable[int], posts: bytes
+) -> bytes:
+  """Returns the Merkle node of a tensor.
+
+  Args:
+    name: of the tensor.
+    dtype: name in `DTYPES`.
+    shape: of the global array.
+    posts: the hashes of its chunks by number, one after another.
+  """
+  head = canonical_json(['tensor', FORMAT, name, dtype, list(shape)])
+  return blake3.blake3(head + b'\n' + posts).digest()
+
+
+def root(nodes: Mapping[str, bytes]) -> str:
+  """Returns the identity of weights from the nodes of their tensors."""
+  head = canonical_json(['weights', FORMAT, len(nodes)])
+  leaves = b''.join(nodes[name] for name in sorted(nodes))
+  return blake3.blake3(head + b'\n' + leaves).hexdigest()
+
+
+def target_id(tensors: Mapping[str, np.ndarray]) -> str:
+  """Returns the identity of whole arrays: what a publisher would call them."""
+  nodes = {}
+  for name, array in tensors.items():
+    check_dtype(name, str(array.dtype))
+    grid = of(array.shape)
+    chunks = (array[grid.slices(number)] for number in range(grid.num_chunks))
+    posts = b''.join(map(hash_chunk, chunks))
+    nodes[name] = tensor_node(name, str(array.dtype), array.shape, posts)
+  return root(nodes)
+
+
+def check_dtype(name: str, dtype: str) -> None:
+  if dtype not in DTYPES:
+    raise ValueError(f'{name}: dtype {dtype!r} is not one of {sorted(DTYPES)}.')
+
+
+def flat_bits(array: np.ndarray) -> np.ndarray:
+  """Views an array as flat unsigned integers of the same width."""
+  flat = np.ascontiguousarray(array).reshape(-1)
+  return flat.view(bits_dtype(array.dtype))
+
+
+def bits_dtype(dtype: np.dtype) -> np.dtype:
+  return np.dtype(f'u{dtype.itemsize}')
+
+
+def canonical_json(value: Any) -> bytes:
+  return json.dumps(value, sort_keys=True, separators=(',', ':')).encode()
+
+
+def parse_canonical(data: bytes) -> Any:
+  """Parses JSON that has exactly one spelling; any other is a ValueError."""
+  try:
+    value = json.loads(data)
+    # Writing recurses a little deeper than reading.
+    spelled = canonical_json(value)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'not valid JSON ({error})') from error
+  if spelled != data:
+    raise ValueError('JSON that is not in the canonical spelling')
+  return value
+
+
+def is_hash(value: Any) -> bool:
+  """Whether it is 32 bytes in lower-case hexadecimal."""
+  return isinstance(value, str) and _HEX.fullmatch(value) is not None
+
+
+def is_count(value: Any) -> bool:
+  """Whether it is an integer, not a bool, of 0 to 2**63 - 1."""
+  return type(value) is int and 0 <= value < 2**63
+
+
+# How a global array is cut into chunks: regions that shards do not cut.
+#
+# The grid of an array depends on its shape alone, so the identity of weights
+# depends on no sharding, while a host encodes what it holds and a receiver
+# fetches what it wants. A chunk has at most 2**20 elements. It costs about a
+# hundred bytes, little beside 2**18 coded elements; and a shard that holds part
+# of a chunk has to get the rest of it from its neighbour. So chunks are as
+# large as the shards of `parallel.layouts` allow, where `_roles` guesses which
+# dimension is the embedding, which the heads, and so on.
+#
+# What holds for every file of configs/models on meshes whose axes are powers of
+# two, and is tested: no chunk is cut
+# - by REPLICATED, ever;
+# - by TRAIN, with dense weights over up to 64 devices (fsdp x context), experts
+#   over up to 512, and up to 64 replicas;
+# - by DECODE over up to 8 devices, and up to 32 where the model is 4096 wide.
+# Models less than 2048 wide get chunks for 8 devices, and some that are cut all
+# the same, because many small chunks would outweigh the changes in them: an
+# array of at most 2**18 elements is one chunk, one of up to 2**21 is cut along
+# the embedding and the experts alone (for TRAIN, that is). Any other shape,
+# mesh or layout is right too, only slower: `cut_bytes` counts it.
+
+MAX_ELEMENTS = 2**20
+MAX_RANK = 16
+
+Index = tuple[tuple[int, int], ...]
+
+# Of a model that is less than _WIDE wide, arrays up to these sizes.
+_WIDE = 2048
+_ONE_CHUNK = 2**18
+_FEW_CHUNKS = 2**21
+
+# Widths of engines that need more devices.
+_WIDER = 4096
+
+# No head dimension, and no number of heads, is longer.
+_SHORT = 256
+
+# No embedding is longer; hidden units of dense layers are.
+_WIDEST = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+  """Chunks of one array; the last one along a dimension may be shorter.
+
+  Attributes:
+    shape: of the global array.
+    sides: of a chunk, at least 1 each.
+  """
+
+  shape: tuple[int, ...]
+  sides: tuple[int, ...]
+
+  @functools.cached_property
+  def counts(self) -> tuple[int, ...]:
+    """Chunks along each dimension."""
+    return tuple(
+      -(-n // side) for n, side in zip(self.shape, self.sides, strict=True)
+    )
+
+  @functools.cached_property
+  def num_chunks(self) -> int:
+    return math.prod(self.counts)
+
+  @functools.cached_property
+  def sizes(self) -> np.ndarray:
+    """Elements of each chunk, int64, by number."""
+    sizes = np.ones(1, np.int64)
+    for n, side in zip(self.shape, self.sides, strict=True):
+      starts = np.arange(0, n, side, dtype=np.int64)
+      lengths = np.minimum(n - starts, side)
+      sizes = np.multiply.outer(sizes, lengths).reshape(-1)
+    return sizes
+
+  @property
+  def is_flat(self) -> bool:
+    """Whether the chunks one after another are the array in C order."""
+    if 0 in self.shape:
+      return True
+    return all(
+      math.prod(self.sides[:dim]) == 1
+      for dim, count in enumerate(self.counts)
+      if count > 1
+    )
+
+  def chunk(self, number: int) -> Index:
+    """Returns (start, stop) along each dimension; numbers are in C order."""
+    if not 0 <= number < self.num_chunks:
+      raise IndexError(f'chunk {number} of {self.num_chunks}')
+    ends = []
+    for n, side, count in zip(
+      reversed(self.shape),
+      reversed(self.sides),
+      reversed(self.counts),
+      strict=True,
+    ):
+      number, place = divmod(number, count)
+      ends.append((place * side, min((place + 1) * side, n)))
+    return tuple(reversed(ends))
+
+  def slices(self, number: int) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in self.chunk(number))
+
+  def intersecting(self, index: Index) -> list[int]:
+    """Returns the numbers, ascending, of chunks that `index` has a part of.
+
+    Raises:
+      ValueError: it leaves the array.
+    """
+    for (start, stop), n in zip(index, self.shape, strict=True):
+      if start < 0 or stop > n:
+        raise ValueError(
+          f'the region {index} leaves an array of shape {self.shape}.'
+        )
+    if any(start >= stop for start, stop in index):
+      return []
+    numbers = [0]
+    for (start, stop), side, count in zip(
+      index, self.sides, self.counts, strict=True
+    ):
+      places = range(start // side, -(-stop // side))
+      numbers = [number * count + at for number in numbers for at in places]
+    return numbers
+
+
+def of(shape: tuple[int, ...]) -> Grid:
+  """Returns the grid of an array; the same whoever asks, for any dtype."""
+  return _of(tuple(shape))
+
+
+def shared(left: Index, right: Index) -> Index:
+  """Returns the region that two regions share."""
+  pairs = zip(left, right, strict=True)
+  return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+
+
+def within(index: Index, outer: Index) -> tuple[slice, ...]:
+  """Returns where a region lies in a region around it."""
+  pairs = zip(index, outer, strict=True)
+  return tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)
+
+
+def cut_bytes(grid: Grid, index: Index, itemsize: int) -> int:
+  """Returns the bytes of the chunks that `index` holds in part only."""
+  if any(start >= stop for start, stop in index):
+    return 0
+  touched = whole = 1
+  for (start, stop), n, side in zip(index, grid.shape, grid.sides, strict=True):
+    touched *= min(_up(stop, side), n) - _down(start, side)
+    last = n if stop == n else _down(stop, side)
+    whole *= max(last - _up(start, side), 0)
+  return (touched - whole) * itemsize
+
+
+def _down(n: int, side: int) -> int:
+  return n // side * side
+
+
+def _up(n: int, side: int) -> int:
+  return -(-n // side) * side
+
+
+# The identity of weights rests on all that follows: a change of it is another
+# `identity.FORMAT`.
+@functools.lru_cache(maxsize=4096)
+def _of(shape: tuple[int, ...]) -> Grid:
+  if len(shape) > MAX_RANK:
+    raise ValueError(f'an array of rank {len(shape)} exceeds {MAX_RANK}.')
+  if 0 in shape:
+    return Grid(shape, tuple(max(n, 1) for n in shape))
+  parts = _parts(shape)
+  sides, room = [], MAX_ELEMENTS
+  # From the last: the elements of a chunk lie in long runs.
+  for n, count in zip(reversed(shape), reversed(parts), strict=True):
+    sides.append(_side(n, count, room))
+    room //= sides[-1]
+  return Grid(shape, tuple(reversed(sides)))
+
+
+def _side(n: int, parts: int, room: int) -> int:
+  """Returns about the longest side within `room` that divides each part."""
+  if parts > 1:
+    fewest = -(-(n // parts) // room)
+    for count in range(fewest, 4 * fewest):
+      if n // parts % count == 0:
+        return n // parts // count
+  # Nobody cuts this dimension, or its length has no good divisor.
+  return -(-n // -(-n // room))
+
+
+def _parts(shape: tuple[int, ...]) -> list[int]:
+  """Returns how many equal parts of each dimension chunks must not straddle."""
+  roles, elements = _roles(shape), math.prod(shape)
+  named = dict(zip(roles, shape, strict=True))
+  width = _width(named)
+  if width >= _WIDE:
+    decode = 32 if width >= _WIDER else 8
+    # An expert lies on one device, or where those outnumber the experts, its
+    # own dimension is divided too.
+    train = {'embed': 64, 'low_rank': 64, 'rest': 16}
+    train['expert'] = named.get('expert', 1)
+  else:
+    decode = 8 if elements > _FEW_CHUNKS else 1
+    train = {} if elements <= _ONE_CHUNK else {'embed': 8, 'expert': 8}
+  parts = {'heads': decode, 'ffw': decode, 'vocab': decode, **train}
+  return [
+    math.gcd(n, parts.get(role, 1))
+    for role, n in zip(roles, shape, strict=True)
+  ]
+
+
+def _width(named: dict[str, int]) -> int:
+  """Guesses how wide the model is."""
+  if 'low_rank' in named or 'norm' in named:
+    return named['heads'] * named.get('whole', named.get('norm', 1))
+  return named.get('embed', named.get('rest', 0))
+
+
+def _roles(shape: tuple[int, ...]) -> tuple[str, ...]:
+  """Guesses what each dimension counts, as `models` order them."""
+  match shape:
+    case (first, _) if first <= _SHORT:
+      return 'layer', 'whole'
+    case (first, second):
+      return ('vocab', 'embed') if first >= second else ('embed', 'vocab')
+    case (_, heads, dim) if 4 * heads <= dim <= _SHORT and heads * dim >= _WIDE:
+      return 'layer', 'heads', 'norm'
+    case (_, embed, to) if 3 * to <= embed <= _WIDEST and (
+      to <= 512 or to % 512 == 0
+    ):
+      # A router, or down to a low rank.
+      return 'layer', 'embed', 'whole'
+    case (_, _, _):
+      return 'layer', 'ffw', 'embed'
+    case (_, embed, heads, dim) if dim <= _SHORT and embed > dim:
+      is_rank = embed % 512 == 0 and 4 * embed <= heads * dim
+      return 'layer', 'low_rank' if is_rank else 'embed', 'heads', 'whole'
+    case (_, _, 2, _):
+      return 'layer', 'embed', 'gate_up', 'ffw'
+    case (_, heads, dim, embed) if heads * dim < 4 * embed:
+      return 'layer', 'heads', 'whole', 'embed'
+    case (_, _, _, _):
+      return 'layer', 'expert', 'whole', 'rest'
+    case (_, _, _, 2, _):
+      return 'layer', 'expert', 'rest', 'gate_up', 'whole'
+  return ('whole',) * len(shape)

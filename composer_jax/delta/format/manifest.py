@@ -1,0 +1,519 @@
+"""What is written down about a bundle, a run's bundles, and its latest one.
+
+  Manifest   one bundle: its chunks, where their blobs lie, what they become
+  Index      the live bundles of a run: edges between versions
+  Pointer    signed: the head of a run; names its manifest and the index
+
+Each has exactly one spelling, and says how long what it names is, so that
+nothing is read further than someone verified. Parsing one that is damaged or
+hostile is a ValueError that costs no more memory than a small multiple of its
+bytes.
+"""
+
+import dataclasses
+import re
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.delta.format import identity, keys
+
+FORMAT = identity.FORMAT
+KEY, DELTA = KINDS = ('key', 'delta')
+Specs = dict[str, tuple[str, tuple[int, ...]]]  # {name: (dtype, shape)}
+
+MAX_MANIFEST_BYTES = 2**28
+MAX_HEADER_BYTES = 2**24
+MAX_TENSORS = 2**17
+MAX_INDEX_BYTES = 2**24
+MAX_POINTER_BYTES = 4096
+_MAX_NAME = 1024
+
+# A row of a manifest: codec id, pack and bytes of the blob, its short hash, and
+# the hash of the chunk that it becomes.
+CHUNK = np.dtype(
+  [
+    ('codec', 'u1'),
+    ('pack', '<u4'),
+    ('length', '<u4'),
+    ('blob', 'u1', identity.SHORT_HASH_BYTES),
+    ('post', 'u1', identity.HASH_BYTES),
+  ]
+)
+NO_PACK = 0xFFFFFFFF  # No blob: the chunk is that of the base.
+# A codec never makes a blob longer than its chunk by more.
+MAX_BLOB_OVERHEAD = 64
+# The codec ids of `codec` that mean something to a manifest.
+SAME, RAW, PLANES, CLASS = 0, 1, 2, 4
+
+_MAGIC = FORMAT.encode() + b'\n'
+_LENGTH = struct.Struct('<I')
+_SEAL = FORMAT.encode() + b'P'
+_RUN_ID = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,127}')
+
+
+class OtherFormat(ValueError):
+  """A store that another version of this library wrote."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tensor:
+  """A tensor of a manifest.
+
+  Attributes:
+    name: of the tensor.
+    dtype: name in `identity.DTYPES`.
+    shape: of the global array.
+    chunks: of dtype CHUNK, one for each chunk of its grid, by number.
+  """
+
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  chunks: np.ndarray
+
+  def __post_init__(self):
+    _check_tensor(self.name, self.dtype, self.shape)
+    good = isinstance(self.chunks, np.ndarray) and self.chunks.dtype == CHUNK
+    good = good and self.chunks.shape == (self.grid.num_chunks,)
+    _require(good, f'number of chunks of {self.name!r}')
+    self.chunks.setflags(write=False)
+
+  @property
+  def grid(self) -> identity.Grid:
+    return identity.of(self.shape)
+
+  @property
+  def raw_bytes(self) -> np.ndarray:
+    """Bytes of each chunk."""
+    return self.grid.sizes * identity.DTYPES[self.dtype].itemsize
+
+  @property
+  def node(self) -> bytes:
+    """Its Merkle node."""
+    posts = self.chunks['post'].tobytes()
+    return identity.tensor_node(self.name, self.dtype, self.shape, posts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Manifest:
+  """Everything about one bundle except the blobs themselves.
+
+  Attributes:
+    run_id: the run that published it.
+    version: of the policy.
+    kind: KEY stands alone, DELTA needs the weights `base_id`.
+    base_version: what a DELTA starts from; several versions back for a skip.
+    base_id: identity of those weights; '' for a KEY.
+    target_id: identity of the resulting weights.
+    packs: (sha256, bytes) of the objects that hold the blobs. Blobs lie in
+      each in ascending (tensor, chunk) order, without gaps, and fill it.
+    tensors: sorted by name.
+  """
+
+  run_id: str
+  version: int
+  kind: str
+  base_version: int | None
+  base_id: str
+  target_id: str
+  packs: tuple[tuple[str, int], ...]
+  tensors: tuple[Tensor, ...]
+
+  def __post_init__(self):
+    _check_header(self)
+    names = [t.name for t in self.tensors]
+    _require(names == sorted(set(names)), 'order of the tensors')
+    if self.kind == KEY:
+      allowed = [RAW, PLANES]
+    else:
+      allowed = list(range(CLASS + 1))
+    raw_bytes = [np.zeros(0, np.int64), *(t.raw_bytes for t in self.tensors)]
+    packs = [length for _, length in self.packs]
+    _check_table(self._table, np.concatenate(raw_bytes), allowed, packs)
+    found = identity.root({t.name: t.node for t in self.tensors})
+    if found != self.target_id:
+      raise ValueError(
+        f'the tensors of version {self.version} have the Merkle root '
+        f'{found}, and the manifest claims {self.target_id}.'
+      )
+
+  @property
+  def _table(self) -> np.ndarray:
+    tables = [t.chunks for t in self.tensors]
+    return np.concatenate(tables) if tables else np.zeros(0, CHUNK)
+
+  @property
+  def full_bytes(self) -> int:
+    """Bytes of the weights."""
+    return sum(int(t.raw_bytes.sum()) for t in self.tensors)
+
+  @property
+  def bundle_bytes(self) -> int:
+    """Bytes of its packs, without the manifest itself."""
+    return sum(length for _, length in self.packs)
+
+  def signature(self) -> Specs:
+    """Returns {name: (dtype, shape)}."""
+    return {t.name: (t.dtype, t.shape) for t in self.tensors}
+
+  def offsets(self) -> tuple[np.ndarray, ...]:
+    """Returns where each blob begins in its pack: for each tensor, by chunk."""
+    if not self.tensors:
+      return ()
+    places, _ = place(self._table, len(self.packs))
+    ends = np.cumsum([len(t.chunks) for t in self.tensors])
+    return tuple(np.split(places, ends[:-1]))
+
+  def to_bytes(self) -> bytes:
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    fields['tensors'] = [[t.name, t.dtype, t.shape] for t in self.tensors]
+    header = identity.canonical_json(fields)
+    tables = (t.chunks.tobytes() for t in self.tensors)
+    return b''.join([_MAGIC, _LENGTH.pack(len(header)), header, *tables])
+
+  @classmethod
+  def from_bytes(cls, data: bytes) -> 'Manifest':
+    """Parses and checks; ValueError says what is wrong."""
+    if len(data) > MAX_MANIFEST_BYTES:
+      raise ValueError(
+        f'a manifest of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}.'
+      )
+    start = len(_MAGIC) + _LENGTH.size
+    good = len(data) >= start and data.startswith(_MAGIC)
+    _require(good, f'format, which is {data[:4]!r} and must be {FORMAT}')
+    (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
+    good = length <= min(MAX_HEADER_BYTES, len(data) - start)
+    _require(good, 'length of its header')
+    header = identity.parse_canonical(data[start : start + length])
+    fields = dict(_fields_of(header, cls))
+    fields['tensors'] = _read_tensors(fields['tensors'], data, start + length)
+    rows = _items(fields['packs'], 'packs')
+    fields['packs'] = tuple(tuple(_items(row, 'packs')) for row in rows)
+    return cls(**fields)
+
+
+def _read_tensors(rows: Any, data: bytes, start: int) -> tuple[Tensor, ...]:
+  tensors = []
+  rows = _items(rows, 'tensors')
+  _require(len(rows) <= MAX_TENSORS, f'number of tensors, {len(rows)}')
+  for row in rows:
+    good = isinstance(row, list) and len(row) == 3
+    _require(good, 'list of tensors')
+    name, dtype, shape = row
+    _check_tensor(name, dtype, shape)
+    # Before the grid is made: no more chunks than there are rows for them.
+    left = (len(data) - start) // CHUNK.itemsize
+    fits = _num_elements(shape) <= left * identity.MAX_ELEMENTS
+    _require(fits, f'length; {name!r} has no room')
+    count = identity.of(tuple(shape)).num_chunks
+    _require(count <= left, f'length; {name!r} has no room')
+    table = np.frombuffer(data, CHUNK, count, start)
+    start += table.nbytes
+    tensors.append(
+      Tensor(name=name, dtype=dtype, shape=tuple(shape), chunks=table)
+    )
+  _require(start == len(data), 'length; something follows its chunks')
+  return tuple(tensors)
+
+
+def _check_header(manifest: Manifest) -> None:
+  check_run_id(manifest.run_id)
+  _require(manifest.kind in KINDS, f'kind {manifest.kind!r:.200}')
+  _check_start(
+    manifest.kind == KEY,
+    manifest.version,
+    manifest.base_version,
+    'a manifest',
+  )
+  if manifest.kind == KEY:
+    _require(manifest.base_id == '', 'base_id of a keyframe')
+  else:
+    _require(identity.is_hash(manifest.base_id), 'base_id')
+  _require(identity.is_hash(manifest.target_id), 'target_id')
+  for pack in manifest.packs:
+    good = len(pack) == 2 and identity.is_hash(pack[0])
+    good = good and identity.is_count(pack[1]) and pack[1] > 0
+    _require(good, 'pack')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+  """A live bundle, as a way from one version to another.
+
+  Attributes:
+    version: where it leads.
+    base_version: where it starts; None for a keyframe.
+    kind: KEY or DELTA.
+    bytes: of its packs and manifest.
+    manifest: sha256 of it.
+    manifest_bytes: its length.
+    target: the first 16 digits of the identity it leads to.
+  """
+
+  version: int
+  base_version: int | None
+  kind: str
+  bytes: int
+  manifest: str
+  manifest_bytes: int
+  target: str
+
+  def __post_init__(self):
+    _require(self.kind in KINDS, 'kind of an edge')
+    is_key = self.kind == KEY
+    _check_start(is_key, self.version, self.base_version, 'an edge')
+    _require(identity.is_count(self.bytes), 'bytes of an edge')
+    good = _is_length(self.manifest_bytes, MAX_MANIFEST_BYTES)
+    _require(good, 'manifest_bytes of an edge')
+    _require(identity.is_hash(self.manifest), 'manifest of an edge')
+    good = isinstance(self.target, str) and identity.is_hash(self.target * 4)
+    _require(good and len(self.target) == 16, 'target of an edge')
+
+  @property
+  def order(self) -> tuple[int, int, str]:
+    base = -1 if self.base_version is None else self.base_version
+    return self.version, base, self.manifest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+  """The live bundles of a run; edges of any order become sorted."""
+
+  run_id: str
+  edges: tuple[Edge, ...]
+
+  def __post_init__(self):
+    check_run_id(self.run_id)
+    edges = sorted(self.edges, key=lambda edge: edge.order)
+    object.__setattr__(self, 'edges', tuple(edges))
+    names = {edge.manifest for edge in edges}
+    _require(len(names) == len(edges), 'index that repeats a manifest')
+    targets = {(edge.version, edge.target) for edge in edges}
+    good = len(targets) == len(dict(targets))
+    _require(good, 'index: a version with two targets')
+
+  def to_bytes(self) -> bytes:
+    edges = [dataclasses.asdict(edge) for edge in self.edges]
+    return identity.canonical_json({'run_id': self.run_id, 'edges': edges})
+
+  @classmethod
+  def from_bytes(cls, data: bytes) -> 'Index':
+    """Parses and checks; ValueError says what is wrong."""
+    _require(len(data) <= MAX_INDEX_BYTES, 'length of an index')
+    fields = _fields_of(identity.parse_canonical(data), cls)
+    rows = _items(fields['edges'], 'edges')
+    edges = tuple(Edge(**_fields_of(row, Edge)) for row in rows)
+    index = cls(run_id=fields['run_id'], edges=edges)
+    _require(index.edges == edges, 'order of the edges')
+    return index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pointer:
+  """Names the latest version of a run.
+
+  Attributes:
+    run_id: of the run it belongs to.
+    sequence: grows by one whenever the pointer moves, also backwards.
+    rewinds: how often the run was rewound; the version falls only with it.
+    version: of the policy.
+    target_id: identity of its weights.
+    base_id: identity of what `manifest` starts from; '' for a keyframe.
+    manifest: sha256 of the head's single delta; of its keyframe if there is
+      none.
+    manifest_bytes: its length.
+    index: sha256 of the index.
+    index_bytes: its length.
+    expires: unix seconds after which it is too old to be believed.
+  """
+
+  run_id: str
+  sequence: int
+  rewinds: int
+  version: int
+  target_id: str
+  base_id: str
+  manifest: str
+  manifest_bytes: int
+  index: str
+  index_bytes: int
+  expires: int
+
+  def __post_init__(self):
+    check_run_id(self.run_id)
+    for name in ('sequence', 'rewinds', 'version', 'expires'):
+      value = getattr(self, name)
+      good = identity.is_count(value)
+      _require(good, f'{name} {value!r:.99} of a pointer')
+    for name in ('target_id', 'manifest', 'index'):
+      value = getattr(self, name)
+      good = identity.is_hash(value)
+      _require(good, f'{name} {value!r:.99} of a pointer')
+    for name, most in (
+      ('manifest_bytes', MAX_MANIFEST_BYTES),
+      ('index_bytes', MAX_INDEX_BYTES),
+    ):
+      value = getattr(self, name)
+      _require(_is_length(value, most), f'{name} {value!r:.99} of a pointer')
+    good = self.base_id == '' or identity.is_hash(self.base_id)
+    _require(good, 'base_id of a pointer')
+
+
+def seal(pointer: Pointer, signer: keys.Signer) -> bytes:
+  """Returns the pointer in canonical JSON after a line with its signature."""
+  body = identity.canonical_json(dataclasses.asdict(pointer))
+  signature = signer.sign(_signed(signer.algorithm, body))
+  line = f' {signer.algorithm} {signature.hex()}\n'
+  return _SEAL + line.encode() + body
+
+
+def unseal(data: bytes, verifier: keys.Verifier, run_id: str) -> Pointer:
+  """Undoes `seal`; the signature is verified before the JSON is parsed.
+
+  Raises:
+    ValueError: changed, cut, of another key, or of another run.
+  """
+  if len(data) > MAX_POINTER_BYTES:
+    raise ValueError(
+      f'a pointer of {len(data)} bytes exceeds {MAX_POINTER_BYTES}.'
+    )
+  line, newline, body = data.partition(b'\n')
+  parts = line.split(b' ')
+  if data[:3] == _SEAL[:3] and data[3:5] in (b'2P', b'1P'):
+    raise OtherFormat(
+      f'a pointer of the format {data[:4].decode()}, and this version reads '
+      f'{FORMAT} alone: publish the weights again, into another store'
+    )
+  if not newline or len(parts) != 3 or parts[0] != _SEAL:
+    raise ValueError('a pointer does not begin with its signature')
+  algorithm = verifier.algorithm
+  if parts[1] != algorithm.encode():
+    raise ValueError(
+      f'a pointer is signed by {parts[1]!r:.99}, and the key is of {algorithm}'
+    )
+  signature = bytes.fromhex(parts[2].decode('ascii'))
+  if signature.hex().encode() != parts[2]:
+    raise ValueError('a signature must be in lower-case hexadecimal')
+  verifier.verify(_signed(algorithm, body), signature)
+  pointer = Pointer(**_fields_of(identity.parse_canonical(body), Pointer))
+  if pointer.run_id != run_id:
+    raise ValueError(
+      f'a pointer belongs to run {pointer.run_id!r}, not {run_id!r}'
+    )
+  return pointer
+
+
+def _signed(algorithm: str, body: bytes) -> bytes:
+  return algorithm.encode() + b'\n' + body
+
+
+def _is_length(value: Any, most: int) -> bool:
+  return identity.is_count(value) and 0 < value <= most
+
+
+def _check_table(
+  table: np.ndarray,
+  raw_bytes: np.ndarray,
+  allowed: Sequence[int],
+  packs: Sequence[int],
+) -> None:
+  """Refuses a table that no publisher writes.
+
+  Args:
+    table: all chunks of a manifest.
+    raw_bytes: of their chunks.
+    allowed: codec ids.
+    packs: the bytes of each pack.
+  """
+  codecs, lengths = table['codec'], table['length']
+  _require(np.isin(codecs, allowed).all(), 'codec of a chunk')
+  bare = codecs == SAME
+  in_pack = table['pack'] < len(packs)
+  good = np.where(bare, table['pack'] == NO_PACK, in_pack).all()
+  _require(good, 'pack of a chunk')
+  most = np.where(bare, 0, raw_bytes + MAX_BLOB_OVERHEAD)
+  least = np.where(codecs == RAW, raw_bytes, ~bare)
+  most = np.where(codecs == RAW, raw_bytes, most)
+  good = ((least <= lengths) & (lengths <= most)).all()
+  _require(good, 'length of a blob')
+  _require(not table['blob'][bare].any(), 'hash of a blob that is none')
+  _, filled = place(table, len(packs))
+  good = filled.tolist() == list(packs)
+  _require(good, 'pack; its blobs must fill it exactly')
+
+
+def place(table: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the offset of each blob in its pack, and the bytes of each pack."""
+  order = np.argsort(table['pack'], kind='stable')
+  packs = table['pack'][order]
+  ends = np.concatenate(
+    [[0], np.cumsum(table['length'][order], dtype=np.int64)]
+  )
+  borders = np.searchsorted(packs, np.arange(num_packs + 1))
+  filled = np.diff(ends[borders])
+  # Chunks without a pack come last.
+  held = order[: borders[-1]]
+  offsets = np.zeros(len(table), np.int64)
+  begins = np.repeat(ends[borders[:-1]], np.diff(borders))
+  offsets[held] = ends[: borders[-1]] - begins
+  return offsets, filled
+
+
+def _require(condition: bool | np.bool, what: str) -> None:
+  if not condition:
+    raise ValueError(f'a bundle has an invalid {what}.')
+
+
+def check_run_id(value: Any) -> None:
+  if not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
+    raise ValueError(
+      f'run_id {value!r:.200} must be 1 to 128 letters, digits, ".", "_" or '
+      '"-", and begin with a letter or digit.'
+    )
+
+
+def _fields_of(value: Any, record: type) -> dict[str, Any]:
+  """Returns it, if a record is made of it; the record checks the types."""
+  names = {f.name for f in dataclasses.fields(record)}
+  good = isinstance(value, dict) and value.keys() == names
+  _require(good, f'{record.__name__}: its fields must be {sorted(names)}')
+  return value
+
+
+def _items(value: Any, what: str) -> list:
+  _require(isinstance(value, list), f'list of {what}')
+  return value
+
+
+def _check_tensor(name: Any, dtype: Any, shape: Any) -> None:
+  good = isinstance(name, str) and 0 < len(name) <= _MAX_NAME
+  _require(good and name.isprintable(), f'tensor name {name!r:.200}')
+  good = isinstance(dtype, str) and dtype in identity.DTYPES
+  _require(good, f'dtype {dtype!r:.200} of {name!r}')
+  good = isinstance(shape, list | tuple) and len(shape) <= identity.MAX_RANK
+  _require(good and all(map(identity.is_count, shape)), f'shape of {name!r}')
+  # A zero makes an array empty but must not hide a product beyond int64.
+  _require(_num_elements([n or 1 for n in shape]) < 2**63, f'shape of {name!r}')
+
+
+def _num_elements(shape) -> int:
+  size = 1
+  for n in shape:
+    size *= n
+  return size
+
+
+def _check_start(
+  is_key: bool, version: Any, base_version: Any, what: str
+) -> None:
+  """What a bundle starts from: nothing, or an earlier version."""
+  _require(identity.is_count(version), f'version {version!r:.99} of {what}')
+  if is_key:
+    _require(base_version is None, f'base of {what}: a keyframe has none')
+    return
+  good = identity.is_count(base_version) and base_version < version
+  rule = f'which must be before version {version}'
+  _require(good, f'base version {base_version!r:.99} of {what}, {rule}')

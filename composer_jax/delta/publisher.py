@@ -1,0 +1,291 @@
+"""Publishes the policies of a trainer as bundles, while it trains on.
+
+Consumes: trees of arrays, one at a time.
+Waits for: the store; a tree that comes while one is in flight waits for it.
+Woken by: `publish` and `gc`; the clock, before the pointer expires.
+Produces: a `BundleInfo` for each version; an error at the next call.
+"""
+
+import logging
+import os
+import pathlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from composer_jax.core import trees
+from composer_jax.delta import chain, team
+from composer_jax.delta.format import identity, keys
+from composer_jax.delta.store import objects
+from composer_jax.train import weights
+
+# How long processes wait for each other's messages, and for the key.
+_TIMEOUT_S = 600.0
+_log = logging.getLogger(__name__)
+
+
+class Publisher:
+  """Publishes one run from a thread of its own, at most one tree at a time.
+
+  Arrays are brought to the host in the thread, shard by shard, each process its
+  own. Under `jax.distributed` every process has one and calls it alike.
+
+  Args:
+    store: folder or URL of the store.
+    key: file of the key that signs; made when missing.
+    run_id: name of the run in the store.
+    options: how versions are encoded and kept.
+    peers: how several processes share the work; None asks jax for them.
+
+  Raises:
+    ValueError: the key, the store or the run's name is not sound.
+  """
+
+  def __init__(
+    self,
+    store: str | os.PathLike | objects.Store,
+    key: str | os.PathLike,
+    run_id: str = 'policy',
+    options: chain.BundleOptions | None = None,
+    *,
+    peers: team.Peers | None = None,
+  ):
+    self._options = options or chain.BundleOptions()
+    if not isinstance(store, objects.Store):
+      store = objects.Store(store)
+    store.check_writable()
+    peers = peers or _peers()
+    signer = _open_or_make_key(key, peers, store, run_id)
+    self._chain = chain.BundleWriter(
+      store, run_id, signer, options=self._options, peers=peers
+    )
+    self._done: queue.SimpleQueue[chain.BundleInfo] = queue.SimpleQueue()
+    self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+    self._renew_at = self._next_renewal()
+    # A kill at any moment is one of the cases that publishing survives.
+    self._thread = threading.Thread(
+      target=self._run, name='bundles', daemon=True
+    )
+    self._thread.start()
+
+  def __enter__(self) -> 'Publisher':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  @property
+  def version(self) -> int | None:
+    """The last committed version, None before the first."""
+    return self._chain.version
+
+  def publish(self, tree: Any, version: int, *, owned: bool = False) -> None:
+    """Copies a tree and starts publishing; waits for what was started before.
+
+    Args:
+      tree: arrays of jax or numpy, which may be donated or written to then.
+      version: above the last one, or one published before.
+      owned: whether nobody else has the tree's arrays, which spares the copy.
+
+    Raises:
+      ValueError, OSError: of what was started before; this is not started.
+    """
+    self.wait()
+    if not owned:
+      tree = copy(tree)
+
+    def send() -> None:
+      info = self._chain.publish(blocks(tree), version)
+      self._renew_at = self._next_renewal()
+      self._done.put(info)
+
+    self._start(send)
+
+  def results(self) -> list[chain.BundleInfo]:
+    """Returns what was finished since it was last asked, in order.
+
+    Raises:
+      ValueError, OSError: a version could not be published; said once.
+    """
+    self._raise()
+    return [self._done.get() for _ in range(self._done.qsize())]
+
+  def wait(self) -> None:
+    """Waits until nothing is in flight; raises what `results` would."""
+    self._tasks.join()
+    self._raise()
+
+  def rewind(self, version: int) -> None:
+    """Makes published versions after `version` void; receivers follow."""
+    self.wait()
+    # In the thread, which may be about to renew the pointer.
+    self._start(lambda: self._chain.rewind(version))
+    self.wait()
+
+  def gc(self, keep: int, say: Callable[[str], None] = _log.warning) -> None:
+    """Frees, after what is in flight, what no receiver needs any more.
+
+    Old versions whose bundles are damaged cost room and nothing else: they end
+    no run.
+
+    Args:
+      keep: number of newest versions that stay.
+      say: is told why nothing could be deleted, from the thread.
+    """
+
+    def collect() -> None:
+      try:
+        self._chain.gc(keep)
+      except (ValueError, OSError) as error:
+        say(f'old bundles are not deleted, the run goes on: {error}')
+
+    self._start(collect)
+
+  def close(self) -> None:
+    """Waits for what is in flight and ends the thread.
+
+    Raises:
+      ValueError, OSError: a version could not be published, unless another
+        error is on its way already.
+    """
+    if self._thread.is_alive():
+      # Nobody would take it from the queue of a thread that has ended, and
+      # `wait` would wait for that.
+      self._tasks.put(None)
+    self._thread.join()
+    if sys.exc_info()[0] is None:
+      self._raise()
+    while not self._errors.empty():
+      _log.error('Not published: %s', self._errors.get())
+
+  def _start(self, task: Callable[[], None]) -> None:
+    if not self._thread.is_alive():
+      raise RuntimeError('This publisher is closed; make another.')
+    self._tasks.put(task)
+
+  def _raise(self) -> None:
+    if not self._errors.empty():
+      raise self._errors.get()
+
+  def _next_renewal(self) -> float:
+    seconds = self._options.expires_s / 3
+    return time.monotonic() + seconds if seconds else float('inf')
+
+  def _run(self) -> None:
+    while self._next():
+      pass
+
+  def _next(self) -> bool:
+    """Does one thing; returns whether another may follow.
+
+    Not the body of a loop, whose variables would hold the last tree on the
+    devices until the next one comes.
+    """
+    left = max(self._renew_at - time.monotonic(), 0)
+    try:
+      # A longer timeout overflows.
+      task = self._tasks.get(timeout=min(left, threading.TIMEOUT_MAX))
+    except queue.Empty:
+      self._renew()
+      return True
+    is_last = task is None
+    try:
+      if task is not None:
+        task()
+    except BaseException as error:  # noqa: BLE001  Raised in the caller.
+      self._errors.put(error)
+    del task
+    self._tasks.task_done()
+    return not is_last
+
+  def _renew(self) -> None:
+    self._renew_at = self._next_renewal()
+    if self.version is None:
+      return
+    try:
+      self._chain.renew()
+    except OSError as error:
+      _log.warning('The pointer is not renewed, which will be tried: %s', error)
+    except BaseException as error:  # noqa: BLE001  Raised in the caller.
+      self._errors.put(error)
+
+
+def _peers() -> team.Peers | None:
+  """Returns the share of this process; collective, None if it is alone."""
+  if jax.process_count() == 1:
+    return None
+  # Messages of an earlier launch must not be taken for those of this one.
+  return team.Peers(
+    process=jax.process_index(),
+    count=jax.process_count(),
+    attempt=f'{_agreed(time.time_ns() >> 10):016x}',
+    timeout_s=_TIMEOUT_S,
+  )
+
+
+def _open_or_make_key(
+  path: str | os.PathLike,
+  peers: team.Peers | None,
+  store: objects.Store,
+  run_id: str,
+) -> keys.Signer:
+  """Opens or makes the key; of several processes the first one makes it."""
+  path = pathlib.Path(path)
+  if peers is not None and peers.process:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not path.exists():
+      if time.monotonic() > deadline:
+        raise ValueError(
+          f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
+          'must see the same file, which the first one makes.'
+        )
+      time.sleep(0.05)
+  if path.exists():
+    return keys.open_signer(path)
+  # To a publisher a pointer of another key is a damaged one, to be replaced:
+  # two jobs at one store would do that to each other without end.
+  if store.read_pointer(run_id) is not None:
+    raise ValueError(
+      f'{store.url} has a run {run_id!r} already, and {path} is no key of it: '
+      'there is none. Bring the key of that run, or choose another store.'
+    )
+  return keys.load_or_make_key(path)
+
+
+def copy(tree: Any) -> Any:
+  """Returns the tree in memory of its own, on the devices where it is."""
+  return jax.tree.map(
+    lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else np.array(leaf),
+    tree,
+  )
+
+
+def blocks(tree: Any) -> Iterator[identity.Block]:
+  """Yields every addressable block of every array of a tree, once.
+
+  A shard is copied to the host when its block is requested, and the array does
+  not keep the copy. The first process yields numpy arrays, which must be equal
+  in all processes.
+
+  Raises:
+    ValueError: two leaves have the same '/'-joined name.
+  """
+  for name, leaf in trees.flatten_names(tree).items():
+    for index, values in weights.array_blocks(leaf):
+      dtype, shape = str(values.dtype), tuple(np.shape(leaf))
+      yield identity.Block(name, dtype, shape, index, values)
+
+
+def _agreed(number: int) -> int:
+  """Returns the number of process 0, of 62 bits; collective."""
+  words = np.array([number >> 31 & 0x7FFFFFFF, number & 0x7FFFFFFF], np.int32)
+  high, low = multihost_utils.broadcast_one_to_all(words)
+  return int(high) << 31 | int(low)

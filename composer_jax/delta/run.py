@@ -1,0 +1,365 @@
+"""Where a run stands in its store: the pointer, what it leads to, and upkeep.
+
+Only `Run.point` changes what readers see, by one comparison and swap.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from composer_jax.delta import chunking, rebuild
+from composer_jax.delta.format import keys, manifest
+from composer_jax.delta.store import objects
+
+Edges = tuple[manifest.Edge, ...]
+_log = logging.getLogger(__name__)
+
+
+class Run:
+  """The last committed version of a run, as its publisher knows it.
+
+  Attributes:
+    run_id: name of the run.
+    head: last pointer, None while there is nothing to build on.
+    edges: listed bundles.
+    specs: {name: (dtype, shape)} of the head's tensors.
+    rewinds: number of times that versions became void.
+    is_unsure: whether only the store knows where the run stands; `open` asks.
+  """
+
+  def __init__(
+    self,
+    store: objects.Store,
+    run_id: str,
+    signer: keys.Signer,
+    verifier: keys.Verifier,
+    *,
+    expires_s: float,
+    now: Callable[[], float],
+  ):
+    manifest.check_run_id(run_id)
+    self._store, self.run_id = store, run_id
+    self._signer, self._verifier = signer, verifier
+    self._expires_s, self._now = expires_s, now
+    # Packs of the manifests that are known here.
+    self._packs: dict[str, tuple[tuple[str, int], ...]] = {}
+    self.open()
+
+  def open(self) -> None:
+    """Reads where the run stands; what is damaged ends its chain."""
+    self.head: manifest.Pointer | None = None
+    self.edges: Edges = ()
+    self.specs: manifest.Specs = {}
+    self.is_unsure = False
+    # Of the last pointer. Receivers refuse one that falls behind.
+    self._sequence = self.rewinds = 0
+    self._sealed: bytes | None = None
+    self._tag: str | None = None
+    found = self._store.read_pointer(self.run_id)
+    if found is None:
+      return
+    self._sealed, self._tag = found
+    try:
+      head = manifest.unseal(self._sealed, self._verifier, self.run_id)
+    except manifest.OtherFormat as error:
+      raise ValueError(f'{self._store.url}: {error}.') from error
+    except ValueError as error:
+      # The counts are lost with it; the clock is ahead of any of them.
+      self._sequence = self.rewinds = time.time_ns()
+      self.start_afresh(error)
+      return
+    self._sequence, self.rewinds = head.sequence, head.rewinds
+    try:
+      index = rebuild.read_index(self._store, head)
+      bundle = rebuild.read_manifest(self._store, head)
+    except (ValueError, OSError) as error:
+      self.start_afresh(error)
+      return
+    self.head, self.edges, self.specs = head, index.edges, bundle.signature()
+
+  def start_afresh(self, reason: object) -> None:
+    """Voids all versions; receivers keep theirs until the next pointer."""
+    _log.warning(
+      '%s: the next version starts a new chain: %s', self.run_id, reason
+    )
+    self.rewinds += 1
+    self.head, self.edges, self.specs = None, (), {}
+
+  def check_alone(self) -> bool:
+    """Returns whether the pointer is still there and intact.
+
+    Raises:
+      ValueError: another publisher moved it.
+    """
+    found = self._store.read_pointer(self.run_id)
+    if found is None:
+      self._tag = None
+      return self._sealed is None
+    data, self._tag = found
+    if data == self._sealed:
+      return True
+    try:
+      other = manifest.unseal(data, self._verifier, self.run_id)
+    except ValueError as error:
+      # What is in memory is about to replace the damaged one.
+      _log.warning('%s: %s. The pointer is written anew.', self.run_id, error)
+      return False
+    raise ValueError(
+      f'run {self.run_id!r}: another publisher moved the pointer to version '
+      f'{other.version}; end one of the two.'
+    )
+
+  def write(
+    self,
+    table: chunking.ChunkTable,
+    version: int,
+    base: tuple[int, str] | None,
+  ) -> manifest.Edge:
+    """Writes the manifest of a bundle, to which nothing points yet.
+
+    Args:
+      table: table of all processes, whose packs are objects already.
+      version: policy version.
+      base: version and identity it starts from; None for a keyframe.
+    """
+    base_version, base_id = base or (None, '')
+    bundle = manifest.Manifest(
+      run_id=self.run_id,
+      version=version,
+      kind=manifest.KEY if base is None else manifest.DELTA,
+      base_version=base_version,
+      base_id=base_id,
+      target_id=table.target_id,
+      packs=table.packs,
+      tensors=table.tensors,
+    )
+    data = bundle.to_bytes()
+    name = self._store.put(data)
+    self._packs[name] = bundle.packs
+    return manifest.Edge(
+      version=version,
+      base_version=base_version,
+      kind=bundle.kind,
+      bytes=bundle.bundle_bytes + len(data),
+      manifest=name,
+      manifest_bytes=len(data),
+      target=bundle.target_id[:16],
+    )
+
+  def point(
+    self,
+    edges: Iterable[manifest.Edge],
+    edge: manifest.Edge | None = None,
+    target_id: str = '',
+    base_id: str = '',
+  ) -> None:
+    """Moves the pointer: this commits.
+
+    Args:
+      edges: bundles listed from now on.
+      edge: bundle of the head; None for the same head, to expire later.
+      target_id: identity of the head's weights.
+      base_id: identity of what its bundle starts from.
+
+    Raises:
+      ValueError: another publisher moved it first.
+      OSError: the store failed; the pointer stands where it stood.
+    """
+    if edge is None:
+      assert self.head is not None
+      head, target_id, base_id = (
+        self.head,
+        self.head.target_id,
+        self.head.base_id,
+      )
+    else:
+      head = edge
+    index = manifest.Index(run_id=self.run_id, edges=tuple(edges))
+    listed = index.to_bytes()
+    expires = int(self._now() + self._expires_s) if self._expires_s else 0
+    pointer = manifest.Pointer(
+      run_id=self.run_id,
+      sequence=self._sequence + 1,
+      rewinds=self.rewinds,
+      version=head.version,
+      target_id=target_id,
+      base_id=base_id,
+      manifest=head.manifest,
+      manifest_bytes=head.manifest_bytes,
+      index=self._store.put(listed),
+      index_bytes=len(listed),
+      expires=expires,
+    )
+    data = manifest.seal(pointer, self._signer)
+    try:
+      self._tag = self._store.move_pointer(self.run_id, data, self._tag)
+    except (ValueError, OSError):
+      # The answer of a remote store may be lost after it did what was asked.
+      if not self._has_landed(data):
+        raise
+    self._sealed, self._sequence = data, pointer.sequence
+    self.head, self.edges = pointer, index.edges
+
+  def _has_landed(self, data: bytes) -> bool:
+    try:
+      found = self._store.read_pointer(self.run_id)
+    except (ValueError, OSError) as error:
+      _log.warning(
+        '%s: nobody knows whether the pointer moved: %s', self.run_id, error
+      )
+      self.is_unsure = True
+      return False
+    if found is None or found[0] != data:
+      return False
+    self._tag = found[1]
+    return True
+
+  def is_aging(self) -> bool:
+    """Whether half of the time is over in which the pointer is believed."""
+    assert self.head is not None
+    expires = self.head.expires or float('inf')
+    return expires - self._now() < self._expires_s / 2
+
+  def heal_index(self) -> None:
+    """Writes the index again if it is damaged."""
+    index = manifest.Index(run_id=self.run_id, edges=self.edges)
+    self._store.put(index.to_bytes())
+
+  def rewind(self, version: int) -> None:
+    """Points to the newest listed version up to `version`.
+
+    If none is listed or it is damaged, the next version starts a chain afresh.
+    """
+    edges = tuple(e for e in self.edges if e.version <= version)
+    edge = head_of(edges, max((e.version for e in edges), default=-1))
+    if edge is None:
+      self.start_afresh(f'no version up to {version} is listed.')
+      return
+    try:
+      bundle = rebuild.read_manifest(self._store, edge)
+    except (ValueError, OSError) as error:
+      self.start_afresh(error)
+      return
+    self.rewinds += 1
+    self.point(edges, edge, bundle.target_id, bundle.base_id)
+    self.specs = bundle.signature()
+
+  def lost(self) -> Edges:
+    """Returns the listed bundles of which the store forgot an object."""
+    sizes = self._store.sizes()
+    return tuple(e for e in self.edges if not self._is_there(e, sizes))
+
+  def _is_there(self, edge: manifest.Edge, sizes: dict[str, int]) -> bool:
+    if sizes.get(edge.manifest) != edge.manifest_bytes:
+      return False
+    if edge.manifest not in self._packs:
+      try:
+        bundle = rebuild.read_manifest(self._store, edge)
+      except (ValueError, FileNotFoundError):
+        return False
+      self._packs[edge.manifest] = bundle.packs
+    packs = self._packs[edge.manifest]
+    return all(sizes.get(name) == length for name, length in packs)
+
+  def collect(self, grace_s: float) -> int:
+    """Deletes what the pointer of no run leads to; returns bytes freed.
+
+    Args:
+      grace_s: seconds for which objects stay, as another publisher may be
+        about to point to them.
+
+    Raises:
+      ValueError, OSError: a pointer, index or manifest is damaged, missing or
+        signed by another key, so that nobody knows what it needs; nothing is
+        deleted.
+    """
+    needed, runs, url = set(), self._store.run_ids(), self._store.url
+    # Some file systems list a folder that they cannot read as if it were empty.
+    if self.head is not None and self.run_id not in runs:
+      raise ValueError(
+        f'{url} lists the runs {runs} and not {self.run_id!r}, which has a '
+        'pointer there, so nothing is deleted; look whether refs/ can be read.'
+      )
+    for run_id in runs:
+      needed |= self._needed(run_id)
+    sizes = self._store.sizes()
+    gone = self._store.delete(sizes.keys() - needed, grace_s=grace_s)
+    freed = sum(sizes.get(name, 0) for name in gone)
+    _log.info('%s: freed %d bytes in %d objects', url, freed, len(gone))
+    return freed
+
+  def _needed(self, run_id: str) -> set[str]:
+    """Returns the objects that the bundles of a run consist of."""
+    found = self._store.read_pointer(run_id)
+    if found is None:
+      return set()
+    try:
+      pointer = manifest.unseal(found[0], self._verifier, run_id)
+    except ValueError as error:
+      raise ValueError(
+        f'the pointer of run {run_id!r} cannot be read, so nothing is deleted: '
+        f'{error}'
+      ) from error
+    needed = {pointer.index}
+    for named in (pointer, *rebuild.read_index(self._store, pointer).edges):
+      bundle = rebuild.read_manifest(self._store, named)
+      needed |= {named.manifest, *(pack for pack, _ in bundle.packs)}
+    return needed
+
+
+# Which bundles are listed. A listed bundle is an edge: from the version it
+# needs to the one it makes, or from nothing for a keyframe. What is not listed
+# any more, `collect` deletes.
+
+
+def pruned(edges: Iterable[manifest.Edge], keep: int) -> Edges:
+  """Returns the edges that the last `keep` versions and joiners need.
+
+  For a window of the last `keep` versions: the newest keyframe that is not
+  inside the window, and every later one; every bundle that ends inside it;
+  before it, of the bundles that start at that keyframe or later, those that no
+  longer one spans. So every version of the window can be reached from a
+  keyframe and leads on to the head, and the way from the keyframe is short.
+  """
+  edges = list(edges)
+  versions = sorted({edge.version for edge in edges})
+  if not versions:
+    return ()
+  # The first version of the window.
+  first = versions[max(len(versions) - keep, 0)]
+  frames = [e.version for e in edges if e.kind == manifest.KEY]
+  start = max((v for v in frames if v <= first), default=min(frames, default=0))
+  kept = [e for e in edges if _start(e) >= start or e.version >= first]
+  old = [e for e in kept if e.version < first and e.kind == manifest.DELTA]
+  return tuple(
+    e for e in kept if e not in old or not any(_spans(o, e) for o in old)
+  )
+
+
+def last_keyframe(edges: Iterable[manifest.Edge]) -> int | None:
+  """Returns the newest version that has a keyframe."""
+  found = (e.version for e in edges if e.kind == manifest.KEY)
+  return max(found, default=None)
+
+
+def head_of(
+  edges: Sequence[manifest.Edge], version: int
+) -> manifest.Edge | None:
+  """Returns the bundle of a version that a follower would take."""
+  found = [e for e in edges if e.version == version]
+  # The shortest delta; a keyframe starts nowhere.
+  return max(found, key=_base, default=None)
+
+
+def _base(edge: manifest.Edge) -> int:
+  return -1 if edge.base_version is None else edge.base_version
+
+
+def _start(edge: manifest.Edge) -> int:
+  # A keyframe is entered at its own version.
+  return edge.version if edge.base_version is None else edge.base_version
+
+
+def _spans(longer: manifest.Edge, edge: manifest.Edge) -> bool:
+  ends, inner = (_base(longer), longer.version), (_base(edge), edge.version)
+  return ends != inner and ends[0] <= inner[0] and inner[1] <= ends[1]

@@ -1,0 +1,1 @@
+"""Places of write-once objects and one pointer for each run."""

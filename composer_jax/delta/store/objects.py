@@ -1,0 +1,298 @@
+"""A place of write-once objects and one pointer for each run.
+
+  objects/<sha256>     never changed: packs of blobs, manifests, indices
+  refs/<run>/latest    the sealed pointer, replaced last and atomically
+  messages/<run>/...   what the processes of one publisher tell each other
+
+Objects are named by what they hold, so any mirror may serve them, writing one
+twice is harmless, and what was read is checked by its name. Nothing here trusts
+the place, but for `get_range`, whose caller checks; and nothing here knows who
+signed a pointer.
+
+How the pointer moves without losing another's move: a folder compares under a
+lock, the others write under a condition. A server like S3 that minds none is
+found out: there it is a look and then a write, and one publisher must be alone.
+"""
+
+import copy
+import functools
+import hashlib
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from composer_jax.delta.format import identity, manifest
+from composer_jax.delta.store import folder, remote
+
+# The most that `get` takes without a word: the longest manifest.
+MAX_GET_BYTES = 2**28
+# Younger objects are not deleted: a publisher may be about to point to them.
+GRACE_S = 3600.0
+_MOST_MESSAGE_BYTES = 2**36
+
+Conflict = folder.Conflict
+CutShort = folder.CutShort
+
+_MESSAGE = re.compile(
+  '[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*'
+)
+_REMOTE = dict.fromkeys(('http', 'https'), remote.WebBackend) | (
+  dict.fromkeys(remote.KINDS, remote.BucketBackend)
+)
+# What was meant as a URL must not become a folder of that name.
+_ALMOST_A_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):')
+
+
+def _clean(url: str) -> str:
+  """The URL without what makes two spellings of one place; checked."""
+  protocol, mark, path = url.partition('://')
+  is_web = protocol in ('http', 'https')
+  if not mark:
+    bad = not url or _ALMOST_A_URL.match(url)
+  else:
+    # A query would end up in the middle of each object's address.
+    bad = not path.strip('/') or (is_web and {'?', '#'} & set(path))
+    bad = bad or protocol not in (*_REMOTE, 'file', 'local')
+    bad = bad or (protocol in _REMOTE and '//' in f'/{path.rstrip("/")}')
+  if bad:
+    raise ValueError(
+      f'{url!r} names no store; take a directory, s3://BUCKET/PREFIX, '
+      'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
+      'http://HOST:PORT.'
+    )
+  return url.rstrip('/') or '/'
+
+
+def _object(name: str) -> str:
+  if not identity.is_hash(name):
+    raise ValueError(f'object name {name!r} must be 64 lower hex digits.')
+  return f'objects/{name}'
+
+
+def _pointer(run_id: str) -> str:
+  manifest.check_run_id(run_id)
+  return f'refs/{run_id}/latest'
+
+
+class Store:
+  """Reads and writes one place; threads and processes may share it.
+
+  Attributes:
+    url: of the place, or the path of its directory.
+    root: that directory as a path; None where the place is remote.
+    traffic: counts of what this object has moved.
+  """
+
+  def __init__(
+    self,
+    url: str | os.PathLike,
+    *,
+    options: dict[str, Any] | None = None,
+  ):
+    """Opens a place; nothing is asked of it before the first use.
+
+    Args:
+      url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
+        alone, http(s)://.
+      options: for a remote place, in the words of obstore: `retry_config`,
+        `client_options`, and what else its class of store takes, such as
+        `endpoint`.
+    """
+    self.url = _clean(os.fspath(url))
+    self.traffic = folder.Traffic()
+    self._options = options or {}
+    self._backend: Any = self._open(self._options)
+    self.root: pathlib.Path | None = getattr(self._backend, 'root', None)
+
+  def __repr__(self) -> str:
+    return f'Store({self.url!r})'
+
+  def _open(self, options: dict[str, Any]) -> folder.Reader:
+    protocol, mark, path = self.url.partition('://')
+    if mark and protocol in _REMOTE:
+      return _REMOTE[protocol](self.url, self.traffic, options)
+    root = pathlib.Path(path if mark else self.url)
+    return folder.FolderBackend(root, self.traffic)
+
+  @property
+  def is_writable(self) -> bool:
+    return self._backend.is_writable
+
+  @functools.cached_property
+  def past_caches(self) -> 'Store':
+    """This place, read so that an HTTP cache on the way asks it anew.
+
+    A cache may keep what came to it damaged, or its disk damages what it keeps.
+    The store itself where no such cache can be.
+    """
+    if not self.url.startswith(('http://', 'https://')):
+      return self
+    client = self._options.get('client_options', {})
+    headers = {**client.get('default_headers', {}), 'Cache-Control': 'no-cache'}
+    options = {'client_options': {**client, 'default_headers': headers}}
+    fresh = copy.copy(self)
+    fresh._backend = self._open({**self._options, **options})
+    return fresh
+
+  def check_writable(self) -> None:
+    if not self.is_writable:
+      raise ValueError(
+        f'{self.url} can only be read; publish to the store behind it.'
+      )
+
+  def _writer(self) -> Any:
+    self.check_writable()
+    return self._backend
+
+  # Objects.
+
+  def put(self, data: bytes) -> str:
+    """Writes an object unless it is there and intact; returns its name."""
+    name = hashlib.sha256(data).hexdigest()
+    self._writer().put(_object(name), data)
+    return name
+
+  def get(self, name: str, length: int | None = None) -> bytes:
+    """Reads a whole object and verifies it.
+
+    Args:
+      name: its sha256.
+      length: what it must be; None where nobody said.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is longer or damaged; the message names it.
+    """
+    key = _object(name)
+    most = MAX_GET_BYTES if length is None else length
+    data = self._backend.read(key, 0, most + 1)
+    if len(data) > most or (length is not None and len(data) != length):
+      found = f'more than {most}' if len(data) > most else f'{len(data)}'
+      raise ValueError(
+        f'{self.url}/{key}: has {found} bytes where '
+        f'{most} are {"allowed" if length is None else "expected"}.'
+      )
+    if hashlib.sha256(data).hexdigest() != name:
+      raise ValueError(
+        f'{self.url}/{key}: the object is damaged, its hash is wrong.'
+      )
+    return data
+
+  def get_range(self, name: str, start: int, stop: int) -> bytes:
+    """Reads bytes [start, stop) of an object, all of them but unverified."""
+    if not 0 <= start <= stop:
+      raise ValueError(f'the range {start} to {stop} of an object is empty.')
+    key = _object(name)
+    data = self._backend.read(key, start, stop) if start < stop else b''
+    if len(data) != stop - start:
+      raise ValueError(
+        f'{self.url}/{key}: has {len(data)} bytes from {start} to {stop}.'
+      )
+    return data
+
+  def length(self, name: str) -> int:
+    """Bytes of an object; FileNotFoundError when there is none."""
+    return self._backend.stat(_object(name)).length
+
+  def exists(self, name: str) -> bool:
+    try:
+      self.length(name)
+    except FileNotFoundError:
+      return False
+    return True
+
+  def sizes(self) -> dict[str, int]:
+    """Bytes of every object, by name."""
+    found = self._writer().find('objects')
+    named = {key.removeprefix('objects/'): f for key, f in found.items()}
+    return {n: f.length for n, f in named.items() if identity.is_hash(n)}
+
+  def delete(
+    self, names: Iterable[str], *, grace_s: float = GRACE_S
+  ) -> list[str]:
+    """Deletes objects, and half-written files whose writer died.
+
+    Args:
+      names: of the objects that no pointer needs.
+      grace_s: younger ones stay. A publisher writes objects before anything
+        points to them, and `put` makes an object it finds young again; so 0 is
+        for a caller who knows that nobody publishes, to any run.
+
+    Returns:
+      Names of those that are gone.
+    """
+    gone = self._writer().delete([_object(name) for name in names], grace_s)
+    return [key.removeprefix('objects/') for key in gone]
+
+  # Pointers.
+
+  def run_ids(self) -> list[str]:
+    keys = [key.split('/') for key in self._writer().find('refs')]
+    return sorted(k[1] for k in keys if len(k) == 3 and k[2] == 'latest')
+
+  def read_pointer(self, run_id: str) -> tuple[bytes, str] | None:
+    """Returns what lies where a run's pointer does, and its tag; None if none.
+
+    What is too long for a pointer is cut, and what is no file is b''; unsealing
+    refuses both.
+    """
+    return self._backend.read_tagged(_pointer(run_id))
+
+  def move_pointer(self, run_id: str, data: bytes, tag: str | None) -> str:
+    """Replaces the pointer that had this tag (None: that was not there).
+
+    Returns:
+      The tag of the new one.
+
+    Raises:
+      Conflict: the pointer is another one by now; nothing was written.
+    """
+    if len(data) > folder.MAX_POINTER_BYTES:
+      raise ValueError(
+        f'a pointer of {len(data)} bytes exceeds {folder.MAX_POINTER_BYTES}.'
+      )
+    key = _pointer(run_id)
+    try:
+      return self._writer().swap(key, data, tag)
+    except Conflict as error:
+      raise Conflict(
+        f'{self.url}/{key}: another publisher moved the pointer of this run. '
+        'Two must not publish to one run: stop one, or give it another run_id.'
+      ) from error
+
+  # Messages.
+
+  def put_message(self, run_id: str, key: str, data: bytes) -> None:
+    """Leaves bytes for another process of the same publisher."""
+    sealed = hashlib.sha256(data).digest() + data
+    self._writer().put(self._message(run_id, key), sealed)
+
+  def get_message(self, run_id: str, key: str) -> bytes | None:
+    """Reads what `put_message` left, None if nothing; ValueError if damaged."""
+    key = self._message(run_id, key)
+    try:
+      sealed = self._backend.read(key, 0, _MOST_MESSAGE_BYTES)
+    except FileNotFoundError:
+      return None
+    if hashlib.sha256(sealed[32:]).digest() != sealed[:32]:
+      raise ValueError(f'{self.url}/{key}: this message is damaged.')
+    return sealed[32:]
+
+  def drop_messages(self, run_id: str, but: str | None = None) -> None:
+    """Deletes a run's messages, except those whose keys begin with `but`."""
+    manifest.check_run_id(run_id)
+    top, writer = f'messages/{run_id}', self._writer()
+    kept = f'{top}/{but}' if but else '/'
+    found = [key for key in writer.find(top) if not key.startswith(kept)]
+    writer.delete(found, 0.0)
+
+  def _message(self, run_id: str, key: str) -> str:
+    if not _MESSAGE.fullmatch(key):
+      raise ValueError(
+        f'message {key!r} must be names of letters, digits, ".", "_" and "-" '
+        'with "/" between them.'
+      )
+    manifest.check_run_id(run_id)
+    return f'messages/{run_id}/{key}'

@@ -1,0 +1,585 @@
+"""How a run's policies get from its trainer to whoever samples with them.
+
+The trainer publishes every policy as a signed bundle in a store; whoever
+samples follows the store. Both placements of a run use it. What a workdir has
+of them: `delta.key`, which signs and verifies, and, unless the config says
+otherwise, the bundles themselves in `store`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from composer_jax.core import files, records, seams
+from composer_jax.delta import chain, chunking, publisher, subscriber
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, placement
+from composer_jax.parallel import layouts
+from composer_jax.rollout import engine as engines
+from composer_jax.rollout import placing
+from composer_jax.telemetry import append
+from composer_jax.telemetry import writer as writers
+from composer_jax.train import state as train_state
+
+RUN_ID = 'policy'
+DIRECT = 'direct:'
+KEY = 'delta.key'
+PUBLISHED, RECEIVED = 'delta', 'received'  # stages of the lines on record
+_STORE, _MEMORY = 'store', 'received'
+# Between two looks of who waits for the first policy.
+_LOOK_S = 0.05
+# Of a BundleInfo, what a line says of a version that was made just now.
+_COSTS = ('cut_bytes', 'keyframe_bytes', 'skip_bytes', 'encode_s', 'upload_s')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaOptions(chain.BundleOptions):
+  """How each policy of RL reaches the engine; no result depends on it.
+
+  Attributes:
+    store: folder or URL (s3://bucket/run) of this run alone; '' for `store` in
+      the workdir. 'direct:' hands policies over on the devices, with nothing
+      written, where trainer and engine share one process.
+    poll_s: seconds between looks of the rollout process; more for a URL.
+    keyframe_every: versions from a full one to the next, which only receivers
+      that join late and repairs read.
+    threads: number of threads that encode, and that decode; each side has a
+      core of two.
+  """
+
+  store: str = ''
+  poll_s: float = 0.05
+  keyframe_every: int = 100
+  threads: int = 1
+
+  def __post_init__(self):
+    chain.BundleOptions.__post_init__(self)
+    if not self.poll_s > 0:
+      raise ValueError(
+        f'--config.delta.poll_s must be positive, not {self.poll_s}.'
+      )
+
+
+def store_of(workdir: pathlib.Path, store: str) -> str:
+  """Where a run keeps its bundles: what its config says, '' for its workdir."""
+  return store or str(workdir / _STORE)
+
+
+def memory_of(workdir: pathlib.Path, store: str) -> pathlib.Path:
+  """File where a run's rollouts remember the newest pointer of one store."""
+  name = files.sha256(store_of(workdir, store).encode())[:16]
+  return workdir / _MEMORY / f'{name}.pointer'
+
+
+# The trainer's side.
+
+# Compiled, since nothing that it returns is its argument then, not even what is
+# no parameter: the train step that comes next donates the state.
+_policy = jax.jit(decoder.policy)
+
+
+class Publication:
+  """What the trainer publishes: each version once and on record.
+
+  Not thread-safe; its Publisher's thread is its own. A run that was killed goes
+  on with `first`: later versions are void, their lines are dropped, and what
+  earlier ones were is read from theirs.
+  """
+
+  def __init__(
+    self,
+    sender: 'publisher.Publisher | _Handover',
+    writer: writers.Writer,
+    workdir: pathlib.Path,
+    first: int,
+  ):
+    sender.rewind(first)
+    writer.truncate(PUBLISHED, first)
+    self._publisher, self._writer = sender, writer
+    # Every version before the first was published, else there would be no
+    # checkpoint of the first.
+    self._identities = {
+      row['step']: row['target_id']
+      for row in writers.read(workdir)
+      if row['stage'] == PUBLISHED
+    }
+    self._written = set(self._identities)
+
+  def publish(self, state: train_state.TrainState, version: int) -> None:
+    """Begins to publish a state's policy; the state may be donated then.
+
+    Raises:
+      ValueError, OSError: an earlier version could not be published.
+    """
+    policy = _policy(state.variables())
+    self._publisher.publish(policy, version, owned=True)
+    self.check()
+
+  def check(self) -> None:
+    """Writes down what was published by now; waits for nothing.
+
+    Raises:
+      ValueError, OSError: a version could not be published.
+    """
+    for info in self._publisher.results():
+      self._identities[info.version] = info.target_id
+      if info.version in self._written:
+        continue  # Of a run that goes on: its line tells how it was made.
+      self._written.add(info.version)
+      names = ('target_id', 'kind', 'bytes', 'full_bytes')
+      # 0 seconds: it had been published when the run was killed, before its
+      # line was there.
+      names += _COSTS if info.encode_s else ()
+      fields = {name: getattr(info, name) for name in names}
+      if info.encode_s:
+        fields['changed'] = info.changed / info.elements
+      self._writer.write(PUBLISHED, info.version, **fields)
+
+  def wait(self) -> None:
+    """Returns once all is published and written down; raises as `check`."""
+    self._publisher.wait()
+    self.check()
+
+  def check_identities(self, groups: list[records.Group]) -> None:
+    """Refuses groups that other weights sampled than those published.
+
+    Raises:
+      ValueError: names the group, the version and both identities; or a version
+        could not be published.
+    """
+    needed = {version for group in groups for version in group.versions}
+    if not needed <= self._identities.keys():
+      # A worker may have what is published already and not yet reported.
+      self.wait()
+    for group in groups:
+      for version in sorted(group.versions):
+        published = self._identities.get(version)
+        sampled = (group.policies or {}).get(version)
+        if published is None or sampled != published:
+          raise ValueError(
+            f'Group {group.group} was sampled with weights '
+            f'{sampled or "none"} as version {version}; published under it are '
+            f'{published or "none"}. Delete '
+            'its file in groups/ and run the same command again to sample it '
+            'anew.'
+          )
+
+  def collect_garbage(self, keep: int, say: Callable[[str], None]) -> None:
+    """Frees, behind what is under way, what no receiver needs any more."""
+    self._publisher.gc(keep, say)
+
+  def close(self) -> None:
+    """Waits for what is under way and ends the publisher's thread."""
+    self._publisher.close()
+
+
+# The rollouts' side.
+
+
+class Received:
+  """One JSON line of `received.jsonl` for each policy served.
+
+  That file is the rollout side's: `metrics.jsonl` has one writer, the trainer.
+  Its lines have the form of that file, with the version as the step, so that a
+  report draws both alike; `report.metrics` says what each metric means.
+  """
+
+  def __init__(self, workdir: str | os.PathLike):
+    """Opens the file, cutting off a line that a kill tore."""
+    path = pathlib.Path(workdir) / writers.RECEIVED
+    self._file = append.AppendFile(path, 'a line of received policies')
+    self._file.cut_torn_line()
+
+  @staticmethod
+  def truncate(workdir: str | os.PathLike, step: int) -> None:
+    """Drops the lines of versions after `step`, which became void.
+
+    Other weights may be published under their numbers, and not all of them be
+    received. Nobody may be writing to the file.
+    """
+    path = pathlib.Path(workdir) / writers.RECEIVED
+    writers.keep(path, lambda row: row['step'] <= step)
+
+  def write(self, version: int, **fields: Any) -> None:
+    """Appends one line; fields that are None are left out."""
+    row = {'stage': RECEIVED, 'step': version, 'time': time.time()}
+    row |= {name: v for name, v in fields.items() if v is not None}
+    self._file.append((json.dumps(row) + '\n').encode())
+
+  def close(self) -> None:
+    self._file.close()
+
+
+class Receiver:
+  """Follows a run's bundles and rebuilds its policies as device arrays.
+
+  Attributes:
+    store: folder or URL where it looks.
+  """
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    model: model_config.ModelConfig,
+    store: str = '',
+    *,
+    memory: pathlib.Path | None = None,
+    threads: int = 2,
+    mesh: jax.sharding.Mesh | None = None,
+  ):
+    """Reads nothing yet: the run may not have begun to publish.
+
+    Args:
+      workdir: workdir of the run; its key is read from there.
+      model: config of the model whose policies they are.
+      store: store as the run's config has it.
+      memory: file of the newest pointer seen, so that not even a receiver that
+        was started again takes an older one; None remembers while it lives.
+      threads: number of threads that decode.
+      mesh: devices of the engine that decodes; chunks go straight to those
+        whose shards they meet. None takes them whole, to the first device.
+    """
+    self.store = store_of(workdir, store)
+    self._key = workdir / KEY
+    self._memory, self._threads = memory, threads
+    self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
+    if mesh is not None and mesh.size > 1:
+      self._like = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding),
+        self._like,
+        placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh),
+      )
+    self._subscriber: subscriber.Subscriber | None = None
+
+  @property
+  def problem(self) -> str | None:
+    """Why the last look found nothing that can be used; None if it did not."""
+    if self._subscriber is None:
+      return None if self._key.exists() else f'there is no {self._key} yet'
+    return self._subscriber.problem
+
+  def poll(self) -> seams.ReceivedPolicy | None:
+    """Returns the newest policy if it is newer than the last, else None.
+
+    Raises:
+      ValueError: the weights are not those of the model; at every look, as long
+        as nothing newer comes.
+    """
+    if self._subscriber is None:
+      if not self._key.exists():
+        return None
+      self._subscriber = subscriber.Subscriber(
+        self.store,
+        self._key,
+        self._like,
+        run_id=RUN_ID,
+        memory=self._memory,
+        threads=self._threads,
+      )
+    return self._policy(self._subscriber.poll)
+
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
+    """Waits for a trainer to publish.
+
+    Raises:
+      ValueError: it did not in time.
+    """
+    deadline = time.monotonic() + within_s
+    while (policy := self.poll()) is None:
+      if time.monotonic() > deadline:
+        raise ValueError(
+          f'No usable policy in {self.store} within {within_s:g} s '
+          f'({self.problem or "nothing there"}); is RL running?'
+        )
+      time.sleep(_LOOK_S)
+    return policy
+
+  def roll_back(self, version: int) -> seams.ReceivedPolicy:
+    """Goes back from a version to the one received before, from any thread.
+
+    Nothing is fetched. The version is not taken again, a newer one is.
+
+    Raises:
+      ValueError: another version is held, or none from before it.
+    """
+    subscribed = self._subscriber
+    if subscribed is None:
+      raise ValueError(
+        f'Version {version} cannot be left: the newest that was received is '
+        'nothing.'
+      )
+    policy = self._policy(lambda: subscribed.rollback(version))
+    assert policy is not None
+    return dataclasses.replace(policy, received={'route': ('rollback',)})
+
+  def _policy(self, take: Callable[[], Any]) -> seams.ReceivedPolicy | None:
+    subscribed = self._subscriber
+    assert subscribed is not None
+    began = time.perf_counter()
+    if (variables := take()) is None:
+      return None
+    jax.block_until_ready(variables)
+    stats = subscribed.follower.stats
+    assert stats is not None and subscribed.version is not None
+    transfer_s = max(0.0, time.perf_counter() - began - stats.wall_s)
+    return seams.ReceivedPolicy(
+      version=subscribed.version,
+      target_id=subscribed.target_id,
+      variables=variables,
+      received={**stats._asdict(), 'transfer_s': transfer_s},
+    )
+
+
+def place(
+  policy: seams.ReceivedPolicy, engine: engines.Engine
+) -> seams.PlacedPolicy:
+  """Copies a policy to where the engine serves it; from any thread."""
+  began = time.perf_counter()
+  weights_there = engine.place(policy.variables, policy.version)
+  return seams.PlacedPolicy(
+    version=policy.version,
+    target_id=policy.target_id,
+    variables=weights_there,
+    received={**policy.received, 'place_s': time.perf_counter() - began},
+  )
+
+
+class Background:
+  """Fetches, decodes, verifies and places policies beside an engine's steps."""
+
+  def __init__(
+    self, receiver: Receiver, engine: engines.Engine, interval_s: float
+  ):
+    self._receiver, self._engine = receiver, engine
+    self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
+      queue.SimpleQueue()
+    )
+    self._poller = subscriber.Poller(self._look, interval_s)
+    self._poller.thread.start()
+
+  def _look(self) -> seams.PlacedPolicy | None:
+    while not self._dropped.empty():
+      self._dropped.get()
+    policy = self._receiver.poll()
+    if policy is not None:
+      return place(policy, self._engine)
+    if self._receiver.problem is not None:
+      raise ValueError(self._receiver.problem)
+    return None
+
+  def take(self) -> seams.PlacedPolicy | None:
+    """Returns what is newest if nobody took it; waits for nothing.
+
+    Raises:
+      RuntimeError: nothing newer will come.
+    """
+    if not self._poller.thread.is_alive():
+      raise RuntimeError(
+        f'What follows {self._receiver.store} ended: {self._poller.problem}.'
+      )
+    return self._poller.take()
+
+  def drop(self, weights_before: placing.PlacedWeights) -> None:
+    """Has weights freed where no step waits for it."""
+    self._dropped.put(weights_before)
+
+  def close(self) -> None:
+    """Ends the thread after its look, which nobody waits for."""
+    self._poller.stop()
+
+
+class DirectTransport:
+  """A `core.seams.WeightTransport` within one process, device to device.
+
+  Identities are those that bundles of the same weights would have.
+  """
+
+  def __init__(self, workdir: pathlib.Path):
+    self._workdir = workdir
+    self._handover = _Handover()
+
+  def publisher(self, writer: writers.Writer, first: int) -> Publication:
+    Received.truncate(self._workdir, first)
+    return Publication(self._handover, writer, self._workdir, first)
+
+  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
+    if in_background:
+      raise ValueError(
+        f'--config.delta.store={DIRECT!r} needs trainer and engine in one '
+        "process: set --config.rl.placement='colocated', or another store."
+      )
+    return _InTurn(self._handover, Received(self._workdir))
+
+
+class _Handover:
+  """Both ends of a direct transport: a publisher, and a receiver of it."""
+
+  store, problem = DIRECT, None
+
+  def __init__(self):
+    self._done: list[chain.BundleInfo] = []
+    self._newest: seams.ReceivedPolicy | None = None
+
+  def publish(self, tree: Any, version: int, *, owned: bool) -> None:
+    assert owned
+    began = time.perf_counter()
+    target_id, elements, size = chunking.identify(publisher.blocks(tree))
+    self._newest = seams.ReceivedPolicy(
+      version=version,
+      target_id=target_id,
+      variables=tree,
+      received={'route': ('direct',), 'bytes': 0},
+    )
+    info = chain.BundleInfo(
+      version=version,
+      kind='direct',
+      target_id=target_id,
+      base_id='',
+      bytes=0,
+      full_bytes=size,
+      changed=elements,
+      elements=elements,
+      encode_s=time.perf_counter() - began,
+    )
+    self._done.append(info)
+
+  def results(self) -> list[chain.BundleInfo]:
+    done, self._done = self._done, []
+    return done
+
+  def rewind(self, version: int) -> None:
+    if self._newest is not None and self._newest.version > version:
+      self._newest = None
+
+  def wait(self) -> None:
+    """Does nothing: what was published is there."""
+
+  def gc(self, keep: int, say: Callable[[str], None]) -> None:
+    """Does nothing: nothing was written."""
+
+  def close(self) -> None:
+    self._newest = None
+
+  def poll(self) -> seams.ReceivedPolicy | None:
+    newest, self._newest = self._newest, None
+    return newest
+
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
+    policy = self.poll()
+    if policy is None:
+      raise ValueError(f'No policy was handed over within {within_s:g} s.')
+    return policy
+
+
+class StoreTransport:
+  """A `core.seams.WeightTransport` through the store of a run."""
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    model: model_config.ModelConfig,
+    options: DeltaOptions,
+  ):
+    self._workdir, self._model, self._options = workdir, model, options
+    self._memory = memory_of(workdir, options.store)
+
+  def publisher(self, writer: writers.Writer, first: int) -> Publication:
+    sender = publisher.Publisher(
+      store_of(self._workdir, self._options.store),
+      self._workdir / KEY,
+      RUN_ID,
+      self._options,
+    )
+    if sender.version is None:
+      # A store that is new, or was deleted: older pointers are no measure.
+      self._memory.unlink(missing_ok=True)
+    # What a killed run received after `first` became void with it.
+    Received.truncate(self._workdir, first)
+    return Publication(sender, writer, self._workdir, first)
+
+  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
+    receiving = Receiver(
+      self._workdir,
+      self._model,
+      self._options.store,
+      memory=self._memory,
+      threads=self._options.threads,
+    )
+    lines = Received(self._workdir)
+    if in_background:
+      return _InBackground(receiving, lines, self._options.poll_s)
+    return _InTurn(receiving, lines)
+
+
+class _InTurn:
+  """Receives when it is asked to, in the process that also publishes."""
+
+  def __init__(self, receiving: 'Receiver | _Handover', lines: Received):
+    self._receiving, self._lines = receiving, lines
+    self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
+    self._engine: engines.Engine | None = None
+
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
+    return self._receiving.first(within_s)
+
+  def follow(self, engine: engines.Engine) -> None:
+    self._engine = engine
+
+  def look(self) -> None:
+    assert self._engine is not None
+    policy = self._receiving.poll()
+    if self._receiving.problem is not None:
+      # Published a moment ago by this process: waiting would not mend it, and
+      # the policy before it may not sample what is due.
+      raise ValueError(self._receiving.problem)
+    if policy is not None:
+      self._news.append(place(policy, self._engine))
+
+  def take(self) -> seams.PlacedPolicy | None:
+    return self._news.popleft() if self._news else None
+
+  def drop(self, weights_before: Any) -> None:
+    del weights_before
+
+  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
+    fields = {'target_id': policy.target_id, **policy.received}
+    self._lines.write(policy.version, **fields, **seconds)
+
+  def close(self) -> None:
+    self._lines.close()
+
+
+class _InBackground(_InTurn):
+  """Receives in a thread of its own, beside the engine's steps."""
+
+  def __init__(self, receiving: Receiver, lines: Received, interval_s: float):
+    super().__init__(receiving, lines)
+    self._interval_s = interval_s
+    self._stack = contextlib.ExitStack()
+
+  def follow(self, engine: engines.Engine) -> None:
+    assert isinstance(self._receiving, Receiver)
+    self._news_of = Background(self._receiving, engine, self._interval_s)
+    self._stack.enter_context(contextlib.closing(self._news_of))
+
+  def look(self) -> None:
+    """Does nothing: the thread looks."""
+
+  def take(self) -> seams.PlacedPolicy | None:
+    return self._news_of.take()
+
+  def drop(self, weights_before: Any) -> None:
+    self._news_of.drop(weights_before)
+
+  def close(self) -> None:
+    self._stack.close()
+    super().close()
