@@ -51,6 +51,7 @@ class Environment(Protocol):
   Attributes:
     task_id: name of the task.
     prompt: first message of the user.
+    protocol: end of the prompt on how to write a call as text.
     tools: names of the tools that exist here.
     is_broken: true once the sandbox failed twice in a row, which ends episodes.
     flags: alarms of monitors so far, sorted.
@@ -60,6 +61,7 @@ class Environment(Protocol):
 
   task_id: str
   prompt: str
+  protocol: str = ''
   tools: tuple[str, ...]
   is_broken: bool = False
   flags: tuple[str, ...] = ()
