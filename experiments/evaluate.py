@@ -19,7 +19,7 @@ monitors found, and of a chat model why episodes ended, their tokens, cost and
 latency.
 """
 
-import functools
+import json
 import os
 import pathlib
 
@@ -75,7 +75,7 @@ def run() -> None:
   # After the flags: this import loads jax.
   from composer_jax import wiring
   from composer_jax.report import evaluation as page
-  from composer_jax.serve import client
+  from composer_jax.serve import chat, client, endpoint
   from composer_jax.tasks.practice import evaluation
 
   options = evaluation.EvaluationOptions(
@@ -90,6 +90,20 @@ def run() -> None:
     chat=conversation.ChatOptions(**{n: f.value for n, f in _CHAT.items()}),
     tokenizer=_TOKENIZER.value,
   )
+
+  def remote():
+    address = endpoint.Endpoint(
+      url=options.url,
+      model=options.model,
+      api_key=options.api_key,
+      patience_s=options.chat.patience_s,
+      requests_per_minute=options.chat.requests_per_minute,
+    )
+    if options.policy == 'tokens':
+      return client.TokenPolicy(address)
+    fields = json.loads(options.chat.body)
+    return chat.ChatClient(address, stream=options.chat.stream, fields=fields)
+
   out = pathlib.Path(_OUT.value).absolute()
   spec = wiring.spec_of(fields)
   summary = evaluation.evaluate(
@@ -97,7 +111,7 @@ def run() -> None:
     wiring.systems_of(spec),
     options,
     out,
-    remote=functools.partial(client.policy_for, options),
+    remote=remote,
   )
   print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):

@@ -56,7 +56,7 @@ def shown(run: run_data.RunData) -> dict[str, list[dict[str, Any]]]:
 
 def _episode(row: dict[str, Any]) -> dict[str, Any]:
   """Returns what the page shows of an episode."""
-  turns = [turn(entry) for entry in _list(row, 'turns')]
+  turns = [_turn(turn) for turn in _list(row, 'turns')]
   where = ' '.join(str(row[k]) for k in ('stage', 'name') if k in row)
   reward = run_data.number(row.get('reward'))
   return {
@@ -73,11 +73,10 @@ def _episode(row: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def turn(entry: Any) -> tuple[str, str]:
-  """Returns role and text of a turn, which is cut where it is very long."""
-  if not isinstance(entry, dict):
-    entry = {'text': entry}
-  role, text = str(entry.get('role', '?')), str(entry.get('text', ''))
+def _turn(turn: Any) -> tuple[str, str]:
+  if not isinstance(turn, dict):
+    turn = {'text': turn}
+  role, text = str(turn.get('role', '?')), str(turn.get('text', ''))
   if len(text) > _MAX_TEXT:
     text = f'{text[:_MAX_TEXT]}\n[{len(text) - _MAX_TEXT} more characters]'
   return role, text

@@ -1,7 +1,7 @@
 """Chat models behind `/chat/completions`, whole answers or streams."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_jax.serve import endpoint
@@ -35,7 +35,7 @@ class ChatClient:
     messages: Sequence[Mapping[str, Any]],
     functions: Sequence[Mapping[str, Any]],
     **sampling: Any,
-  ) -> conversation.ChatAnswer:
+  ) -> conversation.ModelMessage:
     """Asks for the next message; an EndpointError if there is none."""
     body = {
       'model': self._address.model or None,
@@ -51,36 +51,47 @@ class ChatClient:
     answer, attempts = self._address.repeat(
       _PATH, lambda: self._once(client, body)
     )
-    return conversation.ChatAnswer(**answer, attempts=attempts)
+    return conversation.ModelMessage(**answer, attempts=attempts)
 
   def _once(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    clock = self._address.clock
-    begin, first_s = clock.monotonic(), None
-    if self._stream:
-      import openai
+    """Returns the fields of an answer; a ValueError for one of another form."""
+    import openai
+    from openai.lib.streaming import chat as streams
+    from openai.types import chat as forms
 
-      kind, chunks = openai.Stream[object], []
-      for chunk in client.post(
-        _PATH, body=body, cast_to=object, stream=True, stream_cls=kind
-      ):
-        chunks.append(chunk)
-        if first_s is None:
-          first_s = clock.monotonic() - begin
-      given = _joined(chunks)
-    else:
-      given = client.post(_PATH, body=body, cast_to=object)
+    clock = self._address.clock
+    begin, first_s, given = clock.monotonic(), None, None
     try:
+      if self._stream:
+        state = streams.ChatCompletionStreamState()
+        for chunk in client.post(
+          _PATH,
+          body=body,
+          cast_to=forms.ChatCompletionChunk,
+          stream=True,
+          stream_cls=openai.Stream[forms.ChatCompletionChunk],
+        ):
+          if first_s is None:
+            first_s = clock.monotonic() - begin
+          state.handle_chunk(chunk)
+        snapshot = state.current_completion_snapshot
+        given = snapshot.to_dict(exclude_none=True, warnings=False)
+      else:
+        given = client.post(_PATH, body=body, cast_to=object)
       # JSON has halves of surrogate pairs, which no request can send back.
       text = json.dumps(given, ensure_ascii=False).encode('utf-8', 'replace')
       made = json.loads(text)
+      # A stream that broke off has no reason to have ended.
       choice, usage = made['choices'][0], made.get('usage') or {}
-      message, finish = choice['message'], choice.get('finish_reason')
-      content, calls = message.get('content'), message.get('tool_calls') or []
-      for call in calls:
+      message, finish = choice['message'], choice['finish_reason']
+      for call in message.get('tool_calls') or ():
         call['function'].get('name')
-      if not isinstance(content or '', str) or not isinstance(usage, dict):
+      if not isinstance(message.get('content') or '', str):
         raise TypeError
-    except (AttributeError, LookupError, TypeError) as error:
+      usage.get('prompt_tokens')
+    except (
+      AssertionError, AttributeError, LookupError, RuntimeError, TypeError
+    ) as error:  # fmt: skip
       raise ValueError(f'no chat completion: {str(given)[:200]}') from error
     return {
       'message': message,
@@ -89,39 +100,3 @@ class ChatClient:
       'seconds': clock.monotonic() - begin,
       'first_s': first_s,
     }
-
-
-def _joined(chunks: Iterable[Any]) -> dict[str, Any]:
-  """Returns the completion that a stream's chunks add up to."""
-  message: dict[str, Any] = {'role': 'assistant', 'content': None}
-  calls: dict[int, dict[str, Any]] = {}
-  finish, usage = None, None
-  try:
-    for chunk in chunks:
-      usage = chunk.get('usage') or usage
-      for choice in chunk.get('choices') or ():
-        finish = choice.get('finish_reason') or finish
-        delta = dict(choice.get('delta') or {})
-        for part in delta.pop('tool_calls', None) or ():
-          place = part.get('index', len(calls))
-          call = calls.setdefault(place, {'function': {'name': ''}})
-          _extend(call['function'], part.get('function') or {})
-          call['id'] = part.get('id') or call.get('id')
-        _extend(message, {k: v for k, v in delta.items() if k != 'role'})
-  except (AttributeError, TypeError) as error:
-    raise ValueError(f'no chunk of a chat completion: {error}') from error
-  if finish is None:
-    raise ValueError('the stream broke off before its end')
-  if calls:
-    message['tool_calls'] = [calls[place] for place in sorted(calls)]
-  choice = {'message': message, 'finish_reason': finish}
-  return {'choices': [choice], 'usage': usage}
-
-
-def _extend(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-  """Appends texts and lists to those of the same name; replaces the rest."""
-  for name, value in part.items():
-    if isinstance(value, str | list) and whole.get(name):
-      whole[name] = whole[name] + value
-    elif value is not None:
-      whole[name] = value

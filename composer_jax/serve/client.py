@@ -19,7 +19,7 @@ import numpy as np
 
 from composer_jax.core import records
 from composer_jax.core.routes import codec
-from composer_jax.serve import chat, endpoint
+from composer_jax.serve import endpoint
 from composer_jax.tasks.practice import conversation
 
 _log = logging.getLogger(__name__)
@@ -117,26 +117,3 @@ class TokenPolicy:
     except conversation.EndpointError as error:
       # The server closes it by itself once it is idle.
       _log.debug('Session %s stays open: %s', session.name, error)
-
-
-def policy_for(options: Any) -> TokenPolicy | chat.ChatClient:
-  """Returns the policy behind an endpoint; threads may share it.
-
-  Args:
-    options: a `tasks.practice.evaluation.EvaluationOptions` of the policy
-      'tokens' or 'chat'.
-  """
-  address = endpoint.Endpoint(
-    url=options.url,
-    model=options.model,
-    api_key=options.api_key,
-    patience_s=options.chat.patience_s,
-    requests_per_minute=options.chat.requests_per_minute,
-  )
-  if options.policy == 'tokens':
-    return TokenPolicy(address)
-  return chat.ChatClient(
-    address,
-    stream=options.chat.stream,
-    fields=conversation.parse_object(options.chat.body),
-  )

@@ -94,12 +94,11 @@ class Endpoint:
     """Returns the value of `once`, and the number of attempts that it took.
 
     Args:
-      once: makes one request with `client`; a ValueError stands for an answer
-        that no endpoint of this form gives, as from a proxy.
+      once: makes one request; a ValueError stands for an answer that no
+        endpoint of this form gives, as from a proxy.
 
     Raises:
-      EndpointError: the endpoint refused, with the `code` and `status` of its
-        answer, or failed until patience ended.
+      EndpointError: the endpoint refused, or failed until patience ended.
     """
     import openai
 
@@ -111,19 +110,19 @@ class Endpoint:
       except (openai.OpenAIError, ValueError, RecursionError) as error:
         now, wait_s = self.clock.monotonic(), _wait_s(error, attempt)
         status = getattr(error, 'status_code', None)
-        if wait_s is None:
+        if is_refused := wait_s == math.inf:
           self._failing_since = None
         else:
           self._failing_since = self._failing_since or now
-          first_failure = min(first_failure, self._failing_since, now)
-        if wait_s is None or now + wait_s > first_failure + self.patience_s:
+          first_failure = min(first_failure, self._failing_since)
+        if is_refused or now + wait_s > first_failure + self.patience_s:
           raise conversation.EndpointError(
             f'{self.url}{path}: {error} (attempt {attempt})',
             code=str(getattr(error, 'code', None) or ''),
             status=status,
           ) from error
         _log.warning('%s%s: %s; waiting %.1f s', self.url, path, error, wait_s)
-        if status == 429:
+        if status == 429:  # For every thread.
           with self._lock:
             self._next_request = max(self._next_request, now + wait_s)
         else:
@@ -144,14 +143,14 @@ class Endpoint:
       self.clock.sleep(begin - now)
 
 
-def _wait_s(error: Exception, attempt: int) -> float | None:
-  """Returns the wait before the next attempt; None if there should be none."""
+def _wait_s(error: Exception, attempt: int) -> float:
+  """Returns the wait before the next attempt; inf for a refusal."""
   response = getattr(error, 'response', None)
   if response is not None:
     status, wish = response.status_code, response.headers.get('x-should-retry')
     is_busy = status in _BUSY or status >= 500
     if wish == 'false' or not is_busy and wish != 'true':
-      return None
+      return math.inf
     if told_s := _told_s(response.headers):
       # Never sooner, and not all threads at once.
       return told_s * random.uniform(1.0, 1.1)
@@ -160,17 +159,14 @@ def _wait_s(error: Exception, attempt: int) -> float | None:
 
 
 def _told_s(headers: Mapping[str, str]) -> float:
-  """Returns the seconds of `Retry-After`; 0 without a usable one."""
-  for name, unit_s in (('retry-after-ms', 0.001), ('retry-after', 1.0)):
-    value = headers.get(name, '')
+  """Returns the seconds of `Retry-After`, a number or a date; else 0."""
+  value = headers.get('retry-after', '')
+  try:
+    told_s = float(value)
+  except ValueError:
     try:
-      told_s = float(value) * unit_s
-    except ValueError:
-      try:
-        date = email.utils.parsedate_to_datetime(value)
-        told_s = date.timestamp() - time.time()
-      except (ValueError, OverflowError):
-        continue
-    if 0 < told_s < math.inf:
-      return told_s
-  return 0.0
+      date = email.utils.parsedate_to_datetime(value)
+      told_s = date.timestamp() - time.time()
+    except (ValueError, OverflowError):
+      return 0.0
+  return told_s if 0 < told_s < math.inf else 0.0

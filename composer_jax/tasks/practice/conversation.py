@@ -47,7 +47,7 @@ class EndpointError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatAnswer:
+class ModelMessage:
   """A chat model's message, and what it took.
 
   Attributes:
@@ -68,7 +68,7 @@ class ChatAnswer:
 
 
 # (messages, tools, **sampling) -> the next message; EndpointError if none.
-Ask = Callable[..., ChatAnswer]
+Ask = Callable[..., ModelMessage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class Conversation:
       prompt = env.prompt.removesuffix(env.protocol).rstrip()
     self._sent: list[dict[str, Any]] = [{'role': 'user', 'content': prompt}]
     self.transcript: list[Mapping[str, Any]] = [*self._sent]
-    self._answers: list[ChatAnswer] = []
+    self._answers: list[ModelMessage] = []
     self._turns: list[turns.Turn] = []
 
   def play(
@@ -211,7 +211,7 @@ class Conversation:
         self.ended = self.ended or name
     return bool(self.ended)
 
-  def _take(self, answer: ChatAnswer) -> None:
+  def _take(self, answer: ModelMessage) -> None:
     """Carries out the calls of an answer, and answers each."""
     self._answers.append(answer)
     message = {**answer.message, 'role': 'assistant'}

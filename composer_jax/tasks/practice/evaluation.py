@@ -116,27 +116,24 @@ def limits_of(
   return limits, summarize.OFF
 
 
-def _chats(
+def _player(
   spec: specs.Spec,
-  family: Any,
+  systems: seams.Systems,
   runner: seams.Runner,
   options: EvaluationOptions,
-  ask: conversation.Ask,
+  remote: Callable[[], Any] | None,
 ) -> _Play:
-  """Returns a function that plays one episode of a chat model."""
-  functions = family.functions() if options.chat.native_tools else []
-  if options.chat.native_tools and not functions:
-    raise ValueError(
-      '--native_tools needs tools that take JSON, and those of family '
-      f'{spec.systems["tasks"].family!r} take text: leave it out.'
-    )
+  """Returns a function that plays one episode."""
+  family = systems.family
+  make_environment = lambda task: family.environment(task, runner)
+  shared: Any = remote() if options.url and remote else None
 
-  def play(task: Any, group: int, member: int) -> tuple[Any, Any]:
-    env = family.environment(task, runner)
+  def converse(task: Any, group: int, member: int) -> tuple[Any, Any]:
+    env = make_environment(task)
     talk = conversation.Conversation(env, options.chat, member)
     talk.play(
-      ask,
-      functions,
+      shared,
+      family.functions() if options.chat.native_tools else (),
       spec.rewards,
       seed=random.Random(f'{spec.seed}/{group}/{member}').getrandbits(30),
       temperature=spec.episode.temperature,
@@ -144,52 +141,40 @@ def _chats(
     )
     return row_of(task, talk) | talk.usage(), talk.transcript
 
-  return play
-
-
-def _samples(
-  spec: specs.Spec,
-  systems: seams.Systems,
-  runner: seams.Runner,
-  options: EvaluationOptions,
-  remote: Callable[[], Any] | None,
-) -> _Play:
-  """Returns a function that plays one episode of a policy of tokens."""
-  family = systems.family
+  if options.policy == 'chat':
+    return converse
   if options.tokenizer:
     tokenizer = systems.load_tokenizer(pathlib.Path(options.tokenizer))
   else:
     size = tokenizers.MIN_VOCAB_SIZE
     tokenizer = tokenizers.Tokenizer.train(['bytes'], size)
   limits, summary = limits_of(spec, options)
-  shared = remote() if remote else None
-
-  def policy_of(task: Any) -> Any:
-    if options.policy == 'gold':
-      return family.gold(task, tokenizer)
-    return shared or scripts.ScriptedCalls(tokenizer, [family.finish_call])
-
   sample = collect.episode_player(
     tokenizer,
-    lambda task: family.environment(task, runner),
+    make_environment,
     limits,
     reward_of_group=lambda group: spec.rewards,
     summary=summary,
   )
 
   def play(task: Any, group: int, member: int) -> tuple[Any, Any]:
+    policy = shared
+    if options.policy == 'gold':
+      policy = family.gold(task, tokenizer)
+    elif options.policy == 'null':
+      policy = scripts.ScriptedCalls(tokenizer, [family.finish_call])
     try:
-      rollout = sample(
-        task, policy_of(task), group=group, member=member, seed=spec.seed
-      )
+      rollout = sample(task, policy, group=group, member=member, seed=spec.seed)
     except conversation.EndpointError as error:
-      verdict = calls.broken_verdict(0, '', str(error))
-      fields = {'verdict': verdict, 'member': member, 'flags': ()}
-      broken = types.SimpleNamespace(task_id=task.task_id, **fields)
+      broken = types.SimpleNamespace(
+        task_id=task.task_id,
+        member=member,
+        verdict=calls.broken_verdict(0, '', str(error)),
+        flags=(),
+      )
       return row_of(task, broken) | {'ended': 'endpoint'}, ()
     windows = {'windows': len(rollout.trajectories)}
-    turns = episode.turns(rollout, tokenizer)
-    return row_of(task, rollout) | windows, turns
+    return row_of(task, rollout) | windows, episode.turns(rollout, tokenizer)
 
   return play
 
@@ -220,6 +205,11 @@ def evaluate(
       f'--split must be one of {("train", *family.axes)} for this task family; '
       f'got {options.split!r}.'
     )
+  if options.chat.native_tools and not family.functions():
+    raise ValueError(
+      '--native_tools needs tools that take JSON, and those of family '
+      f'{spec.systems["tasks"].family!r} take text: leave it out.'
+    )
   tasks = family.listed(options.split, options.tasks)
   limits, summary_options = limits_of(spec, options)
   fields: dict[str, Any] = dataclasses.asdict(options)
@@ -241,21 +231,11 @@ def evaluate(
     workdirs.claim(out, claimed)
     level = systems.settle_judge(out)
     with systems.open_runner(level) as runner:
-      if options.policy == 'chat':
-        assert remote is not None
-        play = _chats(spec, family, runner, options, remote())
-      else:
-        play = _samples(spec, systems, runner, options, remote)
+      play = _player(spec, systems, runner, options, remote)
       _play_missing(tasks, options.samples, options.threads, play, out)
     summary = summarise(list(read(out).values()), options.samples)
     files.write_json(out / SUMMARY, summary)
   return summary
-
-
-def transcript_of(task_id: str, sample: int) -> str:
-  """Returns the path of an episode's transcript in the folder."""
-  name = urllib.parse.quote(task_id, safe='')
-  return f'{TRANSCRIPTS}/{name}-{sample}.json'
 
 
 def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
@@ -287,7 +267,8 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
     def play_one(index: int, sample: int) -> None:
       task = tasks[index]
       row, transcript = play(task, index, sample)
-      path = transcript_of(task.task_id, sample)
+      name = urllib.parse.quote(task.task_id, safe='')
+      path = f'{TRANSCRIPTS}/{name}-{sample}.json'
       files.write_json(out / path, {**row, 'transcript': list(transcript)})
       with lock:
         line = json.dumps({**row, 'transcript': path})
@@ -311,7 +292,7 @@ def row_of(task: Any, played: Any) -> dict[str, Any]:
   return {
     'task_id': played.task_id,
     'sample': played.member,
-    'package': task.package,
+    'package': getattr(task, 'package', ''),
     'tier': getattr(task, 'tier', ''),
     'passed': behaviour.passed(played),
     **{name: getattr(verdict, name) for name in of_verdict},

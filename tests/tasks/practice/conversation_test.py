@@ -68,7 +68,7 @@ def answer(content=None, *calls, finish='stop', usage=None, **fields):
   message = {'role': 'assistant', 'content': content, **fields}
   if made:
     message['tool_calls'] = made
-  return conversation.ChatAnswer(
+  return conversation.ModelMessage(
     message=message, finish=finish, usage=usage or {}, seconds=2.0
   )
 

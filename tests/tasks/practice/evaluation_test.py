@@ -212,7 +212,7 @@ class Model:
 
 FAULTS = [
   faulty.Reply({'error': {}}, 529),
-  faulty.Reply({'error': {}}, 429, {'retry-after-ms': '1'}),
+  faulty.Reply({'error': {}}, 429, {'retry-after': '1'}),
   faulty.Reply(breaks=True),
   faulty.Reply(b'<html>', 502),
 ]
@@ -224,9 +224,17 @@ def chat_options(url, **fields):
   )
 
 
+class Ticking(faulty.Clock):
+  """Each look at it takes a moment."""
+
+  def monotonic(self):
+    self.now += 0.01
+    return self.now
+
+
 def remote_of(options, patience_s=600.0):
   address = endpoint.Endpoint(
-    url=options.url, clock=faulty.Clock(), patience_s=patience_s
+    url=options.url, clock=Ticking(), patience_s=patience_s
   )
   return lambda: chat.ChatClient(address, stream=options.chat.stream)
 
