@@ -14,7 +14,8 @@ import dataclasses
 import random
 from typing import Any
 
-from composer_jax.agent import environment, episode
+from composer_jax.agent import environment as environments
+from composer_jax.agent import episode
 from composer_jax.core import records, turns
 from composer_jax.tasks import curriculum
 from composer_jax.tasks.practice import transcripts
@@ -38,7 +39,7 @@ class Word:
     return draw.choice(first) + ''.join(draw.choices(LETTERS, k=3))
 
 
-class Backwards(environment.Environment):
+class Backwards(environments.Environment):
   """One episode: `say WORD`, as often as the policy likes, then `finish`."""
 
   tools = ('say', 'finish')
@@ -47,14 +48,14 @@ class Backwards(environment.Environment):
     self.task_id, self.prompt = task.task_id, f'Backwards: {task.text}'
     self._wanted, self._said = task.text[::-1], ''
 
-  def call(self, text: str) -> environment.ToolResult:
+  def call(self, text: str) -> environments.ToolResult:
     name, _, word = text.partition(' ')
     if name not in self.tools:
-      return environment.ToolResult(
+      return environments.ToolResult(
         text='error: say or finish', tool='', outcome=turns.UNKNOWN_TOOL
       )
     self._said = word if name == 'say' else self._said
-    return environment.ToolResult(
+    return environments.ToolResult(
       text='noted', tool=name, is_final=name == 'finish'
     )
 
@@ -69,7 +70,7 @@ class Backwards(environment.Environment):
     )
 
 
-class Words(environment.TaskFamily):
+class Words(environments.TaskFamily):
   """Tasks without end, drawn by their ids."""
 
   axes = ('vowels',)
@@ -82,7 +83,7 @@ class Words(environment.TaskFamily):
   def environment(self, task: Word, runner: Any) -> Backwards:
     return Backwards(task)
 
-  def gold(self, task: Word, tokenizer: Any) -> environment.Policy:
+  def gold(self, task: Word, tokenizer: Any) -> environments.Policy:
     calls = [f'say {task.text[::-1]}', 'finish']
     return scripts.ScriptedCalls(tokenizer, calls)
 
@@ -96,10 +97,10 @@ class Words(environment.TaskFamily):
 
   def tasks(
     self, tokenizer: Any, *, split: str, seed: int
-  ) -> environment.TaskSource:
+  ) -> environments.TaskSource:
     name = lambda index: f'words/{split}/{seed}/{index}'
     size = self._spec.rl.prompts * self._spec.systems['curriculum'].candidates
-    return environment.TaskSource(
+    return environments.TaskSource(
       of_group=lambda group: Word(task_id=name(group)),
       of_id=lambda task_id: Word(task_id=task_id),
       pool=lambda step: [

@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode
+from composer_jax.agent import episode, rewards
 from composer_jax.core import records
-from composer_jax.serve import client, endpoint
+from composer_jax.serve import chat, client, endpoint
 from composer_jax.serve.api import chat_format
 from composer_jax.tasks.list_functions import environment, family, runners
+from composer_jax.tasks.practice import conversation
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.serve import faulty
 from tests.serve import scripted as serving
@@ -156,3 +157,17 @@ def test_sampling_is_asked_for_as_the_request_says(served, tokenizer):
   policy.close('b')
   policy.close('unknown')
   serving.wait_for(lambda: not served.engine.held)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_conversation_with_our_own_server_passes(served, stream):
+  served.engine.calls = list(HONEST)
+  talk = conversation.Conversation(
+    environment.FunctionEnvironment(TASK, runners.TrustedRunner()),
+    conversation.ChatOptions(),
+    0,
+  )
+  ask = chat.ChatClient(_endpoint(served.url), stream=stream)
+  talk.play(ask, (), rewards.UNPRICED, seed=1, max_tokens=300, temperature=1.0)
+  assert talk.verdict.passed and talk.ended == 'finish'
+  assert talk.usage()['tokens_in'] > talk.usage()['tokens_out'] > 0

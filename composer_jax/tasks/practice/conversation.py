@@ -23,6 +23,7 @@ from composer_jax.text import tool_calls
 _KEPT = ('content', 'reasoning', 'reasoning_content', 'reasoning_details')
 _THOUGHT_END = '</think>'
 _BLOCK = re.compile(r'^```[^\n]*\n(.*?)^```[ \t]*$', re.M | re.S)
+USAGE = '\n\nEach of your messages is one call of a tool. The tools:'
 BLOCKS = (
   '\n\nA message may hold several calls, and text around them, if each call '
   'stands alone between two lines of ```.'
@@ -129,7 +130,9 @@ class Conversation:
   ):
     self.task_id, self.member, self.ended = env.task_id, member, ''
     self._env, self._options = env, options
-    prompt = env.prompt + BLOCKS
+    # Policies trained here know the tools of an environment without protocol.
+    usage = '\n'.join([USAGE, *map(env.usage, env.tools)])
+    prompt = env.prompt + ('' if env.protocol else usage) + BLOCKS
     if options.native_tools:
       prompt = env.prompt.removesuffix(env.protocol).rstrip()
     self._sent: list[dict[str, Any]] = [{'role': 'user', 'content': prompt}]

@@ -114,6 +114,19 @@ def test_text_calls_are_carried_out_and_the_episode_is_judged():
   assert sampling == {'temperature': 0.7, 'seed': 103}
 
 
+def test_a_model_is_told_of_tools_that_the_prompt_does_not_name():
+  class Terse(Counter):
+    protocol, prompt = '', 'Count to two.'
+
+    def usage(self, tool):
+      return f'{tool}!'
+
+  script = Script(FINISH)
+  play(script, Terse())
+  ((prompt,), _) = script.requests[0]
+  assert 'The tools:\nadd!\nfinish!\n\nA message may' in prompt['content']
+
+
 @pytest.mark.parametrize('content', [
     f'I think.\n```json\n{ADD}\n```\nand\n```\n{ADD}\n```',
     f'<think>```\nnot me\n```</think>\n```\n{ADD}\n```\n```\n{ADD}\n```',
