@@ -55,7 +55,7 @@ def define_config(
 
 def define_fields(cls: Any, prefix: str) -> dict[str, flags.FlagHolder]:
   """Defines a flag for each field of a dataclass; returns them by name."""
-  define = {
+  define: dict[Any, Any] = {
     bool: flags.DEFINE_bool,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,

@@ -28,7 +28,8 @@ class ChatClient:
       fields: fields of every request that replace those given; a None leaves a
         field out.
     """
-    self._address, self._stream, self._fields = address, stream, fields or {}
+    self._address, self._stream = address, stream
+    self._fields = dict(fields or {})
 
   def __call__(
     self,

@@ -273,9 +273,8 @@ class Conversation:
 
   def _note(self, tool: str, outcome: str) -> None:
     # Its place is in no window: there are no tokens.
-    place = {'trajectory': 0, 'start': len(self._turns)}
-    place['stop'] = place['start'] + 1
-    self._turns.append(turns.Turn(**place, tool=tool, outcome=outcome))
+    turn = dict(trajectory=0, start=len(self._turns), stop=len(self._turns) + 1)
+    self._turns.append(turns.Turn(tool=tool, outcome=outcome, **turn))
 
 
 def _native(
