@@ -60,7 +60,7 @@ def _rates(name, rates):
     f'pass@k {{{best}}}  flagged {sum(rates["flags"].values())}, unfinished '
     f'{rates["unfinished"]}, infrastructure {rates["infrastructure"]}'
     + (
-      f'  ended {rates["ended"]}, {rates["cost_usd"]:.2f} USD, answers '
+      f'  ended {rates["ended"]}, {rates["cost_usd"]:.4g} USD, answers '
       f'{rates["answer_s_p50"]:.1f} s (p95 {rates["answer_s_p95"]:.1f} s)'
       if 'ended' in rates
       else ''

@@ -263,3 +263,8 @@ def test_endpoints_that_cannot_be_are_refused_and_keys_are_not_shown():
     endpoint.Endpoint(url='http://a', timeout_s=0)
   shown = repr(endpoint.Endpoint(url='http://a', api_key='secret'))
   assert 'secret' not in shown
+
+
+def test_threads_that_fail_together_come_back_one_by_one():
+  waits = {endpoint._wait_s(ValueError(), 3) for _ in range(20)}
+  assert len(waits) == 20 and 4 <= min(waits) < max(waits) <= 8

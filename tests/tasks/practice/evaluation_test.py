@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -329,3 +331,23 @@ def test_tools_that_take_no_json_cannot_be_native(tmp_path):
     evaluation.evaluate(
       made, wiring.systems_of(made), options, tmp_path, remote_of(options)
     )
+
+
+@pytest.mark.slow
+def test_the_command_asks_the_endpoint_as_its_flags_say(tmp_path):
+  made = faulty.said('finish', usage={'prompt_tokens': 9})
+  answer = lambda body: faulty.Reply(events=faulty.streamed(made))
+  with faulty.serving(answer) as (url, seen):
+    flags = ('--policy=chat', f'--url={url}', '--model=m', '--stream')
+    flags += ('--tasks=2', '--body={"seed": null, "top_p": 0.5}')
+    flags += ('--config=configs/composer/tiny.py', f'--out={tmp_path}')
+    subprocess.run(
+      [sys.executable, '-m', 'experiments.evaluate', *flags]
+      + ['--config.sandbox.level=static'],
+      check=True,
+    )
+  assert len(seen) == 2
+  _, body = seen[0]
+  assert (body['model'], body['top_p']) == ('m', 0.5)
+  assert body['stream'] and 'seed' not in body
+  assert (tmp_path / 'report.html').exists()
