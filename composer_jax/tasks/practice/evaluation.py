@@ -14,9 +14,9 @@ import json
 import math
 import pathlib
 import random
+import re
 import threading
 import types
-import urllib.parse
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -238,6 +238,13 @@ def evaluate(
   return summary
 
 
+def transcript_of(task_id: str, sample: int) -> str:
+  """Returns the path of a transcript in the folder, of a bounded length."""
+  plain = re.sub(r'[^\w.-]+', '-', task_id, flags=re.A)[:100]
+  digest = files.sha256(task_id.encode())[:12]
+  return f'{TRANSCRIPTS}/{plain}-{digest}-{sample}.json'
+
+
 def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
   """Appends a row for each episode that has none with a verdict."""
   lock = threading.Lock()
@@ -267,8 +274,7 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
     def play_one(index: int, sample: int) -> None:
       task = tasks[index]
       row, transcript = play(task, index, sample)
-      name = urllib.parse.quote(task.task_id, safe='')
-      path = f'{TRANSCRIPTS}/{name}-{sample}.json'
+      path = transcript_of(task.task_id, sample)
       files.write_json(out / path, {**row, 'transcript': list(transcript)})
       with lock:
         line = json.dumps({**row, 'transcript': path})

@@ -333,6 +333,16 @@ def test_tools_that_take_no_json_cannot_be_native(tmp_path):
     )
 
 
+def test_every_task_has_a_file_that_a_file_system_takes(tmp_path):
+  ids = ['a/b:c+d', 'a b c d', '../../x', 'ä' * 300, 'x/' * 400, 'x/' * 401]
+  paths = {evaluation.transcript_of(i, n) for i in ids for n in (0, 1)}
+  assert len(paths) == 12
+  (tmp_path / evaluation.TRANSCRIPTS).mkdir()
+  for path in paths:
+    (tmp_path / path).touch()
+  assert len(list((tmp_path / evaluation.TRANSCRIPTS).iterdir())) == 12
+
+
 @pytest.mark.slow
 def test_the_command_asks_the_endpoint_as_its_flags_say(tmp_path):
   made = faulty.said('finish', usage={'prompt_tokens': 9})
