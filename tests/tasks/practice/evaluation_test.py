@@ -206,7 +206,7 @@ class Model:
     else:
       call = json.loads(calls[0])
       one = ('1', call['tool'], json.dumps(call['arguments']))
-      made = faulty.said('So.', 'tool_calls', [one], usage)
+      made = faulty.said('<u>So.</u>', 'tool_calls', [one], usage)
     if body.get('stream'):
       return faulty.Reply(events=faulty.streamed(made))
     return faulty.Reply(made)
@@ -272,6 +272,8 @@ def test_a_chat_model_passes_through_the_faults_of_its_endpoint(
   for row in rows:
     assert row['task_id'] in page and row['transcript'] in page
   assert 'USD an episode' in page and 'completion_tokens' in page
+  # A model's text is no part of the page's own.
+  assert '<u>' not in page and ('&lt;u&gt;So.' in page) == native
 
 
 def test_a_dead_endpoint_gives_episodes_that_are_played_again(spec, tmp_path):
