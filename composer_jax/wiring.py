@@ -5,6 +5,7 @@ names stand here and nowhere else.
 """
 
 import functools
+import importlib
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,8 @@ from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
 
-# Value of `config.tasks.family` -> function from a spec to that TaskFamily.
+# Value of `config.tasks.family` -> function from a spec to that TaskFamily;
+# MODULE:CLASS names one of a user's own modules.
 FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
@@ -68,12 +70,7 @@ def spec_of(config: Mapping[str, Any]) -> specs.Spec:
 
 def _check(spec: specs.Spec) -> None:
   """Checks rules that span systems, or a system and the spine."""
-  family = spec.systems['tasks'].family
-  if family not in FAMILIES:
-    raise ValueError(
-      f'--config.tasks.family must be one of {tuple(FAMILIES)}, not {family!r}.'
-    )
-  FAMILIES[family](spec).check()
+  family_of(spec).check()
   conversations = spec.systems['demonstrations'].conversations
   if conversations and not spec.initial:
     raise ValueError(
@@ -90,6 +87,23 @@ def _check(spec: specs.Spec) -> None:
       "--config.rl.placement='colocated', or --config.delta.store='' for a "
       'store in the workdir.'
     )
+
+
+def family_of(spec: specs.Spec) -> environment.TaskFamily:
+  """Returns the task family that a config names, of `FAMILIES` or a user's."""
+  name = spec.systems['tasks'].family
+  module, _, attribute = name.partition(':')
+  try:
+    # Every process of a run imports it by itself.
+    make = FAMILIES.get(name) or getattr(
+      importlib.import_module(module), attribute
+    )
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f'--config.tasks.family must be one of {tuple(FAMILIES)} or a class that '
+      f'can be imported as MODULE:CLASS, not {name!r}: {error}.'
+    ) from error
+  return make(spec)
 
 
 def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
@@ -112,7 +126,7 @@ def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
 
 def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
-  family = FAMILIES[spec.systems['tasks'].family](spec)
+  family = family_of(spec)
   open_runner = functools.partial(_open_runner, spec, family)
   initial = _initial(spec)
   return seams.Systems(

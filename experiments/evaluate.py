@@ -2,23 +2,30 @@
 
   python -m experiments.evaluate --policy=gold --split=train --tasks=20 \\
       --config=configs/composer/deletion.py --out=runs/eval_gold
+  python -m experiments.evaluate --policy=chat --model=NAME --native_tools \\
+      --url=http://localhost:8001/v1 --threads=8 --out=runs/eval_chat \\
+      --config=configs/composer/deletion.py:runs/deletion_tasks
   ./run.sh serve --source=runs/tiny &
   python -m experiments.evaluate --policy=tokens --tasks=100 \\
       --url=http://localhost:8000/v1 --tokenizer=runs/tiny/tokenizer.json \\
       --config=configs/composer/tiny.py --out=runs/eval_tiny
 
-The config gives the tasks, the sandbox, the limits of an episode, rewards and
-summaries. The same command on the same folder resumes after a kill. --out gets
-episodes.jsonl, a line an episode, and summary.json: pass rates with 95 %
-intervals by tier and package, pass@k, and what monitors found.
+The config gives the tasks, the sandbox and rewards, and to all policies but
+chat the limits of an episode and summaries; the key is COMPOSER_JAX_TOKEN. The
+same command on the same folder resumes after a kill. --out gets report.html,
+episodes.jsonl, a line an episode, transcripts/, a file an episode, and
+summary.json: pass rates with 95 % intervals by tier and package, pass@k, what
+monitors found, and of a chat model why episodes ended, their tokens, cost and
+latency.
 """
 
-import functools
+import json
 import os
 import pathlib
 
 from absl import flags, logging
 
+from composer_jax.tasks.practice import conversation
 from experiments import start
 
 _CONFIG = start.define_config(
@@ -39,13 +46,9 @@ _SAMPLES = flags.DEFINE_integer('samples', 1, 'Episodes of each task.')
 _THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')
 _URL = flags.DEFINE_string('url', '', 'URL of the endpoint, up to /v1.')
 _MODEL = flags.DEFINE_string('model', '', 'Name of the model at the endpoint.')
-_NATIVE = flags.DEFINE_bool(
-  'native_tools',
-  False,
-  'With --policy=chat: the endpoint calls tools by its own means, not in text.',
-)
+_CHAT = start.define_fields(conversation.ChatOptions, 'With --policy=chat: ')
 _TOKENIZER = flags.DEFINE_string(
-  'tokenizer', '', 'tokenizer.json of a run; "" counts bytes (not for tokens).'
+  'tokenizer', '', 'tokenizer.json of a run, for --policy=tokens.'
 )
 
 
@@ -56,6 +59,12 @@ def _rates(name, rates):
     f'{rates["pass_rate"]:.3f} [{rates["low"]:.3f}, {rates["high"]:.3f}]  '
     f'pass@k {{{best}}}  flagged {sum(rates["flags"].values())}, unfinished '
     f'{rates["unfinished"]}, infrastructure {rates["infrastructure"]}'
+    + (
+      f'  ended {rates["ended"]}, {rates["cost_usd"]:.4g} USD, answers '
+      f'{rates["answer_s_p50"]:.1f} s (p95 {rates["answer_s_p95"]:.1f} s)'
+      if 'ended' in rates
+      else ''
+    )
   )
 
 
@@ -65,7 +74,8 @@ def run() -> None:
   start.emulate_devices(1)
   # After the flags: this import loads jax.
   from composer_jax import wiring
-  from composer_jax.serve import client
+  from composer_jax.report import evaluation as page
+  from composer_jax.serve import chat, client, endpoint
   from composer_jax.tasks.practice import evaluation
 
   options = evaluation.EvaluationOptions(
@@ -77,9 +87,23 @@ def run() -> None:
     url=_URL.value,
     model=_MODEL.value,
     api_key=os.environ.get('COMPOSER_JAX_TOKEN', '').strip(),
-    native_tools=_NATIVE.value,
+    chat=conversation.ChatOptions(**{n: f.value for n, f in _CHAT.items()}),
     tokenizer=_TOKENIZER.value,
   )
+
+  def remote():
+    address = endpoint.Endpoint(
+      url=options.url,
+      model=options.model,
+      api_key=options.api_key,
+      patience_s=options.chat.patience_s,
+      requests_per_minute=options.chat.requests_per_minute,
+    )
+    if options.policy == 'tokens':
+      return client.TokenPolicy(address)
+    fields = json.loads(options.chat.body)
+    return chat.ChatClient(address, stream=options.chat.stream, fields=fields)
+
   out = pathlib.Path(_OUT.value).absolute()
   spec = wiring.spec_of(fields)
   summary = evaluation.evaluate(
@@ -87,13 +111,14 @@ def run() -> None:
     wiring.systems_of(spec),
     options,
     out,
-    remote=functools.partial(client.policy_for, options),
+    remote=remote,
   )
   print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):
     for name, rates in summary[part].items():
       print(_rates(name, rates))
   print(f'{out / evaluation.SUMMARY}')
+  print(f'{page.write(out)}')
 
 
 if __name__ == '__main__':

@@ -5,6 +5,7 @@ inside the message, partly before a main begins: a default config is loaded and
 overridden where its flag is defined. All of these errors become one line here.
 """
 
+import dataclasses
 import os
 import re
 import sys
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 
 from absl import app, flags
 from ml_collections import config_flags
+
+from composer_jax import sections
 
 DEBUG = flags.DEFINE_bool(
   'debug', False, 'Prints the traceback of an error that has a message.'
@@ -48,6 +51,21 @@ def define_config(
     )
   except _ERRORS as error:
     _refuse(error)
+
+
+def define_fields(cls: Any, prefix: str) -> dict[str, flags.FlagHolder]:
+  """Defines a flag for each field of a dataclass; returns them by name."""
+  define: dict[Any, Any] = {
+    bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+  }
+  texts = sections.meanings(cls)
+  return {
+    f.name: define[type(f.default)](f.name, f.default, prefix + texts[f.name])
+    for f in dataclasses.fields(cls)
+  }
 
 
 def config_fields(config: flags.FlagHolder) -> dict[str, Any]:

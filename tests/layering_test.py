@@ -42,7 +42,7 @@ SYSTEMS = {
 # Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options'),
-  'tasks': ('repository.scripts',),
+  'tasks': ('practice.conversation',),
   'hf': (
     'imported',
     'importing',

@@ -51,6 +51,7 @@ class Environment(Protocol):
   Attributes:
     task_id: name of the task.
     prompt: first message of the user.
+    protocol: end of the prompt on how to write a call as text.
     tools: names of the tools that exist here.
     is_broken: true once the sandbox failed twice in a row, which ends episodes.
     flags: alarms of monitors so far, sorted.
@@ -60,6 +61,7 @@ class Environment(Protocol):
 
   task_id: str
   prompt: str
+  protocol: str = ''
   tools: tuple[str, ...]
   is_broken: bool = False
   flags: tuple[str, ...] = ()
@@ -139,7 +141,7 @@ class TaskSource:
 
 
 class TaskFamily(Protocol):
-  """Tasks of one kind, and all that a run needs to practise them.
+  """Tasks of one kind, and what a run needs of them; with defaults to inherit.
 
   Laws: a task is a function of its id alone; the tasks that a run draws are a
   function of its config and seed; 'train' and the axes share no task; RL does
@@ -157,9 +159,11 @@ class TaskFamily(Protocol):
 
   def requirements(self) -> list[str]:
     """Returns the packages that the sandbox needs, as pip names them."""
+    return []
 
   def held_out_packages(self) -> tuple[str, ...]:
     """Returns the packages that no corpus may contain."""
+    return ()
 
   def listed(self, split: str, count: int) -> list[Any]:
     """Returns the first `count` tasks of a split for evaluation; 0 for all."""
@@ -169,6 +173,7 @@ class TaskFamily(Protocol):
 
   def functions(self) -> list[Any]:
     """Returns the schemas of the tools, for models that call functions."""
+    return []
 
   def check(self) -> None:
     """Raises a ValueError for an impossible config; reads no file."""
@@ -178,6 +183,7 @@ class TaskFamily(Protocol):
 
   def identity(self) -> str:
     """Hashes tasks that are read from disk; '' where they are generated."""
+    return ''
 
   def texts(self) -> list[str]:
     """Returns sample tasks and calls, to train the tokenizer on."""

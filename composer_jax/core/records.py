@@ -81,7 +81,7 @@ class Verdict:
     passed: true if every hidden test passed and the episode finished.
     num_passed: number of hidden tests that passed, of num_tests.
     status: GRADED, UNFINISHED (the policy never called finish) or
-      INFRASTRUCTURE (the sandbox failed, not the policy).
+      INFRASTRUCTURE (sandbox or endpoint failed, not the policy).
     sandbox_level: isolation in which the tests ran ('bwrap', 'unshare', ...).
     detail: one line for people.
   """

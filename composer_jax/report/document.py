@@ -107,7 +107,8 @@ def write_comparison(
   return path
 
 
-def _render(name: str, **fields: Any) -> str:
+def render(name: str, **fields: Any) -> str:
+  """Returns a page made of the template of that name."""
   # Much of what the page shows was written by a policy: everything is escaped,
   # here or, in drawings, by `figures`.
   environment = jinja2.Environment(
@@ -129,7 +130,7 @@ def _compared(runs: dict[str, run_data.RunData]) -> str:
     (field, *(str(c.get(field, '')) for c in configs.values()))
     for field in fields
   ]
-  return _render(
+  return render(
     'comparison.html',
     runs=runs,
     axes=_in_order(
@@ -143,7 +144,7 @@ def _compared(runs: dict[str, run_data.RunData]) -> str:
 def build(run: run_data.RunData) -> str:
   """Returns the page as text."""
   evaluations, machine = run.evaluations(), run.run.get('machine')
-  return _render(
+  return render(
     'page.html',
     run=run,
     stages=_stages(run),

@@ -12,8 +12,8 @@ class TaskOptions:
   """Where tasks come from, and the tools of their episodes.
 
   Attributes:
-    family: 'list_functions', whose tasks are generated, or 'deletion', whose
-      tasks are read from a folder.
+    family: 'list_functions', whose tasks are generated, 'deletion', whose tasks
+      are read from a folder, or MODULE:CLASS, a family of your own.
     folder: task set that `experiments.make_tasks` made; '' for families that
       need none.
     tiers: kinds of deletion, () for all.

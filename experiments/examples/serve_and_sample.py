@@ -61,9 +61,9 @@ def sample(url: str, prompt_T: np.ndarray):
   """Returns a trajectory: tokens, log-probabilities and routes."""
   from composer_jax.agent import window
   from composer_jax.core import records
-  from composer_jax.serve import client
+  from composer_jax.serve import client, endpoint
 
-  policy = client.TokenPolicy(client.Endpoint(url=url))
+  policy = client.TokenPolicy(endpoint.Endpoint(url=url))
   request = records.SampleRequest(
     session='example',
     context_T=prompt_T,

@@ -18,6 +18,7 @@ from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import client as http_policy
+from composer_jax.serve import endpoint
 from composer_jax.serve.api import chat_format, texts
 from composer_jax.serve.api import tokens as tokens_api
 from tests.serve import scripted
@@ -292,7 +293,7 @@ def test_an_agents_policy_over_http_is_the_engine_itself(
 ):
   made = engines.Engine(config, policies[0], 3, OPTIONS)
   policy = http_policy.TokenPolicy(
-    http_policy.Endpoint(url=f'{server.url}/v1', model='tiny')
+    endpoint.Endpoint(url=f'{server.url}/v1', model='tiny')
   )
   for context in ([30, 31, 32], [40, 41]):
     request = records.SampleRequest(

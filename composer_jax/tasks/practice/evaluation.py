@@ -1,9 +1,9 @@
 """Pass rates on a config's tasks, of scripted policies or of an endpoint.
 
 Nothing is trained and no engine runs: each episode is a thread that talks to
-the policy, in the environment of training. A row is kept of each finished
-episode, so that a killed evaluation resumes. `stages.evaluate` evaluates the
-policies of a run.
+the policy, in the environment of training. A row and a transcript are kept of
+each finished episode, so that a killed evaluation resumes. `stages.evaluate`
+evaluates the policies of a run.
 """
 
 import collections
@@ -13,28 +13,37 @@ import itertools
 import json
 import math
 import pathlib
+import random
+import re
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
-from composer_jax.agent import environment as environments
+import numpy as np
+
 from composer_jax.agent import episode, summarize
 from composer_jax.core import checks, files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
+from composer_jax.tasks import calls
+from composer_jax.tasks.practice import conversation
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import workdir as workdirs
 
 EPISODES, SUMMARY = 'episodes.jsonl', 'summary.json'
+TRANSCRIPTS = 'transcripts'
 SCRIPTED = ('gold', 'null')
 POLICIES = (*SCRIPTED, 'chat', 'tokens')
 _BROKEN = records.INFRASTRUCTURE
+# Fields of `ChatOptions` on which no verdict depends.
+_OF_REQUESTS = (
+  *('stream', 'requests_per_minute', 'patience_s', 'price_in', 'price_out'),
+)
 _SCRIPT_BYTES, _SCRIPT_TURNS = 1 << 24, 1000
-# Length of limits in bytes, for episodes whose tokens are bytes.
-_BYTES_PER_TOKEN = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,19 +52,19 @@ class EvaluationOptions:
 
   Attributes:
     policy: 'gold' restores what was deleted, through the tools; 'null' calls
-      finish at once; 'chat' and 'tokens' ask an endpoint, for text or for
-      tokens (`serve.client`).
+      finish at once; 'chat' asks any endpoint for messages, and 'tokens' this
+      project's server for tokens (`serve.chat`, `serve.client`).
     split: 'train' or one of the family's axes; '' for the first axis.
     tasks: number of tasks, the first ones in the order of the seed; 0 for all
       of a folder.
     samples: episodes per task.
-    threads: episodes at a time.
+    threads: episodes at a time, each with at most one request.
     url: address of the endpoint, up to /v1.
     model: name by which the endpoint knows the model.
     api_key: key of the endpoint.
-    native_tools: true to have a chat endpoint call tools by its own means.
-    tokenizer: file of a run's or an import's tokenizer; '' for one whose tokens
-      are bytes, which 'tokens' cannot use.
+    chat: limits and requests of the policy 'chat'.
+    tokenizer: file of a run's or an import's tokenizer, in which the config's
+      limits are counted, also those of a script; '' for none, as for 'chat'.
   """
 
   policy: str
@@ -66,7 +75,7 @@ class EvaluationOptions:
   url: str = ''
   model: str = ''
   api_key: str = ''
-  native_tools: bool = False
+  chat: conversation.ChatOptions = conversation.ChatOptions()
   tokenizer: str = ''
 
   def __post_init__(self):
@@ -83,53 +92,91 @@ class EvaluationOptions:
         '--policy=tokens needs --tokenizer=FILE, the tokenizer.json of the '
         'served run: the endpoint takes and gives its ids.'
       )
+    if self.policy != 'chat' and self.chat != (usual := type(self.chat)()):
+      fields = vars(self.chat).items()
+      raise ValueError(
+        f'{", ".join(f"--{k}" for k, v in fields if v != getattr(usual, k))} '
+        f'can be set for --policy=chat alone; --policy is {self.policy!r}.'
+      )
 
 
-# (tokenizer, functions for a chat endpoint to call) -> policy of an endpoint.
-Remote = Callable[[Any, Sequence[Any]], environments.Policy]
+# (task, its index, sample) -> row and transcript of an episode.
+_Play = Callable[[Any, int, int], tuple[dict[str, Any], Any]]
 
 
 def limits_of(
   spec: specs.Spec, options: EvaluationOptions
 ) -> tuple[episode.EpisodeOptions, summarize.SummaryOptions]:
-  """Returns the config's limits, longer ones where a token is a byte.
-
-  A scripted policy has no context to overflow: its limits stop endless ones.
-  """
-  limits, summary = spec.episode, spec.summary
-  is_scripted = options.policy in SCRIPTED
-  if is_scripted:
-    summary = summarize.OFF
-  if options.tokenizer:
-    return limits, summary
+  """Returns the config's limits; a script without tokenizer has wide ones."""
+  if options.tokenizer or options.policy not in SCRIPTED:
+    return spec.episode, spec.summary
   names = ('max_tokens', 'max_call_tokens', 'max_sampled_tokens')
-  if is_scripted:
-    longer = dict.fromkeys(names, _SCRIPT_BYTES)
-    limits = dataclasses.replace(limits, max_turns=_SCRIPT_TURNS, **longer)
-    return limits, summary
-  of_summary = ('trigger', 'max_tokens', 'plan_tokens')
-  return _in_bytes(limits, names), _in_bytes(summary, of_summary)
+  longer = dict.fromkeys(names, _SCRIPT_BYTES)
+  limits = dataclasses.replace(spec.episode, max_turns=_SCRIPT_TURNS, **longer)
+  return limits, summarize.OFF
 
 
-def _in_bytes(options: Any, names: Sequence[str]) -> Any:
-  longer = {n: _BYTES_PER_TOKEN * getattr(options, n) for n in names}
-  return dataclasses.replace(options, **longer)
-
-
-def policy_of(
-  family: Any,
-  tokenizer: Any,
+def _player(
+  spec: specs.Spec,
+  systems: seams.Systems,
+  runner: seams.Runner,
   options: EvaluationOptions,
-  remote: Remote | None,
-) -> Callable[[Any], environments.Policy]:
-  """Returns a function of a task, which gives the policy of one episode."""
-  if options.policy == 'null':
-    return lambda task: scripts.ScriptedCalls(tokenizer, [family.finish_call])
-  if options.policy == 'gold':
-    return lambda task: family.gold(task, tokenizer)
-  assert remote is not None
-  shared = remote(tokenizer, family.functions() if options.native_tools else ())
-  return lambda task: shared
+  remote: Callable[[], Any] | None,
+) -> _Play:
+  """Returns a function that plays one episode."""
+  family = systems.family
+  make_environment = lambda task: family.environment(task, runner)
+  shared: Any = remote() if options.url and remote else None
+
+  def converse(task: Any, group: int, member: int) -> tuple[Any, Any]:
+    env = make_environment(task)
+    talk = conversation.Conversation(env, options.chat, member)
+    talk.play(
+      shared,
+      family.functions() if options.chat.native_tools else (),
+      spec.rewards,
+      seed=random.Random(f'{spec.seed}/{group}/{member}').getrandbits(30),
+      temperature=spec.episode.temperature,
+      max_tokens=options.chat.max_answer_tokens,
+    )
+    return row_of(task, talk) | talk.usage(), talk.transcript
+
+  if options.policy == 'chat':
+    return converse
+  if options.tokenizer:
+    tokenizer = systems.load_tokenizer(pathlib.Path(options.tokenizer))
+  else:
+    size = tokenizers.MIN_VOCAB_SIZE
+    tokenizer = tokenizers.Tokenizer.train(['bytes'], size)
+  limits, summary = limits_of(spec, options)
+  sample = collect.episode_player(
+    tokenizer,
+    make_environment,
+    limits,
+    reward_of_group=lambda group: spec.rewards,
+    summary=summary,
+  )
+
+  def play(task: Any, group: int, member: int) -> tuple[Any, Any]:
+    policy = shared
+    if options.policy == 'gold':
+      policy = family.gold(task, tokenizer)
+    elif options.policy == 'null':
+      policy = scripts.ScriptedCalls(tokenizer, [family.finish_call])
+    try:
+      rollout = sample(task, policy, group=group, member=member, seed=spec.seed)
+    except conversation.EndpointError as error:
+      broken = types.SimpleNamespace(
+        task_id=task.task_id,
+        member=member,
+        verdict=calls.broken_verdict(0, '', str(error)),
+        flags=(),
+      )
+      return row_of(task, broken) | {'ended': 'endpoint'}, ()
+    windows = {'windows': len(rollout.trajectories)}
+    return row_of(task, rollout) | windows, episode.turns(rollout, tokenizer)
+
+  return play
 
 
 def evaluate(
@@ -137,20 +184,19 @@ def evaluate(
   systems: seams.Systems,
   options: EvaluationOptions,
   out: pathlib.Path,
-  remote: Remote | None = None,
+  remote: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
   """Plays the missing episodes and summarises all of them; blocks.
 
   Args:
     out: folder of the results; bound to this evaluation by a workdir's claim.
-    remote: maker of the policies 'chat' and 'tokens'.
+    remote: maker of the policies 'chat' (a `conversation.Ask`) and 'tokens'.
 
   Returns:
     The contents of `summary.json`, see `summarise`.
 
   Raises:
     ValueError: `out` holds another evaluation, or there are too few tasks.
-    http_policy.EndpointError: the endpoint failed; finished episodes are kept.
   """
   family = systems.family
   options = dataclasses.replace(options, split=options.split or family.axes[0])
@@ -159,11 +205,19 @@ def evaluate(
       f'--split must be one of {("train", *family.axes)} for this task family; '
       f'got {options.split!r}.'
     )
+  if options.chat.native_tools and not family.functions():
+    raise ValueError(
+      '--native_tools needs tools that take JSON, and those of family '
+      f'{spec.systems["tasks"].family!r} take text: leave it out.'
+    )
   tasks = family.listed(options.split, options.tasks)
   limits, summary_options = limits_of(spec, options)
   fields: dict[str, Any] = dataclasses.asdict(options)
   # Results depend neither on speed nor on a secret.
   del fields['threads'], fields['api_key']
+  fields['chat'] = {
+    k: v for k, v in fields['chat'].items() if k not in _OF_REQUESTS
+  }
   claimed = {
     'evaluation': fields,
     'tasks': family.identity() or dataclasses.asdict(spec.systems['tasks']),
@@ -176,84 +230,82 @@ def evaluate(
   with files.alone(out):
     workdirs.claim(out, claimed)
     level = systems.settle_judge(out)
-    if options.tokenizer:
-      tokenizer = systems.load_tokenizer(pathlib.Path(options.tokenizer))
-    else:
-      size = tokenizers.MIN_VOCAB_SIZE
-      tokenizer = tokenizers.Tokenizer.train(['bytes'], size)
     with systems.open_runner(level) as runner:
-      play = collect.episode_player(
-        tokenizer,
-        lambda task: family.environment(task, runner),
-        limits,
-        reward_of_group=lambda group: spec.rewards,
-        summary=summary_options,
-      )
-      choose = policy_of(family, tokenizer, options, remote)
-      _play_missing(tasks, options, play, choose, spec.seed, out)
+      play = _player(spec, systems, runner, options, remote)
+      _play_missing(tasks, options.samples, options.threads, play, out)
     summary = summarise(list(read(out).values()), options.samples)
     files.write_json(out / SUMMARY, summary)
   return summary
 
 
-def _play_missing(tasks, options, play, choose, seed, out) -> None:
+def transcript_of(task_id: str, sample: int) -> str:
+  """Returns the path of a transcript in the folder, of a bounded length."""
+  plain = re.sub(r'[^\w.-]+', '-', task_id, flags=re.A)[:100]
+  digest = files.sha256(task_id.encode())[:12]
+  return f'{TRANSCRIPTS}/{plain}-{digest}-{sample}.json'
+
+
+def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
   """Appends a row for each episode that has none with a verdict."""
   lock = threading.Lock()
+  (out / TRANSCRIPTS).mkdir(exist_ok=True)
   with (
     # Closed after the threads, so that episodes that finish after an error in
     # another one are kept as well.
     contextlib.closing(
       append.AppendFile(out / EPISODES, 'an episode')
     ) as lines,
-    futures.ThreadPoolExecutor(options.threads, 'episode') as threads,
+    futures.ThreadPoolExecutor(threads, 'episode') as pool,
   ):
     lines.cut_torn_line()
-    # An episode whose sandbox failed is played again.
+    # An episode whose sandbox or endpoint failed is played again.
     judged = {k for k, row in read(out).items() if row['status'] != _BROKEN}
     missing = [
       (index, sample)
       for index, task in enumerate(tasks)
-      for sample in range(options.samples)
+      for sample in range(samples)
       if (task.task_id, sample) not in judged
     ]
-    total = len(tasks) * options.samples
+    total = len(tasks) * samples
     start = total - len(missing)
     counts = itertools.count(start + 1)
     bar = progress.Progress('eval', total, start=start)
 
     def play_one(index: int, sample: int) -> None:
       task = tasks[index]
-      rollout = play(task, choose(task), group=index, member=sample, seed=seed)
+      row, transcript = play(task, index, sample)
+      path = transcript_of(task.task_id, sample)
+      files.write_json(out / path, {**row, 'transcript': list(transcript)})
       with lock:
-        lines.append((json.dumps(row_of(task, rollout)) + '\n').encode())
+        line = json.dumps({**row, 'transcript': path})
+        lines.append(f'{line}\n'.encode())
         bar.update(next(counts))
 
     with bar:
-      waiting = [threads.submit(play_one, *which) for which in missing]
+      waiting = [pool.submit(play_one, *which) for which in missing]
       try:
         for future in futures.as_completed(waiting):
           future.result()
       finally:
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
-def row_of(task: Any, rollout: records.Rollout) -> dict[str, Any]:
-  """Returns the row of one episode."""
-  verdict = rollout.verdict
+def row_of(task: Any, played: Any) -> dict[str, Any]:
+  """Returns the row of a Rollout or Conversation; absent fields are 0."""
+  verdict = played.verdict
   of_verdict = ('status', 'num_passed', 'num_tests', 'detail', 'sandbox_level')
-  of_rollout = ('reward', 'num_turns', 'num_invalid', 'sandbox_seconds')
+  of_played = ('reward', 'num_turns', 'num_invalid', 'sandbox_seconds')
   return {
-    'task_id': rollout.task_id,
-    'sample': rollout.member,
-    'package': task.package,
+    'task_id': played.task_id,
+    'sample': played.member,
+    'package': getattr(task, 'package', ''),
     'tier': getattr(task, 'tier', ''),
-    'passed': behaviour.passed(rollout),
+    'passed': behaviour.passed(played),
     **{name: getattr(verdict, name) for name in of_verdict},
-    **{name: getattr(rollout, name) for name in of_rollout},
-    'flags': list(rollout.flags),
-    'reward_terms': dict(rollout.reward_terms),
-    'tools': list(rollout.tools),
-    'windows': len(rollout.trajectories),
+    **{name: getattr(played, name, 0) for name in of_played},
+    'flags': list(played.flags),
+    'reward_terms': dict(getattr(played, 'reward_terms', {})),
+    'tools': list(getattr(played, 'tools', ())),
   }
 
 
@@ -274,7 +326,8 @@ def summarise(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     overall, by_tier and by_package, each with episodes (judged ones), passed,
     pass_rate with its 95 % Wilson interval, pass_at_k (means over tasks whose
     samples were all judged; k = 1, 2, 4, ... and `samples`), flags by kind,
-    unfinished, infrastructure, invalid_rate and turns.
+    unfinished, infrastructure, invalid_rate and turns; of chat models also
+    what `_chat_rates` names.
   """
 
   def rates_by(field: str) -> dict[str, Any]:
@@ -329,4 +382,25 @@ def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     'infrastructure': len(rows) - len(judged),
     'invalid_rate': sum(r['num_invalid'] for r in judged) / max(turns, 1),
     'turns': turns / max(len(judged), 1),
+    **_chat_rates([r for r in rows if 'ended' in r], len(judged)),
+  }
+
+
+def _chat_rates(rows: list[dict[str, Any]], judged: int) -> dict[str, Any]:
+  """Returns why conversations ended, and sums and quantiles of their costs."""
+  if not rows:
+    return {}
+  of_answers = [s for r in rows for s in r.get('answer_s', ())] or [0.0]
+  total = lambda name: sum(r.get(name, 0) for r in rows)
+  return {
+    'ended': dict(collections.Counter(r['ended'] for r in rows)),
+    'tokens_in': total('tokens_in'),
+    'tokens_out': total('tokens_out'),
+    'cost_usd': total('cost_usd'),
+    'cost_usd_per_episode': total('cost_usd') / max(judged, 1),
+    'answer_s_p50': float(np.quantile(of_answers, 0.5)),
+    'answer_s_p95': float(np.quantile(of_answers, 0.95)),
+    'attempts': total('attempts'),
+    'answers': sum(len(r.get('answer_s', ())) for r in rows),
+    'cut': total('cut'),
   }

@@ -25,7 +25,7 @@ _PROTOCOL_TASKS = 1500
 _PROTOCOL_SEED = 7_000_003
 
 
-class ListFunctions:
+class ListFunctions(environments.TaskFamily):
   """An `agent.environment.TaskFamily` of endless tasks."""
 
   axes: tuple[str, ...] = tuple(family.AXES)
@@ -42,20 +42,8 @@ class ListFunctions:
         f"--config.tasks.family is 'list_functions', which generates its tasks."
       )
 
-  def check_files(self) -> None:
-    """Finds nothing wrong: there are no files, and tasks without end."""
-
-  def identity(self) -> str:
-    return ''
-
   def texts(self) -> list[str]:
     return protocol_texts()
-
-  def held_out_packages(self) -> tuple[str, ...]:
-    return ()
-
-  def requirements(self) -> list[str]:
-    return []
 
   def tasks(
     self, tokenizer: Any, *, split: str, seed: int
@@ -99,10 +87,6 @@ class ListFunctions:
     return demonstrations.ScriptedPolicy(
       task, tokenizer, demonstrations.FLAWLESS, random.Random(task.task_id)
     )
-
-  def functions(self) -> list[Any]:
-    """Returns no tools for chat endpoints: these take no JSON."""
-    return []
 
   def environment(
     self, task: Any, runner: seams.Runner

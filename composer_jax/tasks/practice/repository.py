@@ -21,7 +21,7 @@ from composer_jax.tasks.repository import (
 from composer_jax.telemetry import progress
 
 
-class RepositoryTasks:
+class RepositoryTasks(environments.TaskFamily):
   """An `agent.environment.TaskFamily` of a folder's tasks."""
 
   axes: tuple[str, ...] = ('held_out',)
@@ -67,9 +67,6 @@ class RepositoryTasks:
           'no task is played twice. Lower it, or make more tasks with '
           '`python -m experiments.make_tasks`.'
         )
-
-  def is_right_edit(self, task_id: str, call: str) -> bool | None:
-    return None
 
   def identity(self) -> str:
     digest = hashlib.sha256()

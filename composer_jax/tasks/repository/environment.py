@@ -125,6 +125,7 @@ class RepositoryEnvironment(environment.Environment):
       seed: seed of the grader's draws.
     """
     self.task_id, self.prompt = task.task_id, prompt_of(task, options)
+    self.protocol = tool_schemas.prompt(options.schemas)
     self.tools = options.tools
     self._task, self._sandbox, self._seed = task, sandbox, seed
     self._options, self._schemas = options, options.schemas

@@ -3,14 +3,22 @@
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
+import threading
 
 import pytest
 
 from composer_jax import wiring
+from composer_jax.report import evaluation as document_of_evaluation
+from composer_jax.serve import chat, client, endpoint
 from composer_jax.tasks.list_functions import family
-from composer_jax.tasks.practice import evaluation
+from composer_jax.tasks.practice import conversation, evaluation
+from composer_jax.tasks.repository import scripts
+from composer_jax.text import tokenizer as tokenizers
 from configs.composer import deletion, tiny
 from tests.rl import advantage_test
+from tests.serve import faulty
 from tests.tasks import small_package
 
 GOLD = evaluation.EvaluationOptions(
@@ -120,6 +128,10 @@ def test_a_flagged_episode_is_played_and_not_passed():
     ({'samples': 0}, 'samples must be .* got 0'),
     ({'policy': 'chat'}, "--url \\(''\\)"),
     ({'policy': 'tokens', 'url': 'http://x/v1'}, '--policy=tokens needs --tok'),
+    (
+      {'chat': conversation.ChatOptions(native_tools=True, max_turns=3)},
+      "--native_tools, --max_turns can be set for --policy=chat .*'gold'",
+    ),
   ],
 )
 def test_what_cannot_be_is_named(changes, message):
@@ -165,3 +177,189 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_pass():
       assert evaluation.pass_at_k(samples, passed, k) == pytest.approx(
         hits / len(subsets), abs=1e-12
       )
+
+
+class Model:
+  """Gives the scripted calls of the task that a conversation begins with."""
+
+  def __init__(self, spec, native, faults=()):
+    self.native, self.faults = native, list(faults)
+    self._lock = threading.Lock()
+    family_ = wiring.systems_of(spec).family
+    self._calls = {
+      task.prompt: list(scripts.gold_calls(task))
+      for task in family_.of_split('train')
+    }
+
+  def __call__(self, body):
+    with self._lock:
+      if self.faults:
+        return self.faults.pop()
+    first, *rest = body['messages']
+    (prompt,) = (p for p in self._calls if first['content'].startswith(p))
+    told = 'Each of your messages is one call' in first['content']
+    assert told == (not self.native) == ('tools' not in body)
+    calls = self._calls[prompt][sum(m['role'] == 'assistant' for m in rest) :]
+    usage = {'prompt_tokens': 100 + len(rest), 'completion_tokens': 10}
+    if not self.native:
+      made = faulty.said(calls[0], usage=usage)
+    else:
+      call = json.loads(calls[0])
+      one = ('1', call['tool'], json.dumps(call['arguments']))
+      made = faulty.said('<u>So.</u>', 'tool_calls', [one], usage)
+    if body.get('stream'):
+      return faulty.Reply(events=faulty.streamed(made))
+    return faulty.Reply(made)
+
+
+FAULTS = [
+  faulty.Reply({'error': {}}, 529),
+  faulty.Reply({'error': {}}, 429, {'retry-after': '1'}),
+  faulty.Reply(breaks=True),
+  faulty.Reply(b'<html>', 502),
+]
+
+
+def chat_options(url, **fields):
+  return dataclasses.replace(
+    GOLD, policy='chat', url=url, chat=conversation.ChatOptions(**fields)
+  )
+
+
+class Ticking(faulty.Clock):
+  """Each look at it takes a moment."""
+
+  def monotonic(self):
+    self.now += 0.01
+    return self.now
+
+
+def remote_of(options, patience_s=600.0):
+  address = endpoint.Endpoint(
+    url=options.url, clock=Ticking(), patience_s=patience_s
+  )
+  return lambda: chat.ChatClient(address, stream=options.chat.stream)
+
+
+@pytest.mark.parametrize('native, stream', [(False, True), (True, False)])
+def test_a_chat_model_passes_through_the_faults_of_its_endpoint(
+  spec, tmp_path, native, stream
+):
+  model = Model(spec, native, FAULTS)
+  with faulty.serving(model) as (url, _):
+    options = chat_options(
+      url, native_tools=native, stream=stream, price_in=1.0
+    )
+    summary = evaluation.evaluate(
+      spec, wiring.systems_of(spec), options, tmp_path, remote_of(options)
+    )
+  overall = summary['overall']
+  assert overall['passed'] == 5 and overall['ended'] == {'finish': 5}
+  assert overall['attempts'] == overall['answers'] + len(FAULTS)
+  assert overall['tokens_out'] == 10 * overall['answers']
+  assert overall['cost_usd'] == pytest.approx(overall['tokens_in'] / 1e6)
+  assert 0 < overall['answer_s_p50'] <= overall['answer_s_p95']
+  assert overall['cut'] == 0
+  rows = evaluation.read(tmp_path).values()
+  for row in rows:
+    kept = json.loads((tmp_path / row['transcript']).read_text())
+    said = [m for m in kept['transcript'] if m['role'] == 'assistant']
+    calls = [m for m in kept['transcript'] if m['role'] == 'tool']
+    assert len(said) == len(calls) == row['num_turns']
+    assert [c['tool'] for c in calls] == row['tools']
+    assert all(m['usage'] and m['seconds'] > 0 for m in said)
+  page = document_of_evaluation.write(tmp_path).read_text()
+  for row in rows:
+    assert row['task_id'] in page and row['transcript'] in page
+  assert 'USD an episode' in page and 'completion_tokens' in page
+  # A model's text is no part of the page's own.
+  assert '<u>' not in page and ('&lt;u&gt;So.' in page) == native
+
+
+def test_a_dead_endpoint_gives_episodes_that_are_played_again(spec, tmp_path):
+  model = Model(spec, False)
+  with faulty.serving(lambda body: faulty.Reply({}, 503)) as (url, _):
+    options = chat_options(url)
+    summary = evaluation.evaluate(
+      spec, wiring.systems_of(spec), options, tmp_path, remote_of(options, 5.0)
+    )
+    assert summary['overall']['infrastructure'] == 5
+    assert summary['overall']['ended'] == {'endpoint': 5}
+    assert summary['overall']['episodes'] == 0
+    assert document_of_evaluation.write(tmp_path).exists()
+  with faulty.serving(model) as (url, _):
+    remote = remote_of(dataclasses.replace(options, url=url))
+    again = dataclasses.replace(
+      options, chat=dataclasses.replace(options.chat, price_in=2.0)
+    )
+    summary = evaluation.evaluate(
+      spec, wiring.systems_of(spec), again, tmp_path, remote
+    )
+  assert summary['overall']['passed'] == 5
+  assert summary['overall']['infrastructure'] == 0
+
+
+def test_tokens_of_a_dead_endpoint_do_not_end_an_evaluation(tmp_path):
+  config = tiny.get_config('smoke')
+  config.sandbox.level = 'static'
+  made = wiring.spec_of(config.to_dict())
+  tokenizer = tmp_path / 'tokenizer.json'
+  tokenizers.Tokenizer.train(['bytes'], tokenizers.MIN_VOCAB_SIZE).save(
+    tokenizer
+  )
+  with faulty.serving(lambda body: faulty.Reply({}, 500)) as (url, _):
+    options = dataclasses.replace(
+      GOLD, policy='tokens', url=url, tokenizer=str(tokenizer), tasks=2
+    )
+    address = endpoint.Endpoint(url=url, clock=faulty.Clock(), patience_s=1)
+    summary = evaluation.evaluate(
+      made,
+      wiring.systems_of(made),
+      options,
+      tmp_path / 'out',
+      lambda: client.TokenPolicy(address),
+    )
+  assert summary['overall']['infrastructure'] == 2
+
+
+def test_tools_that_take_no_json_cannot_be_native(tmp_path):
+  config = tiny.get_config('smoke')
+  config.sandbox.level = 'static'
+  made = wiring.spec_of(config.to_dict())
+  options = dataclasses.replace(
+    chat_options('http://x/v1', native_tools=True), tasks=1
+  )
+  with pytest.raises(ValueError, match="native_tools .*'list_functions'"):
+    evaluation.evaluate(
+      made, wiring.systems_of(made), options, tmp_path, remote_of(options)
+    )
+
+
+def test_every_task_has_a_file_that_a_file_system_takes(tmp_path):
+  ids = ['a/b:c+d', 'a b c d', '../../x', 'ä' * 300, 'x/' * 400, 'x/' * 401]
+  paths = {evaluation.transcript_of(i, n) for i in ids for n in (0, 1)}
+  assert len(paths) == 12
+  (tmp_path / evaluation.TRANSCRIPTS).mkdir()
+  for path in paths:
+    (tmp_path / path).touch()
+  assert len(list((tmp_path / evaluation.TRANSCRIPTS).iterdir())) == 12
+
+
+@pytest.mark.slow
+def test_the_command_asks_the_endpoint_as_its_flags_say(tmp_path):
+  made = faulty.said('finish', usage={'prompt_tokens': 9})
+  answer = lambda body: faulty.Reply(events=faulty.streamed(made))
+  with faulty.serving(answer) as (url, seen):
+    flags = ('--policy=chat', f'--url={url}', '--model=m', '--stream')
+    flags += ('--tasks=2', '--body={"seed": null, "top_p": 0.5}')
+    flags += ('--config=configs/composer/tiny.py', f'--out={tmp_path}')
+    subprocess.run(
+      [sys.executable, '-m', 'experiments.evaluate', *flags]
+      + ['--config.sandbox.level=static'],
+      check=True,
+    )
+  assert len(seen) == 2
+  _, body = seen[0]
+  assert (body['model'], body['top_p']) == ('m', 0.5)
+  assert body['stream'] and 'seed' not in body
+  assert (tmp_path / 'report.html').exists()

@@ -1,0 +1,30 @@
+"""The page of an evaluation: rates, costs, and transcripts to read.
+
+It shows what `experiments.evaluate` leaves in its folder, episodes that did not
+pass first. Beyond `_SHOWN`, transcripts are only named.
+"""
+
+import json
+import pathlib
+
+from composer_jax.core import files
+from composer_jax.report import document
+
+_SHOWN = 200
+
+
+def write(out: pathlib.Path) -> pathlib.Path:
+  """Writes report.html into the folder of an evaluation; returns its path."""
+  lines = (out / 'episodes.jsonl').read_text().splitlines()
+  last = {(r['task_id'], r['sample']): r for r in map(json.loads, lines)}
+  rows = sorted(last.values(), key=lambda r: (r['passed'], r['task_id']))
+  page = document.render(
+    'evaluation.html',
+    title=out.name,
+    summary=files.read_json(out / 'summary.json'),
+    rows=rows,
+    played=[files.read_json(out / r['transcript']) for r in rows[:_SHOWN]],
+  )
+  path = out / document.REPORT
+  files.write_atomic(path, page.encode())
+  return path
