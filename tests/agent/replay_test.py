@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode, replay, rewards
+from composer_jax.agent import episode, rewards
 from composer_jax.core import records
 from composer_jax.tasks import mistakes
 from composer_jax.tasks.list_functions import environment, family, runners
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.agent import episode_test, summarize_test
+from tests.agent import replaying as replay
 
 
 @pytest.fixture(scope='module')
