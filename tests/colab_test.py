@@ -188,7 +188,19 @@ def check_replay_by_token(text: str) -> None:
   assert verdicts == ['passes', 'refused', 'refused', 'refused']
 
 
+def check_bundle(text: str) -> None:
+  assert "bit for bit: {'down': True, 'up': True}" in text
+  assert "by ('key 0', 'delta 0-1')" in text and 'decoded: True' in text
+  # The packs and the manifest are all of the delta.
+  (whole,) = re.findall(r'^version 1: delta +(\d+) bytes', text, re.M)
+  (listed,) = re.findall(r'^manifest: (\d+) bytes', text, re.M)
+  packs = re.findall(r"\('\w+', (\d+)\)", text)
+  assert int(whole) == int(listed) + sum(map(int, packs))
+  assert 'new weights: None' in text and 'cannot be rebuilt: down' in text
+
+
 CHECKS = {
+  'bundle': check_bundle,
   'first_loop': check_first_loop,
   'muon_plan': check_muon_plan,
   'replay_by_token': check_replay_by_token,
