@@ -42,7 +42,6 @@ class Staging:
   def __init__(
     self, folder: str | os.PathLike, arrays: Mapping[str, blocks.ChunkedArray]
   ):
-    """Creates the folder, or opens it and reads its journal."""
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
     self.done: dict[str, dict[str, dict[str, str]]] = {}
@@ -92,7 +91,6 @@ class Staging:
     """Writes a chunk of an array.
 
     Args:
-      name: name of the array.
       start: place of the chunk in the array, a multiple of the chunks' shape.
       block: contiguous values of the array's dtype; smaller than a chunk at
         the array's end.
@@ -178,11 +176,7 @@ class _Finished:
 
 
 class _Moves(ocp.type_handlers.NumpyHandler):
-  """Saves finished arrays as numpy's handler would, by moving their folders.
-
-  Consumes: folders of chunks.
-  Waits for: the temporary folder that orbax makes for the checkpoint.
-  """
+  """Saves finished arrays as numpy's handler would, by moving their folders."""
 
   async def serialize(self, values, infos, args=None):
     async def move():

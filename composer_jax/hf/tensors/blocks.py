@@ -28,7 +28,6 @@ class ArrayPiece:
   """A box of an array and the elements of a tensor that fill it.
 
   Attributes:
-    array: name of the array.
     box: (start, stop) of each axis of the array.
     start: first element of the tensor that is read.
     stop: one past the last element that is read.
@@ -69,8 +68,6 @@ class ArrayPiece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedArray:
-  """Shape and dtype of an array, and the shape of its chunks."""
-
   shape: tuple[int, ...]
   dtype: np.dtype
   chunk: tuple[int, ...]
@@ -98,10 +95,7 @@ def _leading_axis(part: names.TensorPart) -> int:
 
 
 def chunk_shape(part: names.TensorPart, item_bytes: int) -> tuple[int, ...]:
-  """Returns the shape of the chunks of a part's array.
-
-  A divisor of the block is preferred, since chunks that stick out are padded.
-  """
+  """Returns the chunks' shape, a divisor of the block where that is near."""
   axis = part.order.index(_leading_axis(part))
   block = list(part.block_shape)
   length = block[axis]

@@ -43,12 +43,9 @@ class Raw:
   """A tensor in a file.
 
   Attributes:
-    name: name of the tensor.
     file: name of the file, without its folder.
     dtype: dtype as the header spells it.
-    shape: shape of the tensor.
     start: offset of its first byte in the file.
-    num_bytes: size in the file.
   """
 
   name: str
@@ -104,7 +101,6 @@ class Folder:
   """The safetensors files of one folder, with checked headers.
 
   Attributes:
-    path: the folder.
     headers: {file: header}, in the order of the files' names.
     header_texts: {file: text} of headers that differ from `render_header`.
     tensors: {name: Raw}, file by file in the order of their bytes.
@@ -117,7 +113,6 @@ class Folder:
     """Reads and checks all headers.
 
     Args:
-      path: the folder.
       names: files to read; None reads those of the index, or the single file.
 
     Raises:
@@ -283,7 +278,6 @@ class SafetensorsWriter:
 
     Args:
       path: file to write; an old one is replaced.
-      header: header of the file.
       text: text of that header; None is the text that the library writes.
     """
     places = {n: e['data_offsets'] for n, e in header.items() if n != METADATA}
@@ -311,7 +305,6 @@ class SafetensorsWriter:
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-  """Syncs all files and folders within a folder to the disk."""
   for parent, _, names in os.walk(folder):
     for name in names:
       with open(os.path.join(parent, name), 'rb') as file:

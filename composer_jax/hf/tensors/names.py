@@ -67,7 +67,6 @@ def tensors(
   """Returns {name: tensor} of all tensors of a model.
 
   Args:
-    config: config of the model.
     family: one of FAMILIES.
     prefix: start of all names for a language model inside a larger one, such as
       'language_model.'.
@@ -111,8 +110,6 @@ def contradicting(
 
   Args:
     names: names of all tensors, a quantised one once, without its scales.
-    table: tensors of the model.
-    config: config of the model.
     prefix: start of the names of the language model.
   """
   names = list(names)
@@ -268,7 +265,6 @@ def _mlp_rows(
   F: int,
   D: int,
 ) -> list[_Row]:
-  """Describes a gated feed-forward."""
   gate, up, down = (f'{name}.{m}_proj.weight' for m in ('gate', 'up', 'down'))
   pair = f'{array}/gate_up'
   return [

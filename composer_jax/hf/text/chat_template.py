@@ -64,7 +64,6 @@ class ChatTemplate:
     """Compiles a template.
 
     Args:
-      source: text of the template.
       special_tokens: variables of the template, such as `bos_token`.
       name: path of the file, for errors.
       now: time that `strftime_now` formats at every call; None is the present.
@@ -198,7 +197,6 @@ def load(
   `tokenizer_config.json`, as it does in transformers.
 
   Args:
-    folder: folder of the checkpoint.
     now: time that the template sees; None is the present.
 
   Raises:

@@ -34,8 +34,6 @@ def documents(
 
   Args:
     path: file of JSON lines.
-    template: chat template of the import.
-    tokenizer: tokenizer of the import.
     seq_len: most tokens that a conversation may have.
 
   Raises:
@@ -77,7 +75,6 @@ def identity(path: str | os.PathLike) -> str:
 def save(
   path: pathlib.Path, documents: list[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-  """Writes (tokens, loss mask) pairs that `documents` returned."""
   stored = io.BytesIO()
   np.savez(
     stored,
@@ -89,7 +86,6 @@ def save(
 
 
 def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Reads the pairs that `save` wrote."""
   with np.load(path) as stored:
     ends = np.cumsum(stored['lengths'])[:-1]
     tokens = np.split(stored['tokens'], ends)

@@ -57,8 +57,6 @@ class ImportedTokenizer:
     """Wraps the content of a `tokenizer.json`.
 
     Args:
-      source: content that `tokenizer_json.checked` returned.
-      roles: id of each role.
       name: path of the file, for errors.
 
     Raises:
@@ -96,7 +94,6 @@ class ImportedTokenizer:
     """Reads the tokenizer of a checkpoint.
 
     Args:
-      folder: folder of the checkpoint.
       vocab_size: rows of the model's embedding.
 
     Raises:
@@ -152,7 +149,6 @@ class ImportedTokenizer:
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes many texts at once, each as `encode` would."""
     texts = [own.without_surrogates(text) for text in texts]
     encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(e.ids, np.int32) for e in encodings]
@@ -202,7 +198,6 @@ class ImportedTokenizer:
     return {spelling for spelling in self._specials if spelling in plain}
 
   def without_marks(self, text: str) -> str:
-    """Removes the marks that stand before a special token."""
     return self._marked_pattern.sub(r'\1', text)
 
   @functools.cached_property
