@@ -138,10 +138,6 @@ def lower(
 ) -> tuple[Traced, Any]:
   """Traces the step of a case for devices that need not exist.
 
-  Returns:
-    traced: facts about the step.
-    lowered: the step, for `compile_lowered`.
-
   Raises:
     ValueError: a dimension does not divide over the mesh.
   """

@@ -24,8 +24,6 @@ _TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTask:
-  """The step that a process compiles, and the machines it compiles for."""
-
   case: cases.Case
   options: aot.StepOptions
   topology_name: str
@@ -36,7 +34,6 @@ def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
   """Compiles a step in a separate process.
 
   Args:
-    task: step and machines.
     until: 'code', or 'schedule', which only the TPU compiler can stop at.
 
   Raises:
