@@ -20,12 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Policies:
-  """Keeps an engine on the newest weights of a receiver, if it has one.
-
-  Attributes:
-    threads: threads to start, at most one.
-    version: policy version of the next step.
-  """
+  """Keeps an engine on the newest weights of a receiver, if it has one."""
 
   def __init__(
     self,
