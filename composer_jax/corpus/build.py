@@ -102,7 +102,6 @@ class Document:
     package: normalised name of the package.
     path: path in the source.
     licence: licence that the file states, else that of its package.
-    sha256: digest of the text.
     num_bytes: size of the text in UTF-8.
   """
 
@@ -169,7 +168,6 @@ def build(
     workdir: folder of this corpus alone.
     holdout: packages, functions and bodies that must stay out.
     options: size, mixture, split and filters; None for the defaults.
-    report: receives progress, a line at a time.
 
   Raises:
     ValueError: a source is missing, unreadable, empty or differs from its pin;
@@ -243,12 +241,7 @@ class _Candidate:
 
 
 def _select(code_sources, holdout, options, report):
-  """Reads files until each source has given its share.
-
-  Returns:
-    The candidates, the dropped files as dictionaries, and a counter of the
-    files that were not needed.
-  """
+  """Returns candidates to each source's share, the dropped, and a counter."""
   weights = options.weights or (1.0,) * len(code_sources)
   sizes = [sum(f.num_bytes for f in source.files) for source in code_sources]
   shares = allocate(sizes, weights, options.max_bytes)
@@ -301,7 +294,6 @@ def allocate(
   The others' shares keep the ratio of their weights (water filling).
 
   Args:
-    sizes: bytes that each source has.
     weights: relative shares, not negative; zero leaves a source out.
     budget: bytes to divide.
 
@@ -430,7 +422,6 @@ def choose_heldout(
     sizes: bytes of each unit (package or file).
     quota: bytes at which picking ends.
     least: bytes that the picked units must exceed together.
-    seed: seed of the hash.
   """
   order = sorted(sizes, key=lambda u: files.sha256(f'{seed}/{u}'.encode()))
   for most in (quota / 4, quota):

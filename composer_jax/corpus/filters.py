@@ -58,7 +58,6 @@ def read(
 
   Args:
     path: path of the file in its source; some names give generated code away.
-    data: content of the file.
     min_bytes: size below which a file says nothing.
     max_bytes: size above which a file is data, or would crowd out the others.
 
@@ -222,13 +221,7 @@ def _chains(entries: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HoldOut:
-  """Code of the held-out tasks, which training must never see.
-
-  Attributes:
-    packages: names of packages.
-    functions: names of functions.
-    bodies: source of function bodies, in any indentation.
-  """
+  """Names, and bodies in any indentation, that training must never see."""
 
   packages: tuple[str, ...] = ()
   functions: tuple[str, ...] = ()
@@ -293,8 +286,6 @@ def _windows(data: bytes) -> np.ndarray:
 
 
 class HoldOutScan:
-  """Looks for held-out functions and bodies in files."""
-
   def __init__(self, holdout: HoldOut, lexicon: Lexicon):
     self._functions = frozenset(holdout.functions)
     # As written, and as it would stand in a module of any indentation.

@@ -67,7 +67,6 @@ class File:
     package: normalised name of the package, the unit of the held-out split.
     path: path relative to the source, with '/'.
     licence: declared licence; 'unknown' where none is.
-    num_bytes: size of the content.
     read: function that returns the content, or raises OSError.
   """
 
@@ -83,7 +82,6 @@ class CodeSource:
   """All Python files of one source.
 
   Attributes:
-    name: string that names the source.
     version: version of the interpreter or the distribution; '' for others.
     files: files sorted by package and path.
     archive: path of the archive that the source names; None for other sources.
@@ -166,10 +164,6 @@ def find(
   name: str, archives: str | os.PathLike | None = None
 ) -> CodeSource | None:
   """Lists the files of a source.
-
-  Args:
-    name: string that names the source.
-    archives: folder with sdists and wheels for `pypi:` sources.
 
   Returns:
     The source; of a release that is not here, the version that is installed,
