@@ -79,15 +79,9 @@ def of_import(directory: str | os.PathLike) -> Origin:
 def of_run(
   workdir: str | os.PathLike, stage: str | None, *, family: str | None
 ) -> Origin:
-  """Returns a finished stage of a run as an origin.
+  """Returns a finished stage of a run as an origin, or raises a ValueError.
 
-  Args:
-    family: family whose config.json and names are written; None is that of the
-      import, without which it is needed.
-
-  Raises:
-    ValueError: the stage is not finished, the import is not where the run left
-      it, or the family is missing or not that of the import.
+  `family` names the config.json to write; None is that of the import.
   """
   workdir = pathlib.Path(workdir)
   exports = workdir / 'exports'

@@ -98,10 +98,7 @@ def check_model(
 class ImportedModel:
   """An import directory as a `core.seams.StartingPoint` of a run.
 
-  Attributes:
-    model: config of the run's model.
-    conversations_file: the user's own conversations for SFT; '' for none.
-    seq_len: tokens in a row of SFT, which a conversation must not exceed.
+  `conversations_file` holds the user's own conversations for SFT; '' is none.
   """
 
   folder: str

@@ -217,15 +217,7 @@ def check_finished(out: str | os.PathLike) -> None:
 
 
 def load_variables(out: str | os.PathLike, like: Any) -> Any:
-  """Restores and verifies the weights of an import directory.
-
-  Args:
-    like: tree of `jax.ShapeDtypeStruct` with shardings; weights of any dtype
-      are cast to its dtypes.
-
-  Raises:
-    ValueError: the directory holds other arrays, or is damaged.
-  """
+  """Restores and verifies an import's weights, cast to the dtypes of `like`."""
   flat = trees.flatten_names(like)
   with contextlib.closing(open_weights(out)) as weights:
     stored = weights.record(0)['arrays']

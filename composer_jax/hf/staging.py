@@ -88,13 +88,7 @@ class Staging:
     self._tensor, self._chunks = tensor, {}
 
   def write(self, name: str, start: Sequence[int], block: np.ndarray) -> None:
-    """Writes a chunk of an array.
-
-    Args:
-      start: place of the chunk in the array, a multiple of the chunks' shape.
-      block: contiguous values of the array's dtype; smaller than a chunk at
-        the array's end.
-    """
+    """Writes a contiguous chunk, at the array's end a smaller one."""
     array = self._arrays[name]
     places = zip(start, block.shape, strict=True)
     bounds = ','.join(f'{a}:{a + n}' for a, n in places)

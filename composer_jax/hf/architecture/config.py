@@ -29,13 +29,7 @@ _Keys = dict[str, tuple]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-  """How a config.json describes the models of a family.
-
-  Attributes:
-    keys: keys beside those of all families.
-    fixed: {field: value} of all models of the family.
-    implemented: {key: value}, the only value implemented.
-  """
+  """How a config.json describes a family, beside what all families share."""
 
   model_type: str
   architecture: str

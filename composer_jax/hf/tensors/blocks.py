@@ -95,7 +95,10 @@ def _leading_axis(part: names.TensorPart) -> int:
 
 
 def chunk_shape(part: names.TensorPart, item_bytes: int) -> tuple[int, ...]:
-  """Returns the chunks' shape, a divisor of the block where that is near."""
+  """Returns the shape of the chunks of a part's array.
+
+  A divisor of the block is preferred, since chunks that stick out are padded.
+  """
   axis = part.order.index(_leading_axis(part))
   block = list(part.block_shape)
   length = block[axis]

@@ -57,14 +57,7 @@ def carry(
 
 
 def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
-  """Opens the carried tensors of an import directory.
-
-  Args:
-    names: tensors that have to be there.
-
-  Raises:
-    ValueError: one of the names is missing, or a file is damaged.
-  """
+  """Opens the carried tensors of an import; a ValueError if one is missing."""
   folder = out / FOLDER
   listed = os.listdir(folder) if folder.is_dir() else []
   carried = hf_io.Folder(folder, sorted(n for n in listed if n[0] != '.'))

@@ -40,13 +40,7 @@ _BLOCK_BYTES = 2**25  # moved at once where nothing else sets a size
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Raw:
-  """A tensor in a file.
-
-  Attributes:
-    file: name of the file, without its folder.
-    dtype: dtype as the header spells it.
-    start: offset of its first byte in the file.
-  """
+  """A tensor in a file; `dtype` is that of the header, `start` a byte."""
 
   name: str
   file: str
@@ -110,14 +104,9 @@ class Folder:
   def __init__(
     self, path: str | os.PathLike, names: Iterable[str] | None = None
   ):
-    """Reads and checks all headers.
+    """Reads the headers of some files, or of all that the index names.
 
-    Args:
-      names: files to read; None reads those of the index, or the single file.
-
-    Raises:
-      ValueError: a file or the index is damaged; names file and tensor.
-      OSError: a file cannot be read.
+    A ValueError names the file and the tensor that are damaged.
     """
     self.path = pathlib.Path(path)
     self._descriptors: dict[str, int] = {}

@@ -64,13 +64,7 @@ Table = dict[str, NamedTensor]
 def tensors(
   config: model_config.ModelConfig, family: str, *, prefix: str = ''
 ) -> Table:
-  """Returns {name: tensor} of all tensors of a model.
-
-  Args:
-    family: one of FAMILIES.
-    prefix: start of all names for a language model inside a larger one, such as
-      'language_model.'.
-  """
+  """Returns {name: tensor} of all tensors of a model; names have the prefix."""
   if family not in FAMILIES:
     raise ValueError(f'family {family!r} is not one of {FAMILIES}.')
   c, V, D = config, config.vocab_size, config.embed_dim

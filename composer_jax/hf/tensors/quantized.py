@@ -234,13 +234,7 @@ def tensors(
   """Returns the tensors of a checkpoint, scales folded into their weights.
 
   A tensor is quantised if its scales lie beside it, whatever modules the config
-  excepts.
-
-  Args:
-    wanted: names of the tensors to be read; all others stay as stored.
-
-  Raises:
-    ValueError: the scheme or a stored tensor cannot be read; names it.
+  excepts. Tensors that are not wanted stay as stored.
   """
   kind, block = scheme(config) or ('', (1, 1))
   raws, result, scales = folder.tensors, {}, set()

@@ -30,15 +30,10 @@ def documents(
   tokenizer: hf_tokenizer.ImportedTokenizer,
   seq_len: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Returns (tokens, loss mask) of every conversation of a file.
+  """Returns (tokens, loss mask) of every conversation in a file of JSON lines.
 
-  Args:
-    path: file of JSON lines.
-    seq_len: most tokens that a conversation may have.
-
-  Raises:
-    ValueError: a line is no conversation, is refused by the template, is too
-      long, or has no text marked as the assistant's; names the line.
+  A ValueError names a line that is no conversation, is too long, is refused by
+  the template, or has no text marked as the assistant's.
   """
   encoded = []
   # Not splitlines, which also splits at characters that JSON may hold.

@@ -54,15 +54,7 @@ class ImportedTokenizer:
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
-    """Wraps the content of a `tokenizer.json`.
-
-    Args:
-      name: path of the file, for errors.
-
-    Raises:
-      ValueError: the tokenizer loses bytes, or text can yield one of its
-        special tokens.
-    """
+    """Wraps a checked `tokenizer.json`; a ValueError if it loses bytes."""
     self._source, self._roles = source, roles
     self.PAD, self.BOS, self.EOD = roles['PAD'], roles['BOS'], roles['EOD']
     self.USER, self.CALL = roles['USER'], roles['CALL']
@@ -91,15 +83,7 @@ class ImportedTokenizer:
   def from_folder(
     cls, folder: str | os.PathLike, vocab_size: int
   ) -> 'ImportedTokenizer':
-    """Reads the tokenizer of a checkpoint.
-
-    Args:
-      vocab_size: rows of the model's embedding.
-
-    Raises:
-      ValueError: the file is absent or cannot be used (see the constructor), or
-        the embedding has no room for the roles.
-    """
+    """Reads a checkpoint's tokenizer; a ValueError if it cannot be used."""
     path = pathlib.Path(folder) / SOURCE
     if not path.exists():
       raise ValueError(_missing(path))
