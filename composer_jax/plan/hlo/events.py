@@ -61,7 +61,7 @@ class Collective(NamedTuple):
 
 
 class Multiply(NamedTuple):
-  """A product; None are unknown flops, '' is a product of XLA's own."""
+  """A product; None stands for unknown flops, '' for no kernel."""
 
   flops: float | None
   kernel: str
