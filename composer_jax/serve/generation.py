@@ -24,12 +24,7 @@ def admit(
 ) -> None:
   """Refuses a request that has no room, before its text becomes tokens.
 
-  Args:
-    top: likeliest tokens that are asked for at each place; None for none.
-    param: name of the parameter of `top`.
-
-  Raises:
-    errors.ApiError: 400, 429, 500 or 503.
+  `top` tokens are asked for at each place, by the parameter `param`.
   """
   most = served.engine_options.num_top
   if top and top > most:

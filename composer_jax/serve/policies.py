@@ -29,15 +29,9 @@ class Policies:
     interval_s: float,
     notify: Callable[[], None],
   ):
-    """Wraps an engine.
+    """Wraps an engine, which the thread that calls `serve_newest` steps.
 
-    Args:
-      engine: engine that the caller steps, in the thread that calls
-        `serve_newest`.
-      receiver: receiver of newer policies; None serves the same weights for
-        ever.
-      interval_s: seconds between two looks for a newer policy.
-      notify: called when `serve_newest` has something to serve.
+    `notify` is called when that has something to serve.
     """
     self.version = engine.version
     self.threads: list[threading.Thread] = []

@@ -160,14 +160,7 @@ class Service:
     self._inbox.put(lambda: self._cancel(job, indices))
 
   async def close_session(self, name: str, missing: errors.ApiError) -> None:
-    """Closes a kept session.
-
-    Args:
-      missing: error to raise if the session is not kept, or is in use.
-
-    Raises:
-      errors.ApiError: `missing`, 503 or 500.
-    """
+    """Closes a session, or raises `missing` if it is not kept or is in use."""
     await self._ask(lambda: self._close(name, missing))
 
   async def _ask(self, command: Callable[[], errors.ApiError | None]) -> None:

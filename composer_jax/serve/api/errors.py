@@ -20,13 +20,7 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-  """Ends a request with an error object; its message is for the client.
-
-  Attributes:
-    param: name of the wrong parameter; None where no parameter is wrong.
-    code: identifier for programs.
-    details: further fields of the error object.
-  """
+  """Ends a request with an error object; its message is for the client."""
 
   def __init__(
     self,

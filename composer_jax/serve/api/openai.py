@@ -22,14 +22,7 @@ _Events = AsyncIterator[tuple[generation.GrowingAnswer, generation.AnswerDelta]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-  """The served model, beside its weights.
-
-  Attributes:
-    name: name that clients ask for.
-    stop_tokens: ids that end every answer of text.
-    form: format of conversations; None where the checkpoint has no chat
-      template.
-  """
+  """The served model; `form` is None where it has no chat template."""
 
   name: str
   tokenizer: Any
