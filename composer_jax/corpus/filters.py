@@ -54,16 +54,10 @@ _FIRST_STRING = re.compile(r'\s*[rRuU]?("""|\'\'\'|"|\')(.*?)\1', re.S)
 def read(
   path: str, data: bytes, min_bytes: int, max_bytes: int
 ) -> tuple[str, str]:
-  """Decodes a file and judges its form.
+  """Returns the reason to leave a file out, and its text; one of them is ''.
 
-  Args:
-    path: path of the file in its source; some names give generated code away.
-    min_bytes: size below which a file says nothing.
-    max_bytes: size above which a file is data, or would crowd out the others.
-
-  Returns:
-    The reason to leave the file out, or '', and the text without byte order
-    mark and with '\\n' line ends, or '' if there is a reason.
+  The text has no byte order mark, and '\\n' line ends. A file below `min_bytes`
+  says nothing; one above `max_bytes` is data, or would crowd out the others.
   """
   if len(data) < min_bytes:
     return 'too small', ''

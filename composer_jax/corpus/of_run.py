@@ -89,14 +89,7 @@ class TokenizerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCorpus:
-  """A `core.seams.CodeCorpus` in the workdir of a run.
-
-  Attributes:
-    built: text of the corpus, from `build_corpus`.
-    fim_rate: share of pieces rearranged for fill-in-the-middle.
-    tokenizer_bytes: bytes of the text that merges are learnt from.
-    vocab_size: size of the vocabulary, special tokens included.
-  """
+  """A `core.seams.CodeCorpus` in the workdir of a run."""
 
   built: build.Corpus
   fim_rate: float

@@ -39,15 +39,10 @@ _EXACT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-  """One curve.
+  """One curve, with a gap where a value is NaN.
 
-  Attributes:
-    label: name in the legend; '' where a figure has only one curve.
-    steps: steps of the values.
-    values: value at each step; NaN leaves a gap.
-    is_noisy: true draws the values faintly, with their running mean on top.
-    has_marks: true puts a dot at every value, for the few that evaluations
-      give.
+  A noisy one is drawn faintly, with its running mean on top; marks are for the
+  few values that evaluations give.
   """
 
   label: str
@@ -174,15 +169,10 @@ def curves(
   bounds: tuple[float | None, float | None] = (None, None),
   unit: str = '',
 ) -> Figure:
-  """Draws curves over steps.
+  """Draws curves over steps, at least one of which has a finite value.
 
-  Args:
-    lines: curves with at least one finite value among them, at most as many as
-      there are `COLORS`.
-    is_log: true for a logarithmic value axis, which leaves out values that are
-      not positive.
-    bounds: lower and upper end of the value axis; None fits the values.
-    unit: text beside the value axis.
+  A logarithmic axis leaves out values that are not positive; bounds of None fit
+  the values.
   """
   import matplotlib.ticker
 
