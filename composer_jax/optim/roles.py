@@ -65,7 +65,7 @@ def of_axes(name: str, axes: Axes, ndim: int) -> str:
 def parse(
   name: str, role: str, axes: Axes, shape: tuple[int, ...]
 ) -> Matrix | None:
-  """Returns the matrix of a role, None for Adam; refuses other words."""
+  """Returns the matrix of a role, None for Adam; it must fit the axes."""
   if role == ADAM:
     return None
   about = f'Parameter {name} of shape {shape} with logical axes {axes}: role '
