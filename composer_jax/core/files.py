@@ -28,11 +28,7 @@ def fsync_directory(path: pathlib.Path) -> None:
 
 
 def write_atomic(path: str | os.PathLike, data: bytes) -> None:
-  """Writes a file that a reader sees whole or not at all; makes its parents.
-
-  Raises:
-    OSError: the disk is full or refuses; a previous file is untouched.
-  """
+  """Writes a file whole or not at all; an OSError leaves the previous one."""
   path = pathlib.Path(path)
   try:
     with writing(path) as file:
@@ -118,9 +114,6 @@ def sweep(
       given.
     older_than_s: least age of what is deleted, since a live writer may use
       younger files and folders; None deletes all.
-
-  Returns:
-    Deleted paths.
   """
   deleted: list[pathlib.Path] = []
   may_vanish = older_than_s is not None  # A live writer renames its files.

@@ -15,11 +15,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def flatten_names(tree: Any) -> dict[str, Any]:
-  """Returns {name: leaf}, in the order of `jax.tree.leaves`.
-
-  Raises:
-    ValueError: two leaves have one name, since a key contains '/'.
-  """
+  """Returns {name: leaf} in the order of leaves; refuses equal names."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   named = {path_name(path): leaf for path, leaf in leaves}
   if len(named) < len(leaves):

@@ -94,16 +94,9 @@ class CorpusOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-  """One file of the corpus.
+  """One file of the corpus; `source` is an index into the manifest's.
 
-  Attributes:
-    split: TRAIN or HELDOUT.
-    source: index into the manifest's sources.
-    package: normalised name of the package.
-    path: path in the source.
-    licence: licence that the file states, else that of its package.
-    sha256: digest of the text.
-    num_bytes: size of the text in UTF-8.
+  The licence is that of the file, else of its package.
   """
 
   split: str
@@ -163,17 +156,9 @@ def build(
 ) -> Corpus:
   """Builds the corpus in `workdir`, or opens it where it already stands.
 
-  Args:
-    sources: names of sources (see `corpus.sources`), or paths of lists of
-      them, which may pin hashes.
-    workdir: folder of this corpus alone.
-    holdout: packages, functions and bodies that must stay out.
-    options: size, mixture, split and filters; None for the defaults.
-    report: receives progress, a line at a time.
-
-  Raises:
-    ValueError: a source is missing, unreadable, empty or differs from its pin;
-      nothing is left after filtering; or the split cannot be made.
+  Sources are names (see `corpus.sources`), or paths of lists of them, which may
+  pin hashes. A ValueError names a source that is missing, unreadable or not as
+  pinned, or says that too little is left.
   """
   holdout = holdout or HoldOut()
   options = options or CorpusOptions()
@@ -243,12 +228,7 @@ class _Candidate:
 
 
 def _select(code_sources, holdout, options, report):
-  """Reads files until each source has given its share.
-
-  Returns:
-    The candidates, the dropped files as dictionaries, and a counter of the
-    files that were not needed.
-  """
+  """Returns candidates, dropped files, and a counter of those not needed."""
   weights = options.weights or (1.0,) * len(code_sources)
   sizes = [sum(f.num_bytes for f in source.files) for source in code_sources]
   shares = allocate(sizes, weights, options.max_bytes)
@@ -298,18 +278,8 @@ def allocate(
 ) -> list[int]:
   """Divides a budget by weight; what one source cannot use goes to the others.
 
-  The others' shares keep the ratio of their weights (water filling).
-
-  Args:
-    sizes: bytes that each source has.
-    weights: relative shares, not negative; zero leaves a source out.
-    budget: bytes to divide.
-
-  Returns:
-    Bytes for each source, at most its size.
-
-  Raises:
-    ValueError: the weights are not as many as the sources, or none is positive.
+  The others' shares keep the ratio of their weights (water filling). A
+  weight of zero leaves a source out.
   """
   if len(weights) != len(sizes):
     raise ValueError(
@@ -430,7 +400,6 @@ def choose_heldout(
     sizes: bytes of each unit (package or file).
     quota: bytes at which picking ends.
     least: bytes that the picked units must exceed together.
-    seed: seed of the hash.
   """
   order = sorted(sizes, key=lambda u: files.sha256(f'{seed}/{u}'.encode()))
   for most in (quota / 4, quota):

@@ -54,17 +54,10 @@ _FIRST_STRING = re.compile(r'\s*[rRuU]?("""|\'\'\'|"|\')(.*?)\1', re.S)
 def read(
   path: str, data: bytes, min_bytes: int, max_bytes: int
 ) -> tuple[str, str]:
-  """Decodes a file and judges its form.
+  """Returns the reason to leave a file out, and its text; one of them is ''.
 
-  Args:
-    path: path of the file in its source; some names give generated code away.
-    data: content of the file.
-    min_bytes: size below which a file says nothing.
-    max_bytes: size above which a file is data, or would crowd out the others.
-
-  Returns:
-    The reason to leave the file out, or '', and the text without byte order
-    mark and with '\\n' line ends, or '' if there is a reason.
+  The text has no byte order mark, and '\\n' line ends. A file below `min_bytes`
+  says nothing; one above `max_bytes` is data, or would crowd out the others.
   """
   if len(data) < min_bytes:
     return 'too small', ''
@@ -222,13 +215,7 @@ def _chains(entries: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HoldOut:
-  """Code of the held-out tasks, which training must never see.
-
-  Attributes:
-    packages: names of packages.
-    functions: names of functions.
-    bodies: source of function bodies, in any indentation.
-  """
+  """Names, and bodies in any indentation, that training must never see."""
 
   packages: tuple[str, ...] = ()
   functions: tuple[str, ...] = ()
@@ -293,8 +280,6 @@ def _windows(data: bytes) -> np.ndarray:
 
 
 class HoldOutScan:
-  """Looks for held-out functions and bodies in files."""
-
   def __init__(self, holdout: HoldOut, lexicon: Lexicon):
     self._functions = frozenset(holdout.functions)
     # As written, and as it would stand in a module of any indentation.

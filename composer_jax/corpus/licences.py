@@ -25,11 +25,7 @@ _TEXTS = (
 
 
 def of_metadata(metadata: Any) -> str:
-  """Reads core metadata: the expression, else a classifier, else the field.
-
-  Args:
-    metadata: mapping that `importlib.metadata` or `email` parsed.
-  """
+  """Reads core metadata: the expression, else a classifier, else the field."""
   expression = metadata.get('License-Expression')
   if expression:
     return expression.strip()
@@ -47,7 +43,6 @@ def of_metadata(metadata: Any) -> str:
 
 
 def of_text(text: str) -> str:
-  """Recognises the text of a common licence."""
   text = re.sub(r'\s+', ' ', text)
   for name, pattern in _TEXTS:
     if re.search(pattern, text, re.I):

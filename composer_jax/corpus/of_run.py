@@ -60,10 +60,7 @@ class DataOptions:
     return [name for names in self.sources for name in names.split(',')]
 
   def check_files(self) -> None:
-    """Raises a ValueError for a source that is missing or not as pinned.
-
-    Also for one without a weight, if there are weights.
-    """
+    """Raises a ValueError for a source not as pinned, or without its weight."""
     pinned_sources = sources.find_all(
         self.names(), self.archives, differences=self.differences,
         report=lambda _: None,
@@ -92,15 +89,7 @@ class TokenizerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunCorpus:
-  """A `core.seams.CodeCorpus` in the workdir of a run.
-
-  Attributes:
-    built: text of the corpus, from `build_corpus`.
-    fim_rate: share of pieces rearranged for fill-in-the-middle.
-    tokenizer_bytes: bytes of the text that merges are learnt from.
-    vocab_size: size of the vocabulary, special tokens included.
-    report: receives progress, a line at a time.
-  """
+  """A `core.seams.CodeCorpus` in the workdir of a run."""
 
   built: build.Corpus
   fim_rate: float

@@ -61,15 +61,7 @@ DIFFERENCES = ('stop', 'note')
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class File:
-  """A Python file that has not been read.
-
-  Attributes:
-    package: normalised name of the package, the unit of the held-out split.
-    path: path relative to the source, with '/'.
-    licence: declared licence; 'unknown' where none is.
-    num_bytes: size of the content.
-    read: function that returns the content, or raises OSError.
-  """
+  """A Python file that has not been read; held out with its whole package."""
 
   package: str
   path: str
@@ -83,7 +75,6 @@ class CodeSource:
   """All Python files of one source.
 
   Attributes:
-    name: string that names the source.
     version: version of the interpreter or the distribution; '' for others.
     files: files sorted by package and path.
     archive: path of the archive that the source names; None for other sources.
@@ -125,17 +116,9 @@ def find_all(
 ) -> list[CodeSource]:
   """Finds the sources that are named, and compares them with their pins.
 
-  Args:
-    names: names of sources, and of lists of them.
-    archives: folder with sdists and wheels for `pypi:` sources.
-    differences: 'stop' to refuse sources that differ from what is pinned;
-      'note' to report that, leave out releases that are not here, and take
-      other versions or files as they are.
-    report: receives each difference, a line at a time.
-
-  Raises:
-    ValueError: a source cannot be read or has no Python file; or sources differ
-      from what is pinned, all of which the message names.
+  'stop' refuses differences and names all; 'note' reports them, leaves out
+  releases that are not here, and takes other versions or files as they are.
+  `archives` is a folder with sdists and wheels for `pypi:` sources.
   """
   sources, lines, releases = [], [], []
   for name, sha256 in read_pins(names).items():
@@ -165,18 +148,9 @@ def find_all(
 def find(
   name: str, archives: str | os.PathLike | None = None
 ) -> CodeSource | None:
-  """Lists the files of a source.
+  """Lists a source's files: of a release, those of the installed version.
 
-  Args:
-    name: string that names the source.
-    archives: folder with sdists and wheels for `pypi:` sources.
-
-  Returns:
-    The source; of a release that is not here, the version that is installed,
-    or None.
-
-  Raises:
-    ValueError: the source does not exist, cannot be read or has no Python file.
+  None is a release that is not here; any other lack is a ValueError.
   """
   if name == 'stdlib':
     source = _stdlib()

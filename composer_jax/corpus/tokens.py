@@ -22,13 +22,7 @@ _CHUNK = 64
 
 
 class TokenizerLike(Protocol):
-  """Turns a corpus into tokens: this project's tokenizer or another model's.
-
-  Attributes:
-    BOS: id before a document.
-    EOD: id after a document.
-    vocab_size: number of ids, special tokens included.
-  """
+  """Turns a corpus into tokens: this project's tokenizer or another model's."""
 
   BOS: int
   EOD: int
@@ -74,10 +68,8 @@ def train_tokenizer(
 
   Args:
     corpus: corpus whose folder keeps the tokenizer.
-    vocab_size: number of ids, special tokens included.
     max_bytes: most characters of the sample: whole documents, chosen by hash.
     extra_texts: further texts, such as transcripts of tool calls, used in full.
-    report: receives progress, a line at a time.
   """
   extra = list(extra_texts)
   inputs = [corpus.fingerprint, vocab_size, max_bytes, *extra]
@@ -105,10 +97,7 @@ def tokenise(
 ) -> dict[str, Documents]:
   """Returns the token ids of each split, read from disk if they are there.
 
-  Every document is framed by BOS and EOD.
-
-  Raises:
-    ValueError: a file on disk is damaged.
+  Every document is framed by BOS and EOD; a damaged file is a ValueError.
   """
   inputs = f'{corpus.fingerprint} {tokenizer.fingerprint()}'
   key = files.sha256(inputs.encode())[:16]

@@ -91,11 +91,7 @@ def concatenate(
 def first_fit(
   lengths: Sequence[int], seq_len: int, *, rng: np.random.Generator
 ) -> list[Row]:
-  """Puts each whole document into the first open row that has room.
-
-  Raises:
-    ValueError: a document is longer than a row.
-  """
+  """Puts each document into the first open row with room; refuses long ones."""
   longest = max(lengths, default=0)
   if longest > seq_len:
     raise ValueError(

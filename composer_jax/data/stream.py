@@ -149,11 +149,7 @@ class LMStream:
     return {'grain': state, 'fingerprint': self._fingerprint}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `state` was taken, forwards or backwards.
-
-    Raises:
-      ValueError: the state belongs to other documents or options.
-    """
+    """Continues where `state` was taken; refuses one of another stream."""
     if state.get('fingerprint') != self._fingerprint:
       raise ValueError(
         f'The data state is of stream {state.get("fingerprint")}, this one '
@@ -186,7 +182,6 @@ def lm_stream(
       carry loss (SFT), with random access; a memory map will do. Where there
       are both, those without a mask come alone in one epoch, the first after
       openings, and not again.
-    seed: seed of the orders and of the rearranged pieces.
     fim_rate: share of pieces rearranged for fill-in-the-middle; 0 for
       documents with masks.
     fim_marks: marks of the tokenizer that made the documents.

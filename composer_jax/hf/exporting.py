@@ -47,7 +47,6 @@ class Origin:
 
   Attributes:
     weights: directory of a `manager.Checkpoints`.
-    config: config of the model.
     family: one of `hf.tensors.names.FAMILIES`.
     imported: import directory that the model came from; None if it was
       pretrained here.
@@ -65,7 +64,6 @@ class Origin:
 
 
 def of_import(directory: str | os.PathLike) -> Origin:
-  """Returns an import directory as an origin."""
   directory = pathlib.Path(directory)
   family = importing.read_record(directory)['family']
   fields = files.read_json(directory / importing.MODEL)
@@ -81,17 +79,9 @@ def of_import(directory: str | os.PathLike) -> Origin:
 def of_run(
   workdir: str | os.PathLike, stage: str | None, *, family: str | None
 ) -> Origin:
-  """Returns a finished stage of a run as an origin.
+  """Returns a finished stage of a run as an origin, or raises a ValueError.
 
-  Args:
-    workdir: workdir of the run.
-    stage: name of the stage.
-    family: family whose config.json and names are written; None is that of the
-      import, without which it is needed.
-
-  Raises:
-    ValueError: the stage is not finished, the import is not where the run left
-      it, or the family is missing or not that of the import.
+  `family` names the config.json to write; None is that of the import.
   """
   workdir = pathlib.Path(workdir)
   exports = workdir / 'exports'
@@ -150,8 +140,6 @@ def write(
   """Writes a Hugging Face checkpoint into a folder that must not exist.
 
   Args:
-    origin: model to export.
-    out: folder to make.
     dtype: key of `hf.tensors.layout.DTYPES`, or 'source' for the dtype of each
       imported tensor; None is 'source' for an import and 'bfloat16' for a
       trained model. The selection bias is float32 unless it is 'source'.
@@ -279,7 +267,6 @@ def _write_tensor(
 
 
 def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
-  """Writes config.json and the tokenizer's files."""
   if origin.imported is None:
     fields = hf_config.to_hf(origin.config, origin.family)
   else:

@@ -23,11 +23,7 @@ _NUM_SHOWN = 4  # differences in an error; a model of another kind has dozens
 
 
 def model_of(folder: str | os.PathLike) -> dict[str, Any]:
-  """Returns the fields of the imported model's config.
-
-  Raises:
-    ValueError: the folder is not a finished import.
-  """
+  """Returns the fields of the model's config; refuses an unfinished import."""
   importing.check_finished(folder)
   path = pathlib.Path(folder) / importing.MODEL
   fields = files.read_json(path)
@@ -102,11 +98,7 @@ def check_model(
 class ImportedModel:
   """An import directory as a `core.seams.StartingPoint` of a run.
 
-  Attributes:
-    folder: the import directory.
-    model: config of the run's model.
-    conversations_file: the user's own conversations for SFT; '' for none.
-    seq_len: tokens in a row of SFT, which a conversation must not exceed.
+  `conversations_file` holds the user's own conversations for SFT; '' is none.
   """
 
   folder: str
@@ -115,11 +107,7 @@ class ImportedModel:
   seq_len: int
 
   def claim(self) -> dict[str, Any]:
-    """Returns the identities of the import and of the conversations.
-
-    Raises:
-      ValueError: the run's model is not that of the import.
-    """
+    """Returns the identities; a ValueError if the model is not the import's."""
     check_model(self.folder, self.model)
     file = self.conversations_file
     return {
@@ -128,12 +116,7 @@ class ImportedModel:
     }
 
   def take(self, workdir: pathlib.Path) -> None:
-    """Copies the tokenizer and the encoded conversations to a workdir.
-
-    Raises:
-      ValueError: the tokenizer or the conversations cannot be used; nothing has
-        been written.
-    """
+    """Copies tokenizer and conversations, or raises before it writes."""
     tokenizer = self._read_tokenizer()
     if self.conversations_file:
       documents = conversations.documents(

@@ -199,7 +199,6 @@ def _write_records(
 
 
 def read_record(out: str | os.PathLike) -> dict[str, Any]:
-  """Reads the hf.json of an import directory."""
   check_finished(out)
   return files.read_json(pathlib.Path(out) / RECORD)
 
@@ -218,16 +217,7 @@ def check_finished(out: str | os.PathLike) -> None:
 
 
 def load_variables(out: str | os.PathLike, like: Any) -> Any:
-  """Restores and verifies the weights of an import directory.
-
-  Args:
-    out: the directory.
-    like: tree of `jax.ShapeDtypeStruct` with shardings; weights of any dtype
-      are cast to its dtypes.
-
-  Raises:
-    ValueError: the directory holds other arrays, or is damaged.
-  """
+  """Restores and verifies an import's weights, cast to the dtypes of `like`."""
   flat = trees.flatten_names(like)
   with contextlib.closing(open_weights(out)) as weights:
     stored = weights.record(0)['arrays']
@@ -246,7 +236,6 @@ def load_variables(out: str | os.PathLike, like: Any) -> Any:
 
 
 def open_weights(out: str | os.PathLike) -> manager.Checkpoints:
-  """Opens the weights of an import directory, which must be whole."""
   check_finished(out)
   return manager.Checkpoints(
     pathlib.Path(out) / WEIGHTS,

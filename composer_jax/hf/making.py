@@ -50,10 +50,7 @@ def check_space(partial: pathlib.Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def alone(partial: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
-  """Holds the lock of the partial folder, and removes the folder if empty.
-
-  An error of a full disk is raised again with its cure.
-  """
+  """Holds the partial folder's lock; an error of a full disk gets its cure."""
   with files.alone(partial):
     try:
       # Another process may have finished it just before.

@@ -42,7 +42,6 @@ class Staging:
   def __init__(
     self, folder: str | os.PathLike, arrays: Mapping[str, blocks.ChunkedArray]
   ):
-    """Creates the folder, or opens it and reads its journal."""
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
     self.done: dict[str, dict[str, dict[str, str]]] = {}
@@ -89,14 +88,7 @@ class Staging:
     self._tensor, self._chunks = tensor, {}
 
   def write(self, name: str, start: Sequence[int], block: np.ndarray) -> None:
-    """Writes a chunk of an array.
-
-    Args:
-      name: name of the array.
-      start: place of the chunk in the array, a multiple of the chunks' shape.
-      block: contiguous values of the array's dtype; smaller than a chunk at
-        the array's end.
-    """
+    """Writes a contiguous chunk, at the array's end a smaller one."""
     array = self._arrays[name]
     places = zip(start, block.shape, strict=True)
     bounds = ','.join(f'{a}:{a + n}' for a, n in places)
@@ -178,11 +170,7 @@ class _Finished:
 
 
 class _Moves(ocp.type_handlers.NumpyHandler):
-  """Saves finished arrays as numpy's handler would, by moving their folders.
-
-  Consumes: folders of chunks.
-  Waits for: the temporary folder that orbax makes for the checkpoint.
-  """
+  """Saves finished arrays as numpy's handler would, by moving their folders."""
 
   async def serialize(self, values, infos, args=None):
     async def move():

@@ -15,10 +15,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def gradient(gate_up: jax.Array, d_out: jax.Array) -> jax.Array:
-  """Returns d_gate_up in one pass.
-
-  JAX's own gradient would pad both halves to full width and add them.
-  """
+  """Returns d_gate_up in one pass, where JAX would pad both halves and add."""
   gate, up = jnp.split(gate_up, 2, axis=-1)
   sigmoid = jax.nn.sigmoid(gate)
   d_gate = d_out * up * sigmoid * (1 + gate * (1 - sigmoid))

@@ -116,10 +116,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 def scale_by_adam(
   b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
-  """Divides the mean gradient by its root mean square (Kingma & Ba 2015).
-
-  The state is that of optax's function of this name.
-  """
+  """Divides the mean gradient by its root mean square (Kingma & Ba 2015)."""
 
   def update(updates: Any, state: Any, params: Any = None):
     del params

@@ -43,11 +43,7 @@ class Matrix:
 
 
 def of_axes(name: str, axes: Axes, ndim: int) -> str:
-  """Returns the role of a parameter with these logical axes.
-
-  Raises:
-    ValueError: axes are missing, unknown or do not form a matrix.
-  """
+  """Returns the role of a parameter; a ValueError if its axes give none."""
   unlabelled = len(axes) != ndim or None in axes
   if unlabelled and ndim < 2:
     return ADAM
@@ -69,11 +65,7 @@ def of_axes(name: str, axes: Axes, ndim: int) -> str:
 def parse(
   name: str, role: str, axes: Axes, shape: tuple[int, ...]
 ) -> Matrix | None:
-  """Returns the matrix of a parameter with this role; None for Adam.
-
-  Raises:
-    ValueError: the role is malformed or does not fit the axes.
-  """
+  """Returns the matrix of a role, None for Adam; it must fit the axes."""
   if role == ADAM:
     return None
   about = f'Parameter {name} of shape {shape} with logical axes {axes}: role '
@@ -152,10 +144,7 @@ def tree(
 
 
 def matrices(params: Any, axes: Any, roles: Any) -> Any:
-  """Returns the tree of `Matrix` for roles that `tree` returned.
-
-  Adam's parameters have `optax.MaskedNode()`.
-  """
+  """Returns a tree of `Matrix`, for Adam's parameters `optax.MaskedNode()`."""
   logical = trees.flatten_names(axes)
   named = trees.flatten_names(roles)
 

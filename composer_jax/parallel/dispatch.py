@@ -178,7 +178,6 @@ def expert_sum(
   Args:
     expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
     tokens: tokens of `prepare`, from any shards.
-    first: id of the first expert here.
     rows: capacity in copies, beyond which copies count as zero; None for all.
 
   Returns:

@@ -148,7 +148,6 @@ def exchange(
 
 
 def _carried(expert_fn, weights, tokens, load, plan):
-  """Returns y_ZD and the needed rows."""
   name, axes = plan.transport, plan.expert_axes
   # Another axis would compute every token again.
   assert set(axes) <= set(plan.token_axes), (axes, plan.token_axes)
@@ -181,7 +180,6 @@ def load_of(
   embed_dim: int,
   item_bytes: int = 2,
 ) -> transports.Load:
-  """Returns the size of the exchange for one batch."""
   tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
   shards = plan.expert_shards
   parts = f'the mesh axes {plan.expert_axes}'
@@ -209,7 +207,6 @@ def needed_rows(
     plan: plan with a transport other than 'auto'.
     ids_MBTA: experts of each token in the order of the devices; tokens with
       `NO_ROUTE` will be routed afresh and are not counted.
-    num_experts: number of experts on all devices.
 
   Returns:
     int64 rows_M, the rows of the shard that needs most in each layer.

@@ -19,7 +19,6 @@ class Layout:
   """The sharding of parameters and tokens; compared by identity.
 
   Attributes:
-    name: name in configs.
     dense: tuple of mesh axes, or None, for each logical axis. A parameter's
       first dimension with a mesh axis takes it.
     partial: logical axes of `dense` that take the largest product of their

@@ -21,11 +21,7 @@ from composer_jax.parallel import exchange
 
 
 def order(length: int, context: int) -> np.ndarray:
-  """Returns the int64 [T] positions in the row in the order of the devices.
-
-  Raises:
-    ValueError: the row does not divide into two pieces for each device.
-  """
+  """Returns the int64 [T] positions in the row in the order of the devices."""
   _check_divides(length, context)
   chunks = np.arange(length).reshape(2 * context, -1)
   early, late = chunks[:context], chunks[context:][::-1]
@@ -40,10 +36,7 @@ def to_device(array: np.ndarray, context: int, axis: int = 1) -> np.ndarray:
 def gather_row(
   x_BT: jax.Array, plan: exchange.ExchangePlan | None
 ) -> jax.Array:
-  """Returns the whole rows of a shard's array in the order of the row.
-
-  The gradient is reduced to shards.
-  """
+  """Returns whole rows in their order; the gradient is reduced to shards."""
   if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BT
   axes = plan.sequence_axes

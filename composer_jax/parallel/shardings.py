@@ -23,12 +23,7 @@ def spec(
   layout: layouts.Layout,
   mesh: AnyMesh,
 ) -> P:
-  """Returns the mesh axes of each dimension of a parameter.
-
-  Raises:
-    ValueError: one of the parameter's logical axes is not in the table, or a
-      dimension does not divide.
-  """
+  """Returns the mesh axes of each dimension; refuses what does not divide."""
   table = layout.expert if 'expert' in axes else layout.dense
   missing = [axis for axis in axes if axis not in table]
   if missing or len(axes) != len(shape):
@@ -113,10 +108,7 @@ def check_divides(
 def specs(
   abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: AnyMesh
 ) -> Any:
-  """Returns a tree of PartitionSpecs for a tree of shapes.
-
-  `logical` is a tree of the same structure with the logical axes of each leaf.
-  """
+  """Returns PartitionSpecs for a tree of shapes and one of logical axes."""
   named = trees.flatten_names(logical)
   return trees.map_names(
     lambda name, leaf: spec(
@@ -129,7 +121,6 @@ def specs(
 def shardings(
   abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
 ) -> Any:
-  """Returns a tree of NamedShardings; see `specs`."""
   return jax.tree.map(
     lambda s: NamedSharding(mesh, s),
     specs(abstract, logical, layout=layout, mesh=mesh),

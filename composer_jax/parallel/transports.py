@@ -62,10 +62,7 @@ class Load:
 
 
 def bytes_received(load: Load, name: str, *, bucket: float | None) -> int:
-  """Returns the bytes that a shard receives for a layer under even load.
-
-  They include the forward and the backward pass.
-  """
+  """Returns a layer's bytes into a shard in both passes under even load."""
   width = load.embed_dim * load.item_bytes
   # Ids and gates there; their gradient back.
   routes = 2 * 4 * load.num_active

@@ -78,11 +78,7 @@ class StepOptions:
 class Traced(NamedTuple):
   """Facts about a step that need no compiler.
 
-  Attributes:
-    num_tokens: tokens of a step on all devices.
-    arguments: bytes of the state and the batch on one device.
-    seconds: time to trace and lower.
-    lines: choices of the placement, such as the transport, in words.
+  `num_tokens` counts all devices; `arguments` are the bytes of one.
   """
 
   num_tokens: int
@@ -137,10 +133,6 @@ def lower(
   case: cases.Case, options: StepOptions, devices: list[Any]
 ) -> tuple[Traced, Any]:
   """Traces the step of a case for devices that need not exist.
-
-  Returns:
-    traced: facts about the step.
-    lowered: the step, for `compile_lowered`.
 
   Raises:
     ValueError: a dimension does not divide over the mesh.
@@ -240,17 +232,10 @@ def compile_lowered(
   folder: pathlib.Path,
   compiler_options: dict[str, Any] | None = None,
 ) -> Compiled:
-  """Compiles a lowered step to machine code.
+  """Compiles a lowered step; the empty folder takes what the compiler dumps.
 
-  Args:
-    traced: first result of `lower`.
-    lowered: second result of `lower`.
-    folder: empty folder for the compiler's intermediate results.
-    compiler_options: options in addition to those that training sets.
-
-  Raises:
-    jax.errors.JaxRuntimeError: the compiler failed, but not for want of device
-      memory.
+  Want of device memory gives a result without code; another failure raises
+  jax.errors.JaxRuntimeError.
   """
   options = {
     **(compiler_options or {}),

@@ -24,8 +24,6 @@ _TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTask:
-  """The step that a process compiles, and the machines it compiles for."""
-
   case: cases.Case
   options: aot.StepOptions
   topology_name: str
@@ -35,14 +33,8 @@ class CompileTask:
 def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
   """Compiles a step in a separate process.
 
-  Args:
-    task: step and machines.
-    until: 'code', or 'schedule', which only the TPU compiler can stop at.
-
-  Raises:
-    ValueError: the step cannot be lowered, or the compiler is missing.
-    RuntimeError: the compiler failed, but not because the step needs too much
-      memory on its devices.
+  Only the TPU compiler can stop at the 'schedule'. A ValueError says why a step
+  cannot be lowered; a RuntimeError is a failure of the compiler.
   """
   if until not in UNTIL:
     raise ValueError(f'until {until!r} is not one of {UNTIL}.')

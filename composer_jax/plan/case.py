@@ -48,15 +48,10 @@ def make(
   layout: str,
   dtype: str,
 ) -> Case:
-  """Builds a Case from the values of a command line.
+  """Builds a Case from a command line; `fields` are those of a model or a run.
 
-  Args:
-    fields: fields of a ModelConfig, or the config of a run, which has a model
-      and may have Muon's options.
-    topology_name: machines, in one of `topologies.FORMS`.
-    mesh: sizes 'replica,fsdp,context'; '' takes the default mesh.
-    layout: key of `layouts.BY_NAME`.
-    dtype: dtype of the parameters, one of DTYPES.
+  `topology_name` is one of `topologies.FORMS`; `mesh` has the sizes
+  'replica,fsdp,context', or is '' for the default mesh.
   """
   for name, value, known in (
     ('layout', layout, tuple(layouts.BY_NAME)),

@@ -72,8 +72,6 @@ def place(scope: str) -> str:
 
 
 class _Reading:
-  """A compiled step with its counts and its modelled timeline."""
-
   def __init__(self, case: cases.Case, compiled: aot.Compiled):
     self.case, self.compiled = case, compiled
     self.dynamic: dict[str, None] = {}

@@ -33,12 +33,7 @@ from composer_jax.plan import muon_model, report
 
 
 def plan(case: cases.Case) -> muon_plan.MuonPlan:
-  """Returns the plan of one step.
-
-  Raises:
-    ValueError: an axis or a role does not fit a parameter, or Muon has no
-      matrix to orthogonalise.
-  """
+  """Returns the plan of one step; a ValueError if the case has none."""
   if case.muon is None:
     raise ValueError(
       "The run's pretraining does not use Muon; plan it as if it did with "

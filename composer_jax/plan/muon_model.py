@@ -65,7 +65,6 @@ def wire_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
 
 
 def roofline_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
-  """Returns the larger of the products' time at peak and the transfers'."""
   return max(plan.flops / rates.flops, wire_seconds(plan, rates))
 
 

@@ -45,12 +45,7 @@ class PlacedParameter:
 
 
 def parameters(case: cases.Case) -> list[PlacedParameter]:
-  """Returns all arrays of the model in the order of the tree.
-
-  Raises:
-    ValueError: no table maps one of a parameter's axes, or one of its
-      dimensions does not divide.
-  """
+  """Returns all arrays in the tree's order; refuses axes that do not fit."""
   shapes, logical = (
     trees.flatten_names(tree) for tree in decoder.abstract(case.model)
   )

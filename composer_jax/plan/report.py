@@ -6,13 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-  """Rows under a title.
-
-  Attributes:
-    title: one line of text.
-    columns: names of the columns, which are the keys of a row in JSON.
-    rows: one value per column: str, int, float, None, or a tuple of those.
-  """
+  """A title and rows of str, int, float, None, or a tuple of those."""
 
   title: str
   columns: tuple[str, ...]

@@ -54,18 +54,13 @@ _CUDA = 'pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt'
 
 
 def num_devices(topology: str) -> int:
-  """Returns the number of devices that a topology's name states."""
   name = machine(topology)
   sizes = topology.removeprefix(f'{name}:')
   return MACHINES[name].devices * math.prod(map(int, sizes.split('x')))
 
 
 def machine(topology: str) -> str:
-  """Returns the key of a topology's devices in MACHINES.
-
-  Raises:
-    ValueError: the name has none of the FORMS.
-  """
+  """Returns a topology's key of MACHINES; a ValueError if it is no FORM."""
   name, _, sizes = topology.partition(':')
   number = MACHINES[name].dimensions if name in MACHINES else 0
   if not number or not re.fullmatch('x'.join(['[1-9][0-9]*'] * number), sizes):
@@ -140,11 +135,7 @@ def _require(module: str, cure: str) -> None:
 
 
 def devices(topology: str) -> list[Any]:
-  """Returns devices to compile for; call `prepare` first.
-
-  Raises:
-    ValueError: this folder has no description of that GPU.
-  """
+  """Returns devices to compile for, after `prepare`; refuses unknown GPUs."""
   import jax
   from jax.experimental import topologies
 

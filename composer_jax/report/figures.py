@@ -39,15 +39,10 @@ _EXACT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-  """One curve.
+  """One curve, with a gap where a value is NaN.
 
-  Attributes:
-    label: name in the legend; '' where a figure has only one curve.
-    steps: steps of the values.
-    values: value at each step; NaN leaves a gap.
-    is_noisy: true draws the values faintly, with their running mean on top.
-    has_marks: true puts a dot at every value, for the few that evaluations
-      give.
+  A noisy one is drawn faintly, with its running mean on top; marks are for the
+  few values that evaluations give.
   """
 
   label: str
@@ -59,22 +54,14 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-  """A drawing.
-
-  Attributes:
-    title: heading of the figure.
-    svg: drawing as SVG text; '' where nothing was measured yet.
-  """
+  """A drawing with its heading; its SVG is '' where nothing was measured."""
 
   title: str
   svg: str
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-  """Returns the mean of the last `window` values, NaN left out.
-
-  It looks only backwards, so a step's mean does not change later.
-  """
+  """Returns the mean of the last `window` values up to each, NaN left out."""
   finite = np.isfinite(values)
   sums = np.cumsum(np.where(finite, values, 0.0))
   counts = np.cumsum(finite).astype(float)
@@ -161,7 +148,6 @@ def _tooltips(axes: Any, lines: Sequence[Curve]) -> str:
 
 
 def _draw(axes: Any, line: Curve, values: np.ndarray, number: int) -> Any:
-  """Draws a curve and returns it for the legend."""
   steps, color = np.asarray(line.steps), COLORS[number]
   style: dict[str, Any] = {'color': color, 'ls': _DASHES[number]}
   if line.is_noisy and len(values) >= 8:
@@ -183,16 +169,10 @@ def curves(
   bounds: tuple[float | None, float | None] = (None, None),
   unit: str = '',
 ) -> Figure:
-  """Draws curves over steps.
+  """Draws curves over steps, at least one of which has a finite value.
 
-  Args:
-    title: heading above the axes.
-    lines: curves with at least one finite value among them, at most as many as
-      there are `COLORS`.
-    is_log: true for a logarithmic value axis, which leaves out values that are
-      not positive.
-    bounds: lower and upper end of the value axis; None fits the values.
-    unit: text beside the value axis.
+  A logarithmic axis leaves out values that are not positive; bounds of None fit
+  the values.
   """
   import matplotlib.ticker
 
@@ -229,12 +209,7 @@ def curves(
 
 
 def heat_map(title: str, load_ME: np.ndarray) -> Figure:
-  """Draws each layer's load of its experts over the even load.
-
-  Args:
-    title: heading above the axes.
-    load_ME: tokens sent to each expert; a layer without any shows as 0.
-  """
+  """Draws loads over the even load; a layer without any shows as 0."""
   mean_M1 = load_ME.mean(-1, keepdims=True)
   ratio_ME = load_ME / np.maximum(mean_M1, 1e-9)
   num_layers, num_experts = ratio_ME.shape
@@ -279,8 +254,6 @@ def chart(
   """Draws metrics of a run, as far as they were measured.
 
   Args:
-    run: contents of the workdir.
-    title: heading of the figure.
     labels: label of each curve by its stage and metric, such as 'rl/reward'.
     **options: keyword arguments of `curves`.
   """

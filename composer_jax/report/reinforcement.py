@@ -12,7 +12,6 @@ _SHOWN = 8
 
 
 def alarms(run: run_data.RunData) -> list[str]:
-  """Says in numbers what monitors found."""
   totals: collections.Counter[str] = collections.Counter()
   for row in run.rows('rl'):
     kinds = row.get('flag_kinds')

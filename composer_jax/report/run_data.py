@@ -29,14 +29,10 @@ class RunData:
   """Contents of a workdir; a field is empty where its file is missing.
 
   Attributes:
-    workdir: folder of the run.
-    config: nested configuration of the run.
-    run: contents of run.json.
     seconds: wall seconds by stage.
     metrics: lines of metrics.jsonl in order, then the latest line of each
       received policy version.
     episodes: lines of episodes.jsonl, in order.
-    manifest: manifest of the corpus.
     problems: one sentence for each damaged file.
   """
 
@@ -50,14 +46,10 @@ class RunData:
   problems: tuple[str, ...]
 
   def rows(self, stage: str) -> list[dict[str, Any]]:
-    """Returns the lines of metrics of one stage."""
     return [row for row in self.metrics if row['stage'] == stage]
 
   def series(self, stage: str, name: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of a metric; lines without it are left out.
-
-    Values that are not finite are kept as NaN, which leaves a gap in a plot.
-    """
+    """Returns steps and values of a metric; NaN leaves a gap in a plot."""
     steps, values = [], []
     for row in self.rows(stage):
       value = number(row.get(name))
@@ -90,11 +82,7 @@ def number(value: Any) -> float | None:
 
 
 def load(workdir: str | pathlib.Path) -> RunData:
-  """Reads a workdir.
-
-  Raises:
-    ValueError: `workdir` is not a directory.
-  """
+  """Reads a workdir; a ValueError if it is not a directory."""
   workdir = pathlib.Path(workdir)
   if not workdir.is_dir():
     raise ValueError(f'{workdir} is not a directory, so there is no run in it.')

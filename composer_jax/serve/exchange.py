@@ -28,12 +28,7 @@ LEFT = 499
 
 
 class Exchange:
-  """A request that is being answered.
-
-  Attributes:
-    status: status of the answer; 0 until it has begun.
-    path_params: values of the route's parameters.
-  """
+  """A request being answered; its status is 0 until the answer has begun."""
 
   def __init__(
     self, request: requests.Request, send: types.Send, max_body_bytes: int
@@ -177,7 +172,6 @@ class HttpRoute:
   Attributes:
     respond: (exchange, body) -> None, answers the request.
     route: name of the route in metrics.
-    options: limits of time and body size.
     token: bearer token that a request must carry; '' asks for none.
     hosts: Host names that a request may use; None allows any.
     reads: true if the request has a body.

@@ -24,14 +24,7 @@ def admit(
 ) -> None:
   """Refuses a request that has no room, before its text becomes tokens.
 
-  Args:
-    body: request.
-    served: service whose limits hold.
-    top: likeliest tokens that are asked for at each place; None for none.
-    param: name of the parameter of `top`.
-
-  Raises:
-    errors.ApiError: 400, 429, 500 or 503.
+  `top` tokens are asked for at each place, by the parameter `param`.
   """
   most = served.engine_options.num_top
   if top and top > most:
@@ -63,9 +56,7 @@ def sample_requests(
   """Returns one request of the engine for each choice.
 
   Args:
-    body: request with the parameters of sampling.
     prompt_T: int32 ids of the context.
-    served: service whose limits hold.
     stop_tokens: ids that end an answer beside those of the body.
     max_tokens: tokens to sample for each choice; None for the server's default.
     session: session to go on with; '' makes one for each choice.
@@ -161,12 +152,7 @@ def check_model(asked: str | None, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerDelta:
-  """The next part of a choice.
-
-  Attributes:
-    text: content for the client.
-    pieces: pieces with the log-probabilities of their tokens.
-  """
+  """The next part of a choice: text for the client, logprobs in pieces."""
 
   text: str
   pieces: tuple[texts.TextPiece, ...]
@@ -176,7 +162,6 @@ class GrowingAnswer:
   """One answer as it grows.
 
   Attributes:
-    index: index of the choice.
     num_tokens: number of sampled tokens that were used.
     num_cached: context tokens that were in the cache; None while unknown.
     calls: tool calls, once the answer is finished.
@@ -276,8 +261,6 @@ async def timed(
   """Yields events with their indices; counts tokens and measures their times.
 
   Args:
-    job: requests of one client.
-    figures: metrics to count in.
     unfinished: indices of the requests whose events are wanted; the caller
       removes those that have ended.
   """

@@ -47,11 +47,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def bind(host: str, port: int, token: str) -> socket.socket:
-  """Takes an address, without listening on it yet; port 0 takes a free port.
-
-  Raises:
-    ValueError: the address cannot be taken.
-  """
+  """Takes an address without listening yet; a ValueError if it is taken."""
   if host not in _LOOPBACK and not token:
     _log.warning(
       'Listening on %s without a token: anyone who reaches this port can use '

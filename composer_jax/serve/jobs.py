@@ -15,10 +15,7 @@ Event = sessions.SampledTokens | records.Completion | errors.ApiError | None
 
 
 class SampleJob:
-  """Requests that one client waits for together; an async context manager.
-
-  Leaving the context cancels what is unfinished, for whatever reason.
-  """
+  """Requests that one client waits for; the end of the context cancels them."""
 
   def __init__(
     self,
@@ -71,11 +68,7 @@ class SampleJob:
   async def next(
     self,
   ) -> tuple[int, sessions.SampledTokens | records.Completion]:
-    """Returns the index of a request, and its next tokens or its end.
-
-    Raises:
-      errors.ApiError: the request was refused or failed.
-    """
+    """Returns a request's index, and its next tokens or end; or an ApiError."""
     index, event = await self._events.get()
     if isinstance(event, errors.ApiError):
       raise event

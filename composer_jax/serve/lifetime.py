@@ -31,8 +31,6 @@ class ServedPolicy:
 
   Attributes:
     name: name of the folder, and of the stage.
-    model: config of the model.
-    tokenizer: our own tokenizer or an imported one.
     stop_tokens: ids that end every answer of text.
     template: chat template of an imported checkpoint; None without one.
     is_own: true if the model speaks our protocol (`text.chat`).
@@ -65,8 +63,6 @@ def run(
 
   Args:
     load_policy: returns the policy for `overrides` and `mesh`; see `load`.
-    config: values of configs/serve.
-    host: address to listen on.
     port: port to listen on; 0 takes a free one.
     name: name of the model; '' for that of the folder.
     token: bearer token that clients must send; '' asks for none.

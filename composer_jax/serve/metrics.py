@@ -47,7 +47,6 @@ class Metrics(registry.Collector):
     )
 
   def collect(self) -> Iterator[families.Metric]:
-    """Reads the service when it is scraped."""
     service = self._service
     figures: dict[str, tuple[float, str]] = {
       'policy_version': (service.version, 'Policy version of the next step.'),

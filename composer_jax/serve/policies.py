@@ -20,12 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Policies:
-  """Keeps an engine on the newest weights of a receiver, if it has one.
-
-  Attributes:
-    threads: threads to start, at most one.
-    version: policy version of the next step.
-  """
+  """Keeps an engine on the newest weights of a receiver, if it has one."""
 
   def __init__(
     self,
@@ -34,15 +29,9 @@ class Policies:
     interval_s: float,
     notify: Callable[[], None],
   ):
-    """Wraps an engine.
+    """Wraps an engine, which the thread that calls `serve_newest` steps.
 
-    Args:
-      engine: engine that the caller steps, in the thread that calls
-        `serve_newest`.
-      receiver: receiver of newer policies; None serves the same weights for
-        ever.
-      interval_s: seconds between two looks for a newer policy.
-      notify: called when `serve_newest` has something to serve.
+    `notify` is called when that has something to serve.
     """
     self.version = engine.version
     self.threads: list[threading.Thread] = []

@@ -46,12 +46,8 @@ class Service:
   """Owns an engine and the thread that steps it.
 
   Attributes:
-    options: limits of the server.
-    engine_options: options of the engine.
-    config: the model's config.
     state: SERVING, FAILED or STOPPED.
     num_open: number of choices running or waiting.
-    stats: figures of the engine, at most a fraction of a second old.
   """
 
   def __init__(
@@ -60,13 +56,7 @@ class Service:
     options: options_lib.ServeOptions,
     receiver: receivers.Receiver | None = None,
   ):
-    """Wraps an engine that nothing else touches.
-
-    Args:
-      engine: engine that the service steps.
-      options: limits of the server.
-      receiver: receiver of newer weights; None serves the engine's for ever.
-    """
+    """Wraps an engine that nothing else touches."""
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
     self.state, self.num_open = SERVING, 0
@@ -136,13 +126,7 @@ class Service:
     keep: bool = False,
     session_length: int | None = None,
   ) -> jobs.SampleJob:
-    """Queues requests; entering the SampleJob waits until they are accepted.
-
-    The arguments are those of a SampleJob.
-
-    Raises:
-      errors.ApiError: 429, 503 or 500; nothing was queued.
-    """
+    """Queues requests for a SampleJob to await, or raises 429, 500 or 503."""
     job = jobs.SampleJob(
       requests, self._leave, keep=keep, session_length=session_length
     )
@@ -176,15 +160,7 @@ class Service:
     self._inbox.put(lambda: self._cancel(job, indices))
 
   async def close_session(self, name: str, missing: errors.ApiError) -> None:
-    """Closes a kept session.
-
-    Args:
-      name: name of the session.
-      missing: error to raise if the session is not kept, or is in use.
-
-    Raises:
-      errors.ApiError: `missing`, 503 or 500.
-    """
+    """Closes a session, or raises `missing` if it is not kept or is in use."""
     await self._ask(lambda: self._close(name, missing))
 
   async def _ask(self, command: Callable[[], errors.ApiError | None]) -> None:
@@ -202,11 +178,7 @@ class Service:
     await job.next()
 
   def stop(self, timeout_s: float = 30.0) -> bool:
-    """Ends the threads, and with them every open request.
-
-    Returns:
-      True if they ended in time; a step that hangs cannot be interrupted.
-    """
+    """Ends threads and requests; false if a step hangs, which nothing ends."""
     with self._lock:
       if self.state == SERVING:
         self.state = STOPPED

@@ -17,7 +17,6 @@ class AppendFile:
     """Opens the file, which may exist; makes its parents.
 
     Args:
-      path: file to append to.
       what: name of a record in errors, such as 'a line of metrics'.
       cure: further cure to name in errors, beginning with a comma.
     """
@@ -27,11 +26,7 @@ class AppendFile:
     self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
 
   def append(self, data: bytes) -> None:
-    """Appends one record.
-
-    Raises:
-      OSError: the record did not fit; names the path. The file is as it was.
-    """
+    """Appends a record, or raises an OSError; the file is then as it was."""
     start = self._file.seek(0, os.SEEK_END)
     try:
       written = self._file.write(data)

@@ -99,10 +99,7 @@ class Progress(contextlib.AbstractContextManager):
     return bar
 
   def update(self, step: int, **metrics: Any) -> None:
-    """Shows that `step` steps are done, with a few metrics.
-
-    Call it every step: plain lines are thinned out here.
-    """
+    """Shows progress; call it every step: plain lines are thinned out here."""
     now = self._clock()
     parts = [f'{name} {number(value)}' for name, value in metrics.items()]
     first, later = step if self._first is None else self._first, self._later

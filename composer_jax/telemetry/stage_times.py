@@ -43,11 +43,7 @@ class StageTimes:
 
   @contextlib.contextmanager
   def stage(self, name: str) -> Iterator[None]:
-    """Counts the time of the body for `name`.
-
-    Raises:
-      OSError: the time cannot be written. An error of the body comes first.
-    """
+    """Counts the body's time for `name`; an error of the body comes first."""
     self._change(lambda: self._open.append(name))
     is_outermost = len(self._open) == 1
     with (

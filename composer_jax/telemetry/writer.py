@@ -27,10 +27,7 @@ _OWN_FIELDS = ('stage', 'step', 'time')
 
 
 def _plain(value: Any) -> Any:
-  """Turns numpy and device scalars and arrays into JSON values.
-
-  JSON has no NaN or infinity; they become their names, which `float` reads.
-  """
+  """Turns scalars and arrays into JSON values; 'nan' and 'inf' are texts."""
   if hasattr(value, 'tolist'):
     value = value.tolist()
   if isinstance(value, float) and not math.isfinite(value):
@@ -74,10 +71,7 @@ def keep(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
 
 
 class Writer(contextlib.AbstractContextManager):
-  """Appends metrics of a run to its workdir.
-
-  Only one process may write to a workdir; its stages share the Writer.
-  """
+  """Appends metrics of a run to its workdir, as the only process to do so."""
 
   def __init__(
     self,
@@ -86,11 +80,7 @@ class Writer(contextlib.AbstractContextManager):
     tensorboard: bool = True,
     wandb: bool = False,
   ):
-    """Opens the workdir's metrics, cutting off a line that a crash tore.
-
-    Raises:
-      ValueError: `wandb` is true and its package is not installed.
-    """
+    """Opens the workdir's metrics, cutting off a line that a crash tore."""
     self._workdir = pathlib.Path(workdir)
     self._path = self._workdir / METRICS
     self._tensorboard = tensorboard

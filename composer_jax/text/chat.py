@@ -27,7 +27,6 @@ def user(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def tool(tokenizer: Any, text: str) -> np.ndarray:
-  """Returns the int32 ids of a tool's answer."""
   return _message(tokenizer, tokenizer.TOOL, text)
 
 
@@ -37,10 +36,7 @@ def call_prefix(tokenizer: Any) -> np.ndarray:
 
 
 def is_text(tokenizer: Any, ids: np.ndarray) -> bool:
-  """True if no id is special or beyond the vocabulary.
-
-  A model may have more logits than its tokenizer has ids.
-  """
+  """True if no id is special or, as a model's may be, beyond the vocabulary."""
   size, specials = tokenizer.vocab_size, tokenizer.special_ids
   return all(i < size and i not in specials for i in ids.tolist())
 

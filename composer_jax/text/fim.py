@@ -59,7 +59,6 @@ def transform(
   Args:
     ids: int32 tokens of a document or of a piece of one.
     rng: source of the choice and of the two cuts.
-    marks: ids of the tokenizer that made the tokens.
 
   Raises:
     ValueError: the document already holds marks.

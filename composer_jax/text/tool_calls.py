@@ -66,11 +66,7 @@ def render_json(call: JsonCall) -> str:
 
 
 def parse_json(text: str) -> JsonCall:
-  """Parses the form of `render_json`; no text may surround the object.
-
-  Raises:
-    ToolCallError: the text is no JSON, or JSON of another form.
-  """
+  """Parses the form of `render_json`; a ToolCallError for any other text."""
   if not text.strip():
     raise ToolCallError(f'empty call; a call is {_FORM}')
   try:

@@ -149,7 +149,6 @@ class BucketSize:
       self._recent.extend(state['recent'])
 
   def saw(self, needed: int) -> None:
-    """Records the rows that a step needed."""
     self._recent.append(needed)
     wanted = self.that_holds(max(self._recent))
     grows = self.rows[wanted] > self.rows[self.now]
@@ -176,11 +175,7 @@ class BucketedStep:
   def __call__(
     self, state: train_state.TrainState, batch: batches.LMBatch, step: int
   ) -> tuple[train_state.TrainState, Sent]:
-    """Dispatches a step, donating the state, and completes the one before.
-
-    Raises:
-      RuntimeError: a step needed more than the worst case.
-    """
+    """Dispatches a step, donating the state, and completes the one before."""
     sent = Sent(step=step, batch=batch)
     if self.size is None:
       state, sent.metrics = self.program(None)(state, batch)

@@ -171,11 +171,7 @@ def mean_loss(
   variables: dict[str, Any],
   heldout: Iterable[batches.LMBatch],
 ) -> float:
-  """Returns nats per weighted token over all batches.
-
-  Raises:
-    ValueError: no token carries weight.
-  """
+  """Returns nats per weighted token; a ValueError if no token has a weight."""
   # All dispatched before any is read.
   parts = [sum_function(variables, batch) for batch in heldout]
   total = sum(float(t) for t, _ in parts)

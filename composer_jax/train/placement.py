@@ -84,10 +84,7 @@ class Placement:
     return self.plan.expert_shards if self.plan else 1
 
   def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
-    """Returns the rows of an expert shard's receive buffer.
-
-    `rows` and `seq_len` are those of a microbatch, over all devices.
-    """
+    """Returns the rows of a receive buffer for a microbatch of all devices."""
     assert self.plan is not None
     load = _load(self.model, self.plan, rows, seq_len)
     return transports.capacity_rows(load, bucket)
@@ -108,11 +105,7 @@ class Placement:
     return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
   def put(self, batch: Any) -> Any:
-    """Places a numpy LMBatch or RLBatch, of which each process has its rows.
-
-    Raises:
-      ValueError: rows or tokens do not divide over the mesh.
-    """
+    """Places this process's rows of a batch; refuses an uneven division."""
     routes = shardings.routes(self.layout, self.mesh)
 
     def place(path, array):

@@ -45,10 +45,7 @@ class Speed:
       self._tokens += num_tokens
 
   def read(self) -> dict[str, float]:
-    """Returns tokens_per_s, and mfu if the devices' peak is known.
-
-    Returns {} before the second step.
-    """
+    """Returns tokens_per_s, and mfu if known; {} before the second step."""
     if self._since is None or not self._tokens:
       return {}
     now = time.perf_counter()
@@ -67,7 +64,6 @@ class Reporter:
   Reading metrics waits for the device, which by then has its next step.
 
   Attributes:
-    expert_shards: number of devices among which experts are divided.
     expert_rows: rows of the experts' kernel on one device; None if the number
       of computed rows is unknown.
   """
@@ -97,7 +93,6 @@ class Reporter:
       self._report(pending)
 
   def retry(self, retry: buckets.Retry) -> None:
-    """Writes a line about a repeated step."""
     self.writer.write(
       self.stage,
       retry.step,
@@ -184,7 +179,6 @@ class Reporter:
 
 
 def placed(placement: train_placement.Placement) -> dict[str, str]:
-  """Returns the metrics of a stage's devices."""
   axes = ' x '.join(f'{k}={n}' for k, n in placement.mesh.shape.items())
   if placement.plan is None or placement.expert_shards == 1:
     return {'mesh': axes}

@@ -68,7 +68,6 @@ def create(
   *,
   with_teacher: bool = False,
 ) -> TrainState:
-  """Builds the state of step 0."""
   params = model_variables['params']
   return TrainState(
     step=jnp.zeros([], jnp.int32),
@@ -94,11 +93,7 @@ def follow(state: TrainState, rate: float) -> TrainState:
 def shardings(
   abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
 ) -> Any:
-  """Returns shardings of the state: moments are sharded as their parameters.
-
-  Raises:
-    ValueError: an array of the optimizer has no parameter's name and shape.
-  """
+  """Returns shardings of the state: moments are sharded as their parameters."""
   by_name = trees.flatten_names(variable_shardings['params'])
   shapes = {n: p.shape for n, p in trees.flatten_names(abstract.params).items()}
   replicated = NamedSharding(mesh, P())

@@ -92,7 +92,6 @@ def make(
 
   Args:
     clips_logits: true if the optimizer needs the largest attention logits.
-    accumulate: number of microbatches of a batch.
     places: shardings in which gradients add up; None leaves them to XLA.
   """
 
@@ -144,13 +143,7 @@ def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
 def split(
   batch: batches.LMBatch, accumulate: int, plan: exchange.ExchangePlan | None
 ) -> batches.LMBatch:
-  """Returns a batch with a leading axis of microbatches.
-
-  Row r goes to microbatch r % accumulate.
-
-  Raises:
-    ValueError: the rows do not divide.
-  """
+  """Returns microbatches on a leading axis; row r goes to r % accumulate."""
   rows = batch.tokens_BT.shape[0]
   num_shards = shardings.product(plan.batch_axes, plan.mesh) if plan else 1
   check_rows(rows, accumulate, num_shards, 'batch_size')

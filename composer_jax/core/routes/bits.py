@@ -171,11 +171,7 @@ def pack(ids_ZA: np.ndarray, num_experts: int) -> bytes:
 def unpack(
   blob: memoryview, num_routes: int, num_experts: int, num_active: int
 ) -> np.ndarray:
-  """Returns the ids_ZA that `pack` packed.
-
-  Raises:
-    ValueError: `pack` makes no such bytes.
-  """
+  """Returns the ids_ZA that `pack` packed; a ValueError for other bytes."""
   layout = _layout(num_experts, num_active)
   words = layout.place(num_routes)
   padded = bytes(blob).ljust(8 * (len(blob) // 8 + 2), b'\0')

@@ -84,7 +84,6 @@ class RouteTape:
   Attributes:
     start: position of the first token in its context window.
     ids_TMA: uint16 expert ids, all NO_ROUTE for a token without a record.
-    scheme: meaning of the ids.
   """
 
   start: int
@@ -95,11 +94,7 @@ class RouteTape:
 def check(
   ids_TMA: np.ndarray, scheme: RouteScheme, *, start: int = 0
 ) -> np.ndarray:
-  """Checks routes; returns which tokens have a record.
-
-  Raises:
-    ValueError: ids are no route; names token (counted from `start`) and layer.
-  """
+  """Returns which tokens have a record; a ValueError names a wrong route."""
   if ids_TMA.dtype != np.uint16:
     raise ValueError(f'ids_TMA must be of uint16, not {ids_TMA.dtype}.')
   want = (len(scheme.layers), scheme.num_active)
@@ -138,13 +133,7 @@ def encode(
   start: int = 0,
   form: str = PACKED,
 ) -> bytes:
-  """Returns the message of a tape (see `RouteTape`).
-
-  The form is 'packed', or 'plain' for readers without this module.
-
-  Raises:
-    ValueError: an argument is out of range, or ids are no route.
-  """
+  """Returns a tape's message; 'plain' is for readers without this module."""
   if form not in FORMS:
     raise ValueError(f'form must be one of {FORMS}, not {form!r}.')
   if not 0 <= start < 1 << 32:
@@ -174,11 +163,7 @@ class _Message(NamedTuple):
 
 
 def decode(data: bytes) -> RouteTape:
-  """Reads a message.
-
-  Raises:
-    ValueError: the message is damaged, of another format or too large.
-  """
+  """Reads a message; refuses one damaged, too large or of another format."""
   message = _read(data)
   _check_size(message)
   scheme, payload = message.scheme, message.payload

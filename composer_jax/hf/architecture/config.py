@@ -29,15 +29,7 @@ _Keys = dict[str, tuple]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-  """How a config.json describes the models of a family.
-
-  Attributes:
-    model_type: name that transformers has for the family.
-    architecture: class of transformers.
-    keys: keys beside those of all families.
-    fixed: {field: value} of all models of the family.
-    implemented: {key: value}, the only value implemented.
-  """
+  """How a config.json describes a family, beside what all families share."""
 
   model_type: str
   architecture: str
@@ -136,12 +128,7 @@ _FAMILIES['kimi_k2'] = _FAMILIES['deepseek_v3']
 def from_hf(
   config_json: dict[str, Any],
 ) -> tuple[model_config.ModelConfig, str, str]:
-  """Reads a parsed `config.json`.
-
-  Returns:
-    The config, its family (one of `hf.tensors.names.FAMILIES`), and the prefix
-    of the language model's tensor names.
-  """
+  """Reads config.json: the config, its family, the prefix of tensor names."""
   if not isinstance(config_json, dict):
     raise ValueError(
       f'config.json: it holds a {type(config_json).__name__}; it must be an '
@@ -171,7 +158,6 @@ def from_hf(
 
 
 def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
-  """Returns the fields of the language model and the prefix of its tensors."""
   if config_json.get('model_type') != 'kimi_k25':
     return config_json, ''
   fields = config_json.get('text_config')
@@ -190,7 +176,6 @@ def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _values(fields: dict[str, Any], family: _Family) -> dict[str, Any]:
-  """Returns the nested fields of a ModelConfig."""
   hf_keys.check_only(fields, _IMPLEMENTED | family.implemented)
   layers = hf_keys.take_list(fields, 'layer_types', str)
   if set(layers) - {'full_attention'}:
@@ -261,11 +246,7 @@ def _complete_gqa(fields: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
-  """Returns a `config.json` that transformers loads.
-
-  Raises:
-    ValueError: models of the family cannot have a field's value; names both.
-  """
+  """Returns a `config.json`; a ValueError if the family lacks a value."""
   if family not in names.FAMILIES:
     raise ValueError(f'family {family!r} is not one of {names.FAMILIES}.')
   known, flat = _FAMILIES[family], files.flatten(config.to_dict())

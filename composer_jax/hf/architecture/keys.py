@@ -12,8 +12,6 @@ def take(
   """Returns the value of a key; null counts as absent.
 
   Args:
-    fields: parsed file, or an object in it.
-    key: name of the value.
     kind: int, float (an integer is accepted), bool, str or dict.
     default: value of an absent key; without one an absent key is refused.
   """

@@ -43,7 +43,6 @@ def from_fields(
   """Reads the rotary positions of a parsed `config.json`.
 
   Args:
-    fields: parsed file.
     interleaved: true if neighbouring dimensions rotate as a pair.
     is_mla: true if transformers scales the softmax by `mscale_all_dim`.
   """

@@ -28,7 +28,6 @@ class ArrayPiece:
   """A box of an array and the elements of a tensor that fill it.
 
   Attributes:
-    array: name of the array.
     box: (start, stop) of each axis of the array.
     start: first element of the tensor that is read.
     stop: one past the last element that is read.
@@ -69,8 +68,6 @@ class ArrayPiece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedArray:
-  """Shape and dtype of an array, and the shape of its chunks."""
-
   shape: tuple[int, ...]
   dtype: np.dtype
   chunk: tuple[int, ...]

@@ -33,10 +33,7 @@ def show(source: hf_source.SourceCheckpoint) -> None:
 def carry(
   source: hf_source.SourceCheckpoint, file: str, folder: pathlib.Path
 ) -> None:
-  """Copies the unmodelled tensors of one file, unless the copy exists.
-
-  The metadata of the copy has the hash of each tensor.
-  """
+  """Copies one file's unmodelled tensors and their hashes, unless it exists."""
   tensors = source.folder.tensors
   raws = [tensors[n] for n in source.carried if tensors[n].file == file]
   if not raws or (folder / file).exists():
@@ -60,15 +57,7 @@ def carry(
 
 
 def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
-  """Opens the carried tensors of an import directory.
-
-  Args:
-    out: the import directory.
-    names: tensors that have to be there.
-
-  Raises:
-    ValueError: one of the names is missing, or a file is damaged.
-  """
+  """Opens the carried tensors of an import; a ValueError if one is missing."""
   folder = out / FOLDER
   listed = os.listdir(folder) if folder.is_dir() else []
   carried = hf_io.Folder(folder, sorted(n for n in listed if n[0] != '.'))

@@ -40,16 +40,7 @@ _BLOCK_BYTES = 2**25  # moved at once where nothing else sets a size
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Raw:
-  """A tensor in a file.
-
-  Attributes:
-    name: name of the tensor.
-    file: name of the file, without its folder.
-    dtype: dtype as the header spells it.
-    shape: shape of the tensor.
-    start: offset of its first byte in the file.
-    num_bytes: size in the file.
-  """
+  """A tensor in a file; `dtype` is that of the header, `start` a byte."""
 
   name: str
   file: str
@@ -104,7 +95,6 @@ class Folder:
   """The safetensors files of one folder, with checked headers.
 
   Attributes:
-    path: the folder.
     headers: {file: header}, in the order of the files' names.
     header_texts: {file: text} of headers that differ from `render_header`.
     tensors: {name: Raw}, file by file in the order of their bytes.
@@ -114,15 +104,9 @@ class Folder:
   def __init__(
     self, path: str | os.PathLike, names: Iterable[str] | None = None
   ):
-    """Reads and checks all headers.
+    """Reads the headers of some files, or of all that the index names.
 
-    Args:
-      path: the folder.
-      names: files to read; None reads those of the index, or the single file.
-
-    Raises:
-      ValueError: a file or the index is damaged; names file and tensor.
-      OSError: a file cannot be read.
+    A ValueError names the file and the tensor that are damaged.
     """
     self.path = pathlib.Path(path)
     self._descriptors: dict[str, int] = {}
@@ -283,7 +267,6 @@ class SafetensorsWriter:
 
     Args:
       path: file to write; an old one is replaced.
-      header: header of the file.
       text: text of that header; None is the text that the library writes.
     """
     places = {n: e['data_offsets'] for n, e in header.items() if n != METADATA}
@@ -311,7 +294,6 @@ class SafetensorsWriter:
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-  """Syncs all files and folders within a folder to the disk."""
   for parent, _, names in os.walk(folder):
     for name in names:
       with open(os.path.join(parent, name), 'rb') as file:

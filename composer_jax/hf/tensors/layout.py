@@ -30,7 +30,6 @@ def dtypes(
   """Returns the dtype of each tensor of the model.
 
   Args:
-    table: tensors of the model.
     dtype: key of DTYPES, or SOURCE.
     record: `hf.json` of the import; None for a model that was not imported.
   """
@@ -53,8 +52,6 @@ def headers(
   """Returns {file: header}; an unchanged file has the import's own header.
 
   Args:
-    table: tensors of the model.
-    dtype_of: dtype of each of them.
     record: `hf.json` of the import, whose split into files is kept; None for a
       model that was not imported.
     file_bytes: most bytes of a file, where no split is kept.

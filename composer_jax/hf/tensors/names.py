@@ -64,14 +64,7 @@ Table = dict[str, NamedTensor]
 def tensors(
   config: model_config.ModelConfig, family: str, *, prefix: str = ''
 ) -> Table:
-  """Returns {name: tensor} of all tensors of a model.
-
-  Args:
-    config: config of the model.
-    family: one of FAMILIES.
-    prefix: start of all names for a language model inside a larger one, such as
-      'language_model.'.
-  """
+  """Returns {name: tensor} of all tensors of a model; names have the prefix."""
   if family not in FAMILIES:
     raise ValueError(f'family {family!r} is not one of {FAMILIES}.')
   c, V, D = config, config.vocab_size, config.embed_dim
@@ -111,8 +104,6 @@ def contradicting(
 
   Args:
     names: names of all tensors, a quantised one once, without its scales.
-    table: tensors of the model.
-    config: config of the model.
     prefix: start of the names of the language model.
   """
   names = list(names)
@@ -268,7 +259,6 @@ def _mlp_rows(
   F: int,
   D: int,
 ) -> list[_Row]:
-  """Describes a gated feed-forward."""
   gate, up, down = (f'{name}.{m}_proj.weight' for m in ('gate', 'up', 'down'))
   pair = f'{array}/gate_up'
   return [

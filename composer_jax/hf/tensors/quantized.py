@@ -29,7 +29,6 @@ class ReadableTensor:
   """A tensor with the values that the model computes with.
 
   Attributes:
-    shape: shape of the tensor.
     dtype: dtype of the values; UNKNOWN if they cannot be read.
     raws: stored tensors that it is made from, the weight first.
     read: function of (start, stop) that returns those elements, flat.
@@ -167,10 +166,7 @@ def _require(
 
 
 def scheme(config: dict[str, Any]) -> tuple[str, tuple[int, int]] | None:
-  """Returns 'fp8' or 'int4', and the rows and columns that share a scale.
-
-  None stands for plain weights.
-  """
+  """Returns 'fp8' or 'int4' and a scale's block; None for plain weights."""
   nested = config.get('text_config')
   text = nested if isinstance(nested, dict) else {}
   fields = config.get('quantization_config', text.get('quantization_config'))
@@ -238,15 +234,7 @@ def tensors(
   """Returns the tensors of a checkpoint, scales folded into their weights.
 
   A tensor is quantised if its scales lie beside it, whatever modules the config
-  excepts.
-
-  Args:
-    folder: files of the checkpoint.
-    config: parsed config.json.
-    wanted: names of the tensors to be read; all others stay as stored.
-
-  Raises:
-    ValueError: the scheme or a stored tensor cannot be read; names it.
+  excepts. Tensors that are not wanted stay as stored.
   """
   kind, block = scheme(config) or ('', (1, 1))
   raws, result, scales = folder.tensors, {}, set()

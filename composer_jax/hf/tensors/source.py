@@ -28,9 +28,6 @@ class SourceCheckpoint:
   """A checked checkpoint.
 
   Attributes:
-    folder: its files.
-    fields: its parsed config.json.
-    config: config of its model.
     family: one of `hf.tensors.names.FAMILIES`.
     prefix: start of the names of the language model's tensors.
     table: blocks that each tensor of the model fills.
@@ -68,13 +65,7 @@ class SourceCheckpoint:
 
 
 def open_source(path: str | os.PathLike) -> SourceCheckpoint:
-  """Opens and checks a checkpoint.
-
-  Raises:
-    ValueError: the checkpoint is damaged or not supported; names the key or
-      tensor, and the file.
-    OSError: a file cannot be read.
-  """
+  """Opens and checks a checkpoint; a ValueError names the key or tensor."""
   path = pathlib.Path(path)
   if not (path / CONFIG).is_file():
     raise ValueError(

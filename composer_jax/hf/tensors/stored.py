@@ -19,10 +19,6 @@ class Stored:
 
   `read` and `verify` raise `manager.DamagedCheckpoint` if the content has
   changed or cannot be read.
-
-  Attributes:
-    shapes: shape of each array.
-    dtypes: dtype of each array.
   """
 
   def __init__(self, checkpoints: manager.Checkpoints, step: int):
@@ -58,7 +54,6 @@ class Stored:
     return self._open[name]
 
   def read(self, name: str, box: blocks.Box) -> np.ndarray:
-    """Returns the values in a box of an array."""
     index = tuple(slice(*bound) for bound in box)
     try:
       values = self._array(name)[index].read().result()

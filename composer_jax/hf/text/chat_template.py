@@ -61,16 +61,9 @@ class ChatTemplate:
     name: str,
     now: datetime.datetime | None = None,
   ):
-    """Compiles a template.
+    """Compiles a template; a ValueError names file and line of an error.
 
-    Args:
-      source: text of the template.
-      special_tokens: variables of the template, such as `bos_token`.
-      name: path of the file, for errors.
-      now: time that `strftime_now` formats at every call; None is the present.
-
-    Raises:
-      ValueError: the template has a syntax error; names the file and the line.
+    `strftime_now` formats `now` at every call; None is the present.
     """
     clean = own.without_surrogates
     self._name, self._source = name, source
@@ -82,14 +75,9 @@ class ChatTemplate:
   def render(self, messages: Messages, **options: Any) -> str:
     """Returns a conversation as text, in which lone surrogates become '?'.
 
-    Args:
-      messages: JSON objects with a role and usually a content.
-      **options: further variables of the template, such as `tools` (JSON
-        schemas), `documents` and `add_generation_prompt`.
-
-    Raises:
-      ValueError: the template refuses the messages, fails, or breaks the rules
-        of the sandbox; names the file.
+    Options are further variables of the template, such as `tools` (JSON
+    schemas) and `add_generation_prompt`. A template that refuses or fails is
+    a ValueError with the name of its file.
     """
     variables = self._variables(messages, options)
     return self._run(self._plain, {**self._special_tokens, **variables})
@@ -192,17 +180,10 @@ class ChatTemplate:
 def load(
   folder: str | os.PathLike, now: datetime.datetime | None = None
 ) -> ChatTemplate:
-  """Reads the template of a checkpoint.
+  """Reads the template of a checkpoint; a ValueError if there is not one.
 
-  `chat_template.jinja` takes precedence over the template in
-  `tokenizer_config.json`, as it does in transformers.
-
-  Args:
-    folder: folder of the checkpoint.
-    now: time that the template sees; None is the present.
-
-  Raises:
-    ValueError: there is no template, or several by name.
+  `chat_template.jinja` takes precedence over `tokenizer_config.json`, as in
+  transformers.
   """
   folder = pathlib.Path(folder)
   config = tokenizer_json.read_config(folder / CONFIG)

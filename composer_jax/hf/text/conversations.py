@@ -30,17 +30,10 @@ def documents(
   tokenizer: hf_tokenizer.ImportedTokenizer,
   seq_len: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Returns (tokens, loss mask) of every conversation of a file.
+  """Returns (tokens, loss mask) of every conversation in a file of JSON lines.
 
-  Args:
-    path: file of JSON lines.
-    template: chat template of the import.
-    tokenizer: tokenizer of the import.
-    seq_len: most tokens that a conversation may have.
-
-  Raises:
-    ValueError: a line is no conversation, is refused by the template, is too
-      long, or has no text marked as the assistant's; names the line.
+  A ValueError names a line that is no conversation, is too long, is refused by
+  the template, or has no text marked as the assistant's.
   """
   encoded = []
   # Not splitlines, which also splits at characters that JSON may hold.
@@ -77,7 +70,6 @@ def identity(path: str | os.PathLike) -> str:
 def save(
   path: pathlib.Path, documents: list[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-  """Writes (tokens, loss mask) pairs that `documents` returned."""
   stored = io.BytesIO()
   np.savez(
     stored,
@@ -89,7 +81,6 @@ def save(
 
 
 def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Reads the pairs that `save` wrote."""
   with np.load(path) as stored:
     ends = np.cumsum(stored['lengths'])[:-1]
     tokens = np.split(stored['tokens'], ends)

@@ -42,14 +42,7 @@ def assign(
   vocab_size: int,
   path: str | os.PathLike,
 ) -> dict[str, int]:
-  """Returns the id of each role; equal files give equal ids.
-
-  Args:
-    source: content of `tokenizer.json`.
-    config: content of `tokenizer_config.json`.
-    vocab_size: rows of the model's embedding.
-    path: path of `tokenizer.json`, for errors.
-  """
+  """Returns the id of each role; equal files give equal ids."""
   added = {t['content']: t['id'] for t in source['added_tokens']}
   taken = {*source['model'].get('vocab', {}).values(), *added.values()}
   if max(taken) >= vocab_size:

@@ -54,17 +54,7 @@ class ImportedTokenizer:
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
-    """Wraps the content of a `tokenizer.json`.
-
-    Args:
-      source: content that `tokenizer_json.checked` returned.
-      roles: id of each role.
-      name: path of the file, for errors.
-
-    Raises:
-      ValueError: the tokenizer loses bytes, or text can yield one of its
-        special tokens.
-    """
+    """Wraps a checked `tokenizer.json`; a ValueError if it loses bytes."""
     self._source, self._roles = source, roles
     self.PAD, self.BOS, self.EOD = roles['PAD'], roles['BOS'], roles['EOD']
     self.USER, self.CALL = roles['USER'], roles['CALL']
@@ -93,16 +83,7 @@ class ImportedTokenizer:
   def from_folder(
     cls, folder: str | os.PathLike, vocab_size: int
   ) -> 'ImportedTokenizer':
-    """Reads the tokenizer of a checkpoint.
-
-    Args:
-      folder: folder of the checkpoint.
-      vocab_size: rows of the model's embedding.
-
-    Raises:
-      ValueError: the file is absent or cannot be used (see the constructor), or
-        the embedding has no room for the roles.
-    """
+    """Reads a checkpoint's tokenizer; a ValueError if it cannot be used."""
     path = pathlib.Path(folder) / SOURCE
     if not path.exists():
       raise ValueError(_missing(path))
@@ -152,7 +133,6 @@ class ImportedTokenizer:
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes many texts at once, each as `encode` would."""
     texts = [own.without_surrogates(text) for text in texts]
     encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(e.ids, np.int32) for e in encodings]
@@ -202,7 +182,6 @@ class ImportedTokenizer:
     return {spelling for spelling in self._specials if spelling in plain}
 
   def without_marks(self, text: str) -> str:
-    """Removes the marks that stand before a special token."""
     return self._marked_pattern.sub(r'\1', text)
 
   @functools.cached_property

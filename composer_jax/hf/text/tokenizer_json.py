@@ -33,12 +33,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def checked(source: Any, name: str) -> dict[str, Any]:
-  """Returns the content of a `tokenizer.json` that can be trusted.
-
-  Args:
-    source: parsed file.
-    name: path of the file, for errors.
-  """
+  """Returns the content of a `tokenizer.json` that can be trusted."""
   model = source.get('model') if isinstance(source, dict) else None
   if not isinstance(model, dict):
     raise ValueError(f"{name} has no 'model'; is it a tokenizer.json?")

@@ -27,10 +27,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Visible(NamedTuple):
-  """The range of keys that each query sees, as int32 positions in the row.
-
-  A query with an empty range gets zeros.
-  """
+  """The int32 range of keys that each query sees; an empty one gives zeros."""
 
   start_BT: jax.Array
   end_BT: jax.Array

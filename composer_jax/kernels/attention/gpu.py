@@ -27,8 +27,6 @@ _LEAST = 16  # Rows or columns of a product.
 
 
 class _TritonSizes(NamedTuple):
-  """Static sizes of one call."""
-
   queries: int
   keys: int
   groups: int

@@ -51,7 +51,6 @@ def attend(
   Args:
     q_BTNH: queries; query head n reads key/value head n // (N / K).
     v_BSKH: values; their width, which is the result's, may differ from H.
-    visible: range of keys that each query sees.
     scale: factor on the scores; None means 1 / sqrt(H).
     backend: name of a backend, a function of (arrays, visible), or 'auto' to
       choose by platform and dtype.

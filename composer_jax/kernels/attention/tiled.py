@@ -39,7 +39,6 @@ def attend_packed(
   Args:
     query: scaled q_BTNH, or q_BTNC and q_BTNJ, as in `paged.attend`.
     kept: k_BSKH and v_BSKH, or latents_BSC and keys_BSJ.
-    visible: range of keys that each query sees.
     is_measured: true to return the tops of `grouped_query.attend`.
   """
   batch, length = visible.start_BT.shape

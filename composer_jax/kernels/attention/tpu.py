@@ -154,8 +154,6 @@ class _Grid(NamedTuple):
 
   Attributes:
     visited_BXX: true for pairs (row, tile, block) to visit.
-    queries: queries of a tile.
-    keys: keys of a block.
     groups: query heads of a key head.
     by_block: true for steps (key head, pair, head of its group) with a block as
       the outer index of a pair; false for steps (query head, pair) with a tile.

@@ -46,8 +46,6 @@ def grouped_matmul(
 
   Args:
     lhs_YD: rows sorted by group; rows past sum(group_sizes) have no group.
-    rhs_EDF: one matrix per group.
-    group_sizes_E: rows of each group.
     backend: one of BACKENDS or KERNELS; 'auto' takes the platform's.
 
   Returns:

@@ -67,6 +67,5 @@ def _fitted(tile: Any, lhs_YD: jax.Array, width: int) -> tuple[int, int, int]:
 
 
 def _padded(array_YD: jax.Array, rows: int) -> jax.Array:
-  """Returns the array padded to a whole number of tiles."""
   missing = -len(array_YD) % rows
   return jnp.pad(array_YD, ((0, missing), (0, 0))) if missing else array_YD

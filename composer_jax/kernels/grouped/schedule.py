@@ -24,11 +24,7 @@ class Pieces(NamedTuple):
     rows: rows of one product, a Python integer.
     is_full: true if every row of a piece belongs to its group.
     is_first: true if a piece is the first of its group to be computed.
-    group_P: group of each piece.
-    start_P: first row of each piece.
     stop_P: end of the rows that belong to the piece's group.
-    first: index of the loop's first piece.
-    last: end of the loop's pieces.
   """
 
   rows: int

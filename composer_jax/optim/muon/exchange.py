@@ -33,10 +33,7 @@ _Box = tuple[tuple[int, int], ...]  # first and end of each dimension
 
 
 class ShardBox(NamedTuple):
-  """Box of a member's local shard with `count` matrices.
-
-  `order` transposes the member to batch, p side and q side.
-  """
+  """`count` matrices of a shard; `order` makes them batch, p side, q side."""
 
   name: str
   starts: tuple[int, ...]
@@ -73,10 +70,7 @@ def _cover(start: int, stop: int, sizes: tuple[int, ...]) -> list[_Box]:
 def _boxes_of(
   group: muon_plan.MuonGroup, chunk: muon_plan.Chunk, arrays: _Arrays
 ) -> list[ShardBox]:
-  """Returns the boxes of a chunk in the order of the group's local list.
-
-  Only the shapes of `arrays`, local shards by name, are used.
-  """
+  """Returns a chunk's boxes in local order, by the shapes of local shards."""
   boxes = []
   begin = 0
   for member in group.members:
@@ -247,7 +241,6 @@ def _after(earlier: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
-  """Orthogonalises an owner's matrices."""
   options = group.newton_schulz
   if group.split > 1:
     return newton_schulz.orthogonalize_split(

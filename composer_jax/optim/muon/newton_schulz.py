@@ -290,7 +290,6 @@ def orthogonalize_split(
 
   Args:
     options: options with a resolved dtype.
-    axes: mesh axes of the devices.
     index_groups: indices along `axes`, major to minor, that share matrices.
 
   Returns:

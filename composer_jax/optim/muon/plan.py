@@ -234,12 +234,7 @@ class MuonGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonPlan:
-  """One step of Muon on a mesh.
-
-  Attributes:
-    groups: groups in the order of their first members.
-    sequence: indices (group, chunk) in the order of execution.
-  """
+  """One step of Muon; `sequence` has (group, chunk) in order of execution."""
 
   groups: tuple[MuonGroup, ...]
   sequence: tuple[tuple[int, int], ...]

@@ -61,12 +61,7 @@ class Collective(NamedTuple):
 
 
 class Multiply(NamedTuple):
-  """A product.
-
-  Attributes:
-    flops: operations; None for a kernel with unknown ones.
-    kernel: name of the kernel; '' for a product of XLA's own.
-  """
+  """A product; None stands for unknown flops, '' for no kernel."""
 
   flops: float | None
   kernel: str
@@ -80,14 +75,10 @@ class Begin(NamedTuple):
 
 
 class End(NamedTuple):
-  """End of the collective with this key."""
-
   key: str
 
 
 class Repeat(NamedTuple):
-  """A loop over events."""
-
   name: str
   trips: float
   events: 'Events'
@@ -291,10 +282,7 @@ def _start_of(done: text.Instruction, computation: text.Computation) -> str:
 def _result_of_start(
   start: text.Instruction, computation: text.Computation
 ) -> str:
-  """Returns the shape of the done.
-
-  The start's shape lists operands too, differently for each kind and backend.
-  """
+  """Returns the shape of the done: that of the start lists operands too."""
   for instruction in computation.values():
     is_done = instruction.operation.endswith('-done')
     if is_done and _start_of(instruction, computation) == start.name:

@@ -20,14 +20,9 @@ _KERNEL = r'tpu_custom_call|mosaic|triton|pallas'
 
 
 class Product(NamedTuple):
-  """A product that one instruction computes.
+  """A product of `flops` operations, two per multiply-add; None if unknown.
 
-  Attributes:
-    flops: operations, two per multiply and add; None if they are unknown.
-    lhs: dimensions of the left side; empty for a kernel.
-    rhs: dimensions of the right side; empty for a kernel.
-    out: dimensions of the result.
-    kernel: name of the kernel; '' for a product of XLA's own.
+  A kernel has a name and no sides; other products have sides and no name.
   """
 
   flops: float | None

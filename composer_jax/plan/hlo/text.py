@@ -27,8 +27,6 @@ def search(pattern: str, text: str) -> re.Match:
 
 
 class Array(NamedTuple):
-  """Dtype and dimensions of an array."""
-
   dtype: str
   dims: tuple[int, ...]
 
@@ -59,8 +57,6 @@ class Instruction:
   Attributes:
     name: name without the percent sign.
     shape: shape of the result as text.
-    operation: name of the operation, such as 'dot'.
-    operands: names of the operands.
     rest: text of the attributes.
     literal: value of a constant or number of a parameter; '' otherwise.
     is_root: true if the result is that of the computation.
@@ -106,13 +102,7 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """A program.
-
-  Attributes:
-    computations: computations by name, each with its instructions in order.
-    entry: name of the computation that runs first.
-    num_devices: number of devices that run the program.
-  """
+  """A program on `num_devices`; `entry` names the computation to begin with."""
 
   computations: dict[str, Computation]
   entry: str
@@ -245,10 +235,7 @@ def _step(index: int, body: Computation) -> int | None:
 
 
 def scattered(computation: Computation) -> Instruction | None:
-  """Returns the all-reduce of which a computation keeps only a slice.
-
-  The TPU compiler writes its reduce-scatter in this way, and sends no more.
-  """
+  """Returns the all-reduce of which a slice is kept: TPUs' reduce-scatter."""
   result = _unwrapped(root(computation), computation)
   if result.operation != 'dynamic-slice':
     return None

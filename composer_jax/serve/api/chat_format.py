@@ -116,8 +116,6 @@ class OwnFormat:
 
 
 class TemplateFormat:
-  """Speaks through the chat template of an imported checkpoint."""
-
   def __init__(self, tokenizer: Any, template: chat_template.ChatTemplate):
     self._tokenizer, self._template = tokenizer, template
 

@@ -20,14 +20,7 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-  """Ends a request with an error object; its message is for the client.
-
-  Attributes:
-    status: HTTP status.
-    param: name of the wrong parameter; None where no parameter is wrong.
-    code: identifier for programs.
-    details: further fields of the error object.
-  """
+  """Ends a request with an error object; its message is for the client."""
 
   def __init__(
     self,

@@ -22,15 +22,7 @@ _Events = AsyncIterator[tuple[generation.GrowingAnswer, generation.AnswerDelta]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-  """The served model, beside its weights.
-
-  Attributes:
-    name: name that clients ask for.
-    tokenizer: tokenizer of the model, our own or an imported one.
-    stop_tokens: ids that end every answer of text.
-    form: format of conversations; None where the checkpoint has no chat
-      template.
-  """
+  """The served model; `form` is None where it has no chat template."""
 
   name: str
   tokenizer: Any
@@ -39,8 +31,6 @@ class Model:
 
 
 class OpenAI:
-  """The endpoints of one model."""
-
   def __init__(
     self, served: service.Service, figures: metrics.Metrics, model: Model
   ):
@@ -201,7 +191,6 @@ async def _gathered(
   choices: Sequence[generation.GrowingAnswer],
   top: int | None,
 ) -> list[dict[str, Any]]:
-  """Returns the finished choices."""
   parts: list[list[str]] = [[] for _ in choices]
   pieces: list[list[texts.TextPiece]] = [[] for _ in choices]
   async for choice, delta in events:
@@ -222,7 +211,6 @@ async def _gathered(
 async def _parts(
   answer: answers.ChatAnswer, events: _Events, top: int | None
 ) -> AsyncIterator[dict[str, Any]]:
-  """Yields the parts of choices, as they come."""
   async for choice, delta in events:
     logprobs = None
     if top is not None and any(piece.tokens for piece in delta.pieces):

@@ -141,11 +141,7 @@ class TokensRequest(Sampling):
 
 
 def parse(kind: type[Any], body: Any) -> Any:
-  """Returns a body as a checked request.
-
-  Raises:
-    errors.ApiError: 400, naming the parameter.
-  """
+  """Returns a checked request; errors.ApiError 400 names the parameter."""
   if not isinstance(body, dict):
     raise errors.invalid('The body must be a JSON object.', None)
   fields = dict(body)

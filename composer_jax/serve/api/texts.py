@@ -17,7 +17,6 @@ class Token:
   """A sampled token and the likeliest tokens at its place.
 
   Attributes:
-    data: bytes of the token.
     logprob: log-probability under the model's own distribution, untruncated, at
       temperature 1.
     top: bytes and log-probability of the likeliest tokens, best first.
@@ -30,13 +29,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextPiece:
-  """Text that can go out, and the tokens that begin in it.
-
-  Attributes:
-    text: next characters of the answer.
-    tokens: tokens that begin in them.
-    offsets: character of the whole text at which each token begins.
-  """
+  """Text that can go out; its tokens, and their offsets in the whole text."""
 
   text: str
   tokens: tuple[Token, ...]
@@ -44,10 +37,7 @@ class TextPiece:
 
 
 def spelling(tokenizer: Any, token: int) -> bytes:
-  """Returns a token's bytes; one beyond the vocabulary is shown as its id.
-
-  A model may have more logits than its tokenizer has ids.
-  """
+  """Returns a token's bytes, or `<id>` for a logit beyond the vocabulary."""
   try:
     return tokenizer.decode_bytes([token])
   except ValueError:
@@ -100,11 +90,7 @@ class Scanner:
 
 
 class Text:
-  """The growing text of one choice.
-
-  Attributes:
-    stopped: true once a stop string has appeared, at which the text ends.
-  """
+  """The growing text of one choice; a stop string has ended it if `stopped`."""
 
   def __init__(self, stop: Sequence[str] = ()):
     self.stopped = False
@@ -115,10 +101,7 @@ class Text:
     self._tokens: list[tuple[int, Token]] = []
 
   def add(self, tokens: Iterable[Token]) -> tuple[TextPiece, int]:
-    """Takes tokens in order; returns a piece and the number of tokens used.
-
-    Tokens after the one that completes a stop string are not used.
-    """
+    """Returns a piece and the number of tokens used, up to a stop string."""
     used, text = 0, ''
     for token in tokens:
       if self.stopped:

@@ -90,10 +90,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _check_readable(folder: pathlib.Path) -> None:
-  """Raises an OSError for a file that may not be read.
-
-  Orbax treats files in a folder without permission as absent.
-  """
+  """Raises an OSError for an unreadable file, which orbax treats as absent."""
 
   def refuse(error: OSError) -> None:
     raise error

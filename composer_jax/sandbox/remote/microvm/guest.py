@@ -32,10 +32,7 @@ _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
 
 
 def _awake(header: dict) -> dict:
-  """Sets the clock and adds the host's randomness.
-
-  Guests that begin from one saved state have the same clock and randomness.
-  """
+  """Sets clock and randomness, which guests of one saved state would share."""
   time.clock_settime(time.CLOCK_REALTIME, header['time'])
   seed = bytes.fromhex(header['seed'])
   with open('/dev/urandom', 'wb', buffering=0) as random:

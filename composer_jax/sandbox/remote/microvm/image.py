@@ -74,8 +74,6 @@ _AGENT = 'composer_jax/sandbox/remote/microvm/guest.py'
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A bootable kernel and the folder of its modules."""
-
   image: pathlib.Path
   modules: pathlib.Path
 

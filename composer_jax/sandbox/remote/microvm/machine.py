@@ -74,10 +74,7 @@ def _probe_kvm(deadline_s: float = _PROBE_S) -> tuple[str, str]:
 
 
 class MicroVM(renewed.RenewedSandbox):
-  """A sandbox whose calls and boxes run in one guest.
-
-  The boxes of a lost guest are lost; the next call or box starts another guest.
-  """
+  """A sandbox whose calls and boxes run in one guest, replaced when lost."""
 
   level = 'microvm'
 

@@ -102,12 +102,7 @@ def _clock() -> str:
 
 
 class Guest:
-  """A running machine.
-
-  Attributes:
-    machine: parts that it consists of.
-    agent: host's end of the agent's port.
-  """
+  """A running machine; `agent` is the host's end of the agent's port."""
 
   def __init__(
     self, machine: VirtualMachine, state: pathlib.Path | None = None
@@ -168,11 +163,7 @@ class Guest:
     return data.partition(b'\n')[0].decode('ascii', 'replace')
 
   def save(self, path: pathlib.Path) -> None:
-    """Stops the guest for good and writes its state, memory included.
-
-    Raises:
-      base.SandboxLost: QEMU cannot do it.
-    """
+    """Stops the guest for good and writes its state, memory included."""
     self._execute('stop')
     # The memory does not change meanwhile; the default is 128 MB/s.
     self._execute('migrate-set-parameters', {'max-bandwidth': 1 << 40})
