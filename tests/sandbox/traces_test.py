@@ -134,7 +134,8 @@ def search(level, mode, images, num_pairs, image=''):
         level, LIMITS, size=size, images=images, packages=('pytest',)
     )  # fmt: skip
   except ValueError as error:
-    pytest.skip(f'no {level}: {error}')
+    name = 'bwrap' if level == 'bwrap' else 'namespaces'
+    pytest.skip(f'no {name}: {error}')
   with sandbox:
     suspects = None
     # Chance does not strike the same feature twice.

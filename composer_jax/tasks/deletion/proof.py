@@ -6,6 +6,7 @@ left in the agent's view.
 """
 
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Collection, Mapping
@@ -19,6 +20,7 @@ from composer_jax.tasks.deletion import (
   prompt,
   workspace,
 )
+from composer_jax.tasks.grading import solution
 from composer_jax.tasks.repository import task_set
 
 # Boilerplate is alike everywhere; more than this share is a copy.
@@ -47,6 +49,8 @@ def attempt(
     changes, lost = candidates.edit(texts, work.layout, candidate)
   except edit.CannotEdit as error:
     raise Rejected('edit') from error
+  if not (options.undescribed or prompt.describes(candidate.deleted, texts)):
+    raise Rejected('undescribed')
   deleted = _deleted(texts, changes, candidate)
   left = [t for t in {**texts, **changes}.values() if t is not None]
   left += work.tests.values()
@@ -82,7 +86,7 @@ def attempt(
     raise Rejected('cut')
   num_lines = _num_lines(texts, candidate)
   tier, package = candidate.tier, work.pin.name
-  return task_set.RepositoryTask(
+  task = task_set.RepositoryTask(
       task_id=task_id, image=work.image, package=work.pin.normal_name,
       version=work.version, tier=tier, deleted=candidate.deleted,
       prompt=prompt.prompt(
@@ -102,6 +106,12 @@ def attempt(
         'sandbox': restored.level, 'deleted_lines': num_lines,
       },
   )  # fmt: skip
+  evidence = solution.evidence(task, sandbox)
+  if not evidence:
+    raise Rejected('unproven')
+  return dataclasses.replace(
+    task, provenance={**task.provenance, 'proved_by': evidence}
+  )
 
 
 def _num_lines(texts: Mapping[str, str], candidate: candidates.Deletion) -> int:
