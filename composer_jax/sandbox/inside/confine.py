@@ -132,11 +132,7 @@ def own_files(folders: list[str], masks: list[str]) -> None:
 
   The list of mounts shows where a bind comes from, and locks and watches on its
   files meet those of other sandboxes. Where the kernel refuses overlays, the
-  binds stay.
-
-  Args:
-    folders: targets of read-only binds.
-    masks: folders below them that are covered.
+  binds stay. `masks` are folders below that are covered.
   """
   flags = MS_RDONLY | MS_NOSUID | MS_NODEV
   for folder in folders:

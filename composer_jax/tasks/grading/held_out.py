@@ -85,9 +85,6 @@ class Recorded(NamedTuple):
   arguments: Any
 
 
-_MEMORY = memory.OfTasks()  # of recorded calls
-
-
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox
 ) -> tuple[tuple[Recorded, ...], str]:
@@ -98,7 +95,7 @@ def record(
   Raises:
     base.SandboxLost: the sandbox failed.
   """
-  if (known := _MEMORY.get(task)) is not None:
+  if (known := memory.of(task).get('calls')) is not None:
     return known, 'ok'
   with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
@@ -118,7 +115,7 @@ def record(
   recorded = tuple(_recorded(result.inputs, task.source_roots))
   if result.status == 'ok':
     # A run that a busy machine cut short says nothing about the next one.
-    _MEMORY.put(task, recorded)
+    memory.of(task)['calls'] = recorded
   return recorded, result.status
 
 

@@ -25,8 +25,6 @@ Answers = dict[str, list]
 # Calls -> their outcomes, None if the process did not end well; and its status.
 Ask = Callable[[Sequence[Any]], tuple[list | None, str]]
 
-_MEMORY = memory.OfTasks()
-
 
 def replaced(task: task_set.RepositoryTask) -> list[list[str]]:
   """Public functions of modules that were deleted, as [module, name]."""
@@ -103,9 +101,10 @@ def reference(
   Raises:
     base.SandboxLost: the sandbox failed, or its machine is too busy.
   """
-  if (known := _MEMORY.get(task)) is None:
-    known, is_whole = passed(task, sandbox, ask, {})
+  facts = memory.of(task)
+  if 'outside' not in facts:
+    good, is_whole = passed(task, sandbox, ask, {})
     if not is_whole:
       raise base.SandboxLost('tests of the original did not end')
-    _MEMORY.put(task, known)
-  return known
+    facts['outside'] = good
+  return facts['outside']

@@ -154,11 +154,7 @@ def provable_outside(
 
 
 def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
-  """What proves a solution from outside: 'tests', 'calls', or '' for nothing.
-
-  Raises:
-    base.SandboxLost: the sandbox failed.
-  """
+  """'tests' or 'calls' that prove a solution from outside; '' for none."""
   if provable_outside(task, sandbox) >= {*task.hidden}:
     return 'tests'
   source = task.restored()
