@@ -29,7 +29,7 @@ LIMITS = base.Limits(
 _LEAST_P = 0.01
 # Mounts and namespaces get the lowest free numbers, and the kernel clears dead
 # ones away later: at once, they would tell how long the writer ran.
-_HOLD_S, _SETTLE_S = 0.5, 0.1
+_HOLD_S, _SETTLE_S = 1.5, 0.1
 _QUICK_PAIRS, _PAIRS = 24, 200
 
 
@@ -50,7 +50,7 @@ def play(sandbox, num_pairs, draw, mode, images=('', '')):
       )
       writer = threading.Thread(target=first.run, args=(write,))
       writer.start()
-      writer.join(_HOLD_S if mode == 'parallel' else None)
+      writer.join(_HOLD_S / 3 if mode == 'parallel' else None)
       time.sleep(_SETTLE_S)
       read = base.Command(argv=('-c', traces.READ, f'{pair}'), warm=True)
       result = second.run(read)

@@ -26,13 +26,16 @@ _FEW = 6  # tokens that suffice where the code has no more
 _DISTINCT = 5
 _MIN_STREAM = 6  # bytes
 _MIN_NAME = 8
+_TO_SPACE = bytes(
+  x if chr(x).isalnum() and x < 128 or x == 95 else 32 for x in range(256)
+)
 # Documentation and comments may be quoted; signatures are in the prompt.
 _PROSE = re.compile(
   rb'[rbuRBU]{0,2}("""|' + rb"''')" + rb'.*?\1|(?:^|(?<=\s))#[^\n]*', re.S
 )
 _SIGNATURE = re.compile(rb'\b(?:def|class)\s+\w+[^:\n]*')
 _MAX_DEPTH = 3
-_MAX_BYTES = 16 << 20  # of one file, unpacked
+_MAX_PART, _MAX_BYTES = 4 << 20, 16 << 20  # of one file, unpacked
 _MAX_CACHED = 1 << 18
 _MAX_STREAMS = 200
 _ERRORS = (
@@ -69,7 +72,10 @@ def _stream_of(data: bytes) -> bytes:
 
 def _tokens(data: bytes) -> bytes:
   code = _SIGNATURE.sub(b' ', _PROSE.sub(b' ', data))
-  return b' %s ' % re.sub(rb'\W+', b' ', code)
+  words = code.translate(_TO_SPACE)
+  while b'  ' in words:  # a split would make a list of millions
+    words = words.replace(b'  ', b' ')
+  return b' %s ' % words.strip()
 
 
 _cached = functools.lru_cache(maxsize=1024)(_tokens)
@@ -180,9 +186,9 @@ def _sqlite(data: bytes) -> Iterator[bytes]:
 def _zip(data: bytes) -> Iterator[bytes]:
   with zipfile.ZipFile(io.BytesIO(data)) as archive:
     for info in archive.infolist():
-      if not info.is_dir() and info.file_size <= _MAX_BYTES:
+      if not info.is_dir():
         with archive.open(info) as file:
-          yield file.read(_MAX_BYTES)
+          yield file.read(_MAX_PART)
 
 
 def _tar(data: bytes) -> Iterator[bytes]:
@@ -190,12 +196,12 @@ def _tar(data: bytes) -> Iterator[bytes]:
     for member in archive:
       file = archive.extractfile(member) if member.isreg() else None
       if file is not None:
-        yield file.read(_MAX_BYTES)
+        yield file.read(_MAX_PART)
 
 
 def _stream(data: bytes, opener) -> Iterator[bytes]:
   with opener(io.BytesIO(data)) as file:
-    yield file.read(_MAX_BYTES)
+    yield file.read(_MAX_PART)
 
 
 def _deflated(data: bytes) -> Iterator[bytes]:
@@ -203,7 +209,7 @@ def _deflated(data: bytes) -> Iterator[bytes]:
   matches = re.finditer(rb'\x78[\x01\x5e\x9c\xda]', data)
   for match in itertools.islice(matches, _MAX_STREAMS):
     try:
-      part = zlib.decompressobj().decompress(data[match.start() :], _MAX_BYTES)
+      part = zlib.decompressobj().decompress(data[match.start() :], _MAX_PART)
     except zlib.error:
       continue
     if len(part) >= _MIN_STREAM:

@@ -193,9 +193,9 @@ def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
       return events, False
     # Code that found the key can sign anything.
     try:
-      text = results.inflate(data, results.MAX_BYTES - size)
+      text = results.inflate(data)
       size, items = size + len(text), items + results.num_items(text)
-      if items > 2 * results.MAX_ITEMS:
+      if items > 2 * results.MAX_ITEMS or size > 2 * results.MAX_BYTES:
         return events, False
       batch = results.read_json(text)
     except ValueError:

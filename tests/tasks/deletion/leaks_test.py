@@ -138,6 +138,6 @@ def test_documentation_may_be_quoted():
 
 
 def test_a_bomb_is_not_unpacked_whole(monkeypatch):
-  monkeypatch.setattr(leaks, '_MAX_BYTES', 1 << 16)
+  monkeypatch.setattr(leaks, '_MAX_PART', 1 << 16)
   bomb = zlib.compress(b'\0' * (4 << 20) + SECRET.encode(), 9)
   assert scan(b'\0' + bomb) == ()
