@@ -49,8 +49,6 @@ def attempt(
     changes, lost = candidates.edit(texts, work.layout, candidate)
   except edit.CannotEdit as error:
     raise Rejected('edit') from error
-  if not (options.undescribed or prompt.describes(candidate.deleted, texts)):
-    raise Rejected('undescribed')
   deleted = _deleted(texts, changes, candidate)
   left = [t for t in {**texts, **changes}.values() if t is not None]
   left += work.tests.values()

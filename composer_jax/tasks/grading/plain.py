@@ -26,7 +26,7 @@ _MAKERS = {
 }  # fmt: skip
 _CONTAINERS = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
 # How the value of an instance is read without code of its class.
-_READ = {
+_READ: dict[type, Any] = {
     int: int.__index__, float: float.__float__, str: str.__str__,
     bytes: lambda value: bytes.join(b'', [value]),
     tuple: lambda value: tuple(tuple.__iter__(value)),

@@ -271,8 +271,7 @@ def main() -> None:
     os.path.normpath(os.path.join(root, f)) for f in config['source_roots']
   ]
   tracer, stand_ins = None, None
-  if config['plain']:
-    plain = _module('plain', config['plain'])
+  plain = _module('plain', config['plain'])
   if replaced := config['stand_ins']:
     packages = [module.partition('.')[0] for module, _ in replaced['functions']]
     plain.PACKAGES.update(packages)
