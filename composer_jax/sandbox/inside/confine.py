@@ -24,8 +24,7 @@ _NEW_PIDS, _NEW_NETWORK = 0x20000000, 0x40000000
 _NEW_CGROUP, _NEW_TIME = 0x02000000, 0x00000080
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, _MS_MOVE = 32, 4096, 8192
-# Folders of the root where a mount is made before it takes its place, and which
-# lies above the files of the host in an overlay.
+# Where a mount is made before it takes its place; what lies above the host's.
 STAGE, EMPTY = '/boot/stage', '/boot/empty'
 _HOST_NAME = b'sandbox'
 _MNT_DETACH = 2
@@ -151,8 +150,7 @@ def own_files(folders: list[str], masks: list[str]) -> None:
 def own_devices(paths: list[str]) -> None:
   """Replaces the host's device files; read-only, so that no time changes.
 
-  Reading and writing go to the device, not to its file. Without the right to
-  make devices the binds stay, and other sandboxes see locks on them.
+  Without the right to make devices the binds stay, and show others' locks.
   """
   flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
   _mount('tmpfs', STAGE, 'tmpfs', MS_NOSUID | MS_NOEXEC, 'size=64k,mode=0755')

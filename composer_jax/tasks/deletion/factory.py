@@ -262,8 +262,7 @@ def _make_tasks(
       for d in deletions
       if options.undescribed or prompt.describes(d.deleted, work.texts)
     ]
-    if len(described) < len(deletions):
-      counts['undescribed'] = len(deletions) - len(described)
+    counts['undescribed'] = len(deletions) - len(described)
     for deletion in described[: round(wanted * options.tries)]:
       if counts[_VALID] >= wanted:
         break

@@ -5,8 +5,8 @@ are stand-ins that answer from a table; the other holds the solution and no
 test. A call without an answer ends its test; the host has the solution's
 process answer the call, adds the value to the table and runs the tests again.
 
-Only functions that take and return plain values can be replaced, and only tests
-that pass so with the original prove anything (`reference`).
+Only functions of plain values can be replaced, and only tests that pass so with
+the original prove anything (`reference`).
 """
 
 import ast

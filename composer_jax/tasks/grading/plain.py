@@ -196,10 +196,7 @@ def encode_call(positional: list, named: dict) -> list:
 
 
 def _base(value: Any) -> Any:
-  """The plain value that an instance of a subclass is; others as they are.
-
-  What the subclass makes of `==` or of iteration does not count.
-  """
+  """The plain value of an instance of a subclass, whatever its methods do."""
   for kind, read in _READ.items():
     if isinstance(value, kind) and not isinstance(value, bool):
       return read(value)

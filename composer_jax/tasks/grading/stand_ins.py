@@ -24,8 +24,7 @@ class StandIns:
   """The functions, and the calls to which they have no answer yet.
 
   Attributes:
-    asked: calls without an answer by key, each as [module, symbol, None,
-      arguments].
+    asked: calls without an answer by key, as `held_out.Recorded`.
     was_used: true once a function answered.
   """
 
