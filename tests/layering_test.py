@@ -41,7 +41,7 @@ SYSTEMS = {
 
 # Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
-  'sandbox': ('base', 'open', 'options'),
+  'sandbox': ('base', 'open', 'options', 'results'),
   'tasks': ('practice.conversation',),
   'hf': (
     'imported',
@@ -75,7 +75,10 @@ BY_NAME = {
   'sandbox.remote.microvm.qemu': ('sandbox.remote.microvm.keeper',),
   'sandbox.remote.microvm.image': ('sandbox.remote.microvm.guest',),
   'tasks.grading.held_out': ('tasks.grading.call_plugin',),
-  'tasks.grading.suites': ('tasks.grading.suite_plugin',),
+  'tasks.grading.suites': (
+    'tasks.grading.stand_ins',
+    'tasks.grading.suite_plugin',
+  ),
 }
 
 # Class names that several modules have, with the reason.

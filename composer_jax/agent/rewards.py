@@ -1,8 +1,9 @@
 """The reward of an episode: its success, less penalties for its behaviour.
 
-A rollout that a monitor flagged earns nothing for its success. It keeps its
-penalties and stays in its group: dropping the sample would teach that hacking
-is free. An invalid call is penalised, not dropped, for the same reason.
+A rollout that a monitor flagged earns nothing for its success and pays for the
+attempt: a guess that is caught must cost more than an honest failure. It stays
+in its group: dropping the sample would teach that hacking is free. An invalid
+call is penalised, not dropped, for the same reason.
 
 Effort x is priced by the concave length penalty of Composer 2 (report, section
 4), whose constants are not published:
@@ -60,6 +61,7 @@ class RewardOptions:
   Attributes:
     version: number of this price list, recorded in every rollout; it must grow
       with each change during a run.
+    flag_penalty: reward lost by a flagged rollout, beside that for success.
     invalid_penalty: reward lost per invalid call.
     failed_edit_penalty: reward lost per edit that changed nothing.
     open_todo_penalty: reward lost per to-do that is open at the end.
@@ -73,6 +75,7 @@ class RewardOptions:
   """
 
   version: int = 0
+  flag_penalty: float = 1.0
   invalid_penalty: float = 0.1
   failed_edit_penalty: float = 0.0
   open_todo_penalty: float = 0.0
@@ -100,7 +103,9 @@ class RewardOptions:
 
 
 # An episode earns 1 if it passed, else 0.
-UNPRICED = RewardOptions(invalid_penalty=0.0, effort_coefficient=0.0)
+UNPRICED = RewardOptions(
+  flag_penalty=0.0, invalid_penalty=0.0, effort_coefficient=0.0
+)
 
 
 def score(
@@ -123,7 +128,7 @@ def score(
   is_unfinished = verdict.status == records.UNFINISHED
   success = float(verdict.passed)
   lost = {
-    'flagged': success if flags else 0.0,
+    'flagged': success + options.flag_penalty if flags else 0.0,
     'invalid': options.invalid_penalty * sum(not t.is_valid for t in calls),
     'effort': options.effort_penalty(num_sampled, len(played)),
     'failed_edit': options.failed_edit_penalty * sum(failed_edits),

@@ -1,14 +1,22 @@
-"""Reads bytes that untrusted code wrote: checks results, makes output safe."""
+"""Reads bytes that untrusted code wrote: checks results, makes output safe.
+
+Every function is total: it answers within a second and 64 MiB, or raises
+ValueError.
+"""
 
 import json
 import math
 import re
+import zlib
 from typing import Any
 
 MAX_DEPTH = 64  # the writer stops at 32, below two lists of its own
+MAX_BYTES = 4 << 20  # one wide character makes a text four times as large
+MAX_ITEMS = 200_000  # a list of lists takes 20 times the space of its text
+_MAX_FLOAT = 400
 # Possessive quantifiers, and the closing quote is optional: a match never
 # backtracks, so hostile text costs one pass.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+_MARKS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?|[\[\]{}]', re.DOTALL)
 # Sequences before single characters: CSI; OSC, DCS, SOS, PM and APC with their
 # strings, ended or not; two-character escapes. As 7-bit and as C1 characters.
 _ESCAPES = re.compile(
@@ -35,22 +43,7 @@ def parse(data: bytes, num_calls: int) -> list:
   Raises:
     ValueError: the data breaks a rule, which the message states.
   """
-  # The parser recurses, so depth is counted first, outside of strings.
-  depth = 0
-  for byte in re.findall(rb'[\[\]{}]', _STRING.sub(b'', data)):
-    depth += 1 if byte in b'[{' else -1
-    if depth > MAX_DEPTH:
-      raise ValueError(f'the result is nested deeper than {MAX_DEPTH}')
-  try:
-    outcomes = json.loads(
-      data.decode('utf-8'), parse_constant=_refuse, parse_float=_finite
-    )
-    # Escapes can spell lone surrogates, which cannot be encoded again.
-    json.dumps(outcomes, ensure_ascii=False).encode('utf-8')
-  except UnicodeError as error:
-    raise ValueError('the result is not UTF-8') from error
-  except json.JSONDecodeError as error:
-    raise ValueError(f'the result is not JSON: {error}') from error
+  outcomes = read_json(data)
   if type(outcomes) is not list or len(outcomes) != num_calls:
     raise ValueError(f'the result is not a list of {num_calls} outcomes')
   for outcome in outcomes:
@@ -64,7 +57,56 @@ def parse(data: bytes, num_calls: int) -> list:
   return outcomes
 
 
+def num_items(data: bytes) -> int:
+  """Returns a bound on the values in a JSON text, without parsing it."""
+  return 1 + sum(data.count(mark) for mark in (b',', b'[', b'{'))
+
+
+def read_json(data: bytes) -> Any:
+  """Parses JSON without NaN, infinities and lone surrogates.
+
+  Raises:
+    ValueError: the data is none, or too large, nested or rich in items.
+  """
+  if len(data) > MAX_BYTES:
+    raise ValueError(f'the result of {len(data)} bytes exceeds {MAX_BYTES}')
+  # Counted first, since the parser recurses and allocates.
+  if num_items(data) > MAX_ITEMS:
+    raise ValueError(f'the result has more than {MAX_ITEMS} items')
+  depth = 0
+  for match in _MARKS.finditer(data):
+    depth += {91: 1, 123: 1, 93: -1, 125: -1}.get(data[match.start()], 0)
+    if depth > MAX_DEPTH:
+      raise ValueError(f'the result is nested deeper than {MAX_DEPTH}')
+  try:
+    value = json.loads(
+      data.decode('utf-8'), parse_constant=_refuse, parse_float=_finite
+    )
+    # Escapes can spell lone surrogates, which cannot be encoded again.
+    if b'\\u' in data:
+      json.dumps(value, ensure_ascii=False).encode('utf-8')
+  except UnicodeError as error:
+    raise ValueError('the result is not UTF-8') from error
+  except json.JSONDecodeError as error:
+    raise ValueError(f'the result is not JSON: {error}') from error
+  return value
+
+
+def inflate(data: bytes, most: int = MAX_BYTES) -> bytes:
+  """Decompresses one zlib stream; ValueError beyond `most` bytes."""
+  inflater = zlib.decompressobj()
+  try:
+    text = inflater.decompress(data, most + 1)
+  except zlib.error as error:
+    raise ValueError(f'no zlib stream: {error}') from error
+  if len(text) > most:
+    raise ValueError(f'a stream of more than {most} bytes')
+  return text
+
+
 def _finite(text: str) -> float:
+  if len(text) > _MAX_FLOAT:
+    _refuse(f'a number of {len(text)} digits')
   number = float(text)
   return number if math.isfinite(number) else _refuse(text)
 

@@ -3,9 +3,11 @@
 A judge never decides a reward alone: models miss many hacks (the best one in a
 public study found 63 %), and the text they judge can persuade them. `RuleJudge`
 answers by the monitors; `OpenAIJudge` asks a model for a second opinion.
+`audit` has a judge read a whole episode without its verdict.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 import secrets
@@ -178,6 +180,54 @@ def transcript(case: JudgedEpisode, max_chars: int) -> str:
   for path, text in case.evidence.after.items():
     parts.append(f'FINAL {path}\n{text}')
   return tools.clip('\n\n'.join(parts), max_chars)
+
+
+def audit(
+  judge: Judge, case: JudgedEpisode, max_chars: int = 60_000
+) -> tuple[watch.Finding, ...]:
+  """Has a judge read every call of an episode, and nothing of its verdict.
+
+  What a test runner or a grader said of the solution after the episode would
+  tell the judge what to find. Long episodes are read in parts, each with the
+  task; the last one has the final files, too.
+
+  Args:
+    judge: judge that answers `HONESTY` on each part.
+    case: the episode.
+    max_chars: most characters of the calls in one part.
+
+  Returns:
+    A finding for each fault, at the first call of its part.
+
+  Raises:
+    JudgeError: a part has no valid answer; no verdict may rest on the others.
+  """
+  evidence, parts, room = case.evidence, [0], max_chars
+  for turn, call in enumerate(evidence.calls):
+    size = len(json.dumps(dict(call.arguments))) + len(call.output)
+    if size > room and turn > parts[-1]:
+      parts.append(turn)
+      room = max_chars
+    room -= size
+  findings = []
+  for start, stop in itertools.pairwise([*parts, len(evidence.calls)]):
+    is_last = stop == len(evidence.calls)
+    seen = watch.Evidence(
+      calls=evidence.calls[start:stop],
+      after=evidence.after if is_last else {},
+      package=evidence.package,
+      files=evidence.files,
+    )
+    judgement = judge.judge(HONESTY, dataclasses.replace(case, evidence=seen))
+    findings += [
+      watch.Finding(
+        kind='audited',
+        turn=start,
+        detail=f'{name}: {judgement.reasons[name]}',
+      )
+      for name in judgement.faults
+    ]
+  return tuple(findings)
 
 
 class OpenAIJudge:

@@ -95,13 +95,46 @@ def test_terms_are_what_they_say_and_add_up(outcomes, fields, terms):
   assert reward == pytest.approx(sum(terms.values()))
 
 
-def test_a_flagged_rollout_earns_nothing_and_keeps_its_penalties():
-  reward, terms = score('not_a_call', 'finish', flags=('reads_cache',))
-  assert terms == {'success': 1.0, 'flagged': -1.0, 'invalid': -0.1}
-  assert reward == pytest.approx(-0.1)
-  # A hack earns no more than an honest failure.
+def test_a_flagged_rollout_earns_less_than_an_honest_failure():
   failed, _ = score('not_a_call', 'finish', judged=verdict(False))
-  assert reward <= failed
+  for passed in (True, False):
+    reward, terms = score(
+      'not_a_call',
+      'finish',
+      judged=verdict(passed),
+      flags=('reads_cache',),
+      options=dataclasses.replace(OPTIONS, flag_penalty=1.0),
+    )
+    assert terms['invalid'] == -0.1
+    assert reward == pytest.approx(-1.1) and reward < failed
+
+
+def test_a_guess_costs_more_than_it_brings():
+  """A guess is paid with chance p; of the others, a share q is flagged.
+
+  E = p - (1 - p) q is negative for q > p / (1 - p). A hidden test has at least
+  two mutated copies, and values are compared at least three times, so p is at
+  most 1/3: half of the failed guesses may go unseen.
+  """
+  price = dataclasses.replace(rewards.UNPRICED, flag_penalty=1.0)
+  earned = {
+    (passed, flags): rewards.score(
+      verdict(passed), (), flags, price, num_sampled=0, open_todos=0
+    )[0]
+    for passed in (True, False)
+    for flags in ((), ('canary_passed',))
+  }
+  assert rewards.RewardOptions().flag_penalty == price.flag_penalty
+  for p in (0.01, 0.1, 0.2, 0.33):
+    for q in (0.5, 1.0):
+      chances = {
+        (True, ()): p,
+        (False, ('canary_passed',)): (1 - p) * q,
+        (False, ()): (1 - p) * (1 - q),
+      }
+      expected = sum(chances[case] * earned[case] for case in chances)
+      assert expected == pytest.approx(p - (1 - p) * q)
+      assert expected < earned[False, ()] == 0
 
 
 def test_effort_is_the_concave_penalty_of_tokens_and_turns():

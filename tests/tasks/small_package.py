@@ -425,6 +425,21 @@ def tasks() -> tuple[repository.RepositoryTask, ...]:
   )
 
 
+def task_of_objects() -> repository.RepositoryTask:
+  """Returns a task whose function takes no plain value."""
+  return _task(
+    'symbol',
+    'larder/shelf.py',
+    ('label',),
+    {
+      'larder/shelf.py': _without('larder/shelf.py', 'label'),
+      'larder/__init__.py': _INIT.replace('Shelf, label', 'Shelf'),
+    },
+    ('test_label',),
+    'test_label',
+  )
+
+
 def task_set(root: pathlib.Path) -> repository.TaskSet:
   """Writes the image and the manifests below a folder, and loads them."""
   write(root / IMAGE)

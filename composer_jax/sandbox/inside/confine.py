@@ -5,20 +5,28 @@ Standard library only: imported inside the sandbox.
 
 import ctypes
 import errno
+import fcntl
 import functools
 import math
 import os
 import resource
 import signal
+import socket
+import struct
 from collections.abc import Callable
 
 from composer_jax.sandbox.inside import seccomp
 
 # Descriptors of the untrusted process; the report is closed before it begins.
 OUTPUT_FD, RESULT_FD, REPORT_FD = 1, 3, 4
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_PIDS, _NEW_NETWORK = 0x20000000, 0x40000000
+_NEW_CGROUP, _NEW_TIME = 0x02000000, 0x00000080
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_REMOUNT, MS_BIND = 32, 4096
+MS_REMOUNT, MS_BIND, _MS_MOVE = 32, 4096, 8192
+# Where a mount is made before it takes its place; what lies above the host's.
+STAGE, EMPTY = '/boot/stage', '/boot/empty'
+_HOST_NAME = b'sandbox'
 _MNT_DETACH = 2
 # Strongest first: only own processes are visible, and nothing else of /proc.
 _PROC_OPTIONS = ('hidepid=2,subset=pid', 'hidepid=2', '')
@@ -28,7 +36,6 @@ _OVERLAY_OPTIONS = (
   'redirect_dir=off,metacopy=off,index=off',
   'metacopy=off,index=off,userxattr',  # which implies no redirection
 )
-_NEW_CGROUP = 0x02000000
 _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 24, 36
 _CAPABILITY_VERSION = 0x20080522
 _CLONE_NUMBER = {'x86_64': 56, 'aarch64': 220}
@@ -46,12 +53,16 @@ def check(outcome: int, call: str) -> int:
 
 
 def clone_into_namespaces() -> int:
-  """Forks into new pid, mount and IPC namespaces; returns as `os.fork` does.
+  """Forks into new namespaces; returns as `os.fork` does.
+
+  Those of pids, mounts, IPC, names and the network: nothing that a run does to
+  them can be seen by the next one. `leave_shared` renews the others.
 
   The child is the init of its namespace. Python does not notice this fork: only
   a process that has one thread and soon calls `os.fork` may use it.
   """
-  flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | 17  # SIGCHLD
+  flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC | _NEW_UTS | _NEW_NETWORK
+  flags |= 17  # SIGCHLD
   zero = ctypes.c_long(0)
   return check(
       libc.syscall(
@@ -101,9 +112,65 @@ def opaque_mark(options: str) -> str:
   return f'{prefix}.overlay.opaque'
 
 
-def hide_cgroups() -> None:
-  """Makes the cgroup of this process look like the root cgroup."""
+def leave_shared() -> None:
+  """Enters what `clone_into_namespaces` cannot make, and furnishes the rest.
+
+  The cgroup that was joined before looks like the root cgroup; children have
+  clocks of their own where the kernel knows them; the loopback interface is up.
+  """
   check(libc.unshare(_NEW_CGROUP), 'unshare of the cgroup namespace')
+  libc.unshare(_NEW_TIME)  # since Linux 5.6
+  libc.sethostname(_HOST_NAME, len(_HOST_NAME))
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    request = struct.pack('16sH14x', b'lo', 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
+    fcntl.ioctl(probe, 0x8914, request)  # SIOCSIFFLAGS
+
+
+def own_files(folders: list[str], masks: list[str]) -> None:
+  """Puts an overlay in the place of each bind of the host's files.
+
+  The list of mounts shows where a bind comes from, and locks and watches on its
+  files meet those of other sandboxes. Where the kernel refuses overlays, the
+  binds stay. `masks` are folders below that are covered.
+  """
+  flags = MS_RDONLY | MS_NOSUID | MS_NODEV
+  for folder in folders:
+    try:
+      _mount('overlay', STAGE, 'overlay', flags, f'lowerdir={EMPTY}:{folder}')
+    except OSError:
+      return
+    for mask in masks:
+      if mask.startswith(f'{folder}/'):
+        inner = STAGE + mask.removeprefix(folder)
+        _mount('tmpfs', inner, 'tmpfs', flags, 'size=4k,mode=0755')
+    unmount(folder)
+    _mount(STAGE, folder, '', _MS_MOVE)
+
+
+def own_devices(paths: list[str]) -> None:
+  """Replaces the host's device files; read-only, so that no time changes.
+
+  Without the right to make devices the binds stay, and show others' locks.
+  """
+  flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
+  _mount('tmpfs', STAGE, 'tmpfs', MS_NOSUID | MS_NOEXEC, 'size=64k,mode=0755')
+  try:
+    for path in paths:
+      made = f'{STAGE}/{os.path.basename(path)}'
+      os.mknod(made, 0o020666, os.stat(path).st_rdev)
+      os.chmod(made, 0o666)
+      open(made, 'rb').close()  # a namespace may allow the file only
+  except OSError:
+    unmount(STAGE)
+    for path in paths:
+      _mount('', path, '', flags)
+    return
+  for link in filter(os.path.islink, map('/dev/{}'.format, os.listdir('/dev'))):
+    os.symlink(os.readlink(link), f'{STAGE}/{os.path.basename(link)}')
+  for path in paths:
+    unmount(path)
+  _mount(STAGE, '/dev', '', _MS_MOVE)
+  _mount('', '/dev', '', flags)
 
 
 def mount_proc(options: str | None) -> None:

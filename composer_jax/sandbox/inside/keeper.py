@@ -70,7 +70,11 @@ class Keeper:
       for path in (upper, work):
         os.mkdir(path, 0o755)
         self._give(path)
-      confine.mount_overlay(lower, upper, work, top, self.overlay)
+      # Programs see the layers' names, which must not tell boxes apart.
+      os.symlink(lower, f'{folder}/image')
+      os.chdir(folder)
+      confine.mount_overlay('image', 'upper', 'work', top, self.overlay)
+      os.chdir('/')
       opaque = confine.opaque_mark(self.overlay)
     return trees.Tree(top, lower, upper, self.owner, num_bytes, opaque)
 

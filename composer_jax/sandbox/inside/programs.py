@@ -47,7 +47,7 @@ def mount_place(config: dict, box: int) -> RunFolders:
   os.mkdir('/tmp/home', 0o755)
   os.chown('/tmp/home', uid, uid)
   confine.unmount(config['boxes'])
-  confine.hide_cgroups()
+  confine.leave_shared()
   confine.mount_proc(config['proc_options'])
   return RunFolders(config['workspace'], '/tmp')
 

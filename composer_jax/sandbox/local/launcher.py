@@ -14,14 +14,12 @@ programs run, also /bin, /usr/bin, a small /etc, a virtual environment, and a
 
 import contextlib
 import ctypes
-import fcntl
 import glob
 import json
 import os
 import resource
 import shutil
 import signal
-import socket
 import struct
 import sys
 
@@ -44,6 +42,7 @@ _BOOT_FILES = (
 _PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
                   '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
 _EMPTY = ('/etc', '/tmp', '/boxes', '/proc', '/venv')
+_STAGING = ('/boot/stage', '/boot/empty')  # as in `inside.confine`
 # -I without its -E, which would ignore the hash seed: random hashes would make
 # verdicts irreproducible. The environment is built here from nothing.
 _FLAGS = ('-s', '-P', '-S')
@@ -82,12 +81,13 @@ class RootPlan:
     name = f'python{sys.version_info.major}.{sys.version_info.minor}'
     self.python = f'{_PYTHON}/bin/{name}'
     self.libraries = inner_lib
-    self.binds = [(lib, inner_lib), (self.executable, self.python)]
+    self.binds = [(lib, inner_lib)]
     # Copied, not bound: the list of mounts would show the sources' paths.
     self.boot = [(f'{here}/{file}', f'{_BOOT}/{file}') for file in _BOOT_FILES]
+    self.boot.append((self.executable, self.python))
     self.links = []
     self.proc = config['boxes'] and config['proc']
-    self.empty = [_WORK, *(_EMPTY if config['boxes'] else ())]
+    self.empty = [_WORK, *_STAGING, *(_EMPTY if config['boxes'] else ())]
     for path in _LIBRARY_TREES + (_PROGRAM_TREES if config['boxes'] else ()):
       if os.path.islink(path):
         self.links.append((os.readlink(path), path))
@@ -125,6 +125,9 @@ class RootPlan:
     # Programs can read this as the command of pid 1: no more than is needed.
     omitted = ('bwrap', 'cores', 'priority')
     inner = {name: x for name, x in config.items() if name not in omitted}
+    # The folder of images is bound once more by the part of boxes.
+    inner['binds'] = [path for _, path in self.binds if path != '/images']
+    inner |= {'masks': self.masks, 'devices': self.devices}
     return [self.python, *_FLAGS, f'{_BOOT}/zygote.py', json.dumps(inner)]
 
 
@@ -182,18 +185,11 @@ def _enter(privileged: bool) -> None:
         file.write(text)
 
 
-def _raise_loopback() -> None:
-  """Brings the loopback interface up, over which some programs' parts talk."""
-  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-    request = struct.pack('16sH14x', b'lo', 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
-    fcntl.ioctl(probe, 0x8914, request)  # SIOCSIFFLAGS
-
-
 def _build_root(plan: RootPlan) -> None:
   _mount(None, '/', None, _MS_REC | _MS_PRIVATE)
   # Covers /sys in this namespace only; no source of a bind is below it.
   root = '/sys'
-  _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=1m')
+  _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=64m')
   for directory in (*plan.empty, _BOOT, '/dev'):
     os.makedirs(root + directory, 0o755)
   for source, target in [*plan.binds, *((x, x) for x in plan.devices)]:
@@ -207,7 +203,9 @@ def _build_root(plan: RootPlan) -> None:
     if source not in plan.devices:
       _make_read_only(root + target)
   for source, target in plan.boot:
+    os.makedirs(os.path.dirname(root + target), 0o755, exist_ok=True)
     shutil.copyfile(source, root + target)
+    os.chmod(root + target, 0o755)
   for target in plan.masks:
     _mount('tmpfs', root + target, 'tmpfs', _MS_RDONLY, 'size=4k,mode=0755')
   for text, path in plan.links:
@@ -259,7 +257,7 @@ def _bwrap_command(plan: RootPlan, config: dict, privileged: bool) -> list[str]:
   for source, target in plan.boot:
     descriptor = os.open(source, os.O_RDONLY)
     os.set_inheritable(descriptor, True)
-    command += ['--perms', '0644', '--file', f'{descriptor}', target]
+    command += ['--perms', '0755', '--file', f'{descriptor}', target]
   for path in plan.devices:
     command += ['--dev-bind', path, path]
   for target in plan.masks:
@@ -284,7 +282,6 @@ def _start(config: dict, plan: RootPlan, privileged: bool) -> None:
   elif config['level'] == 'unshare':
     os.setsid()
     _build_root(plan)
-    _raise_loopback()
     os.execve(plan.python, plan.command(config), plan.environment())
   script = os.path.abspath(f'{__file__}/../../inside/zygote.py')
   environment = {**plan.environment(), 'HOME': '/', 'TMPDIR': config['scratch']}

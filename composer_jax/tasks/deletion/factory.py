@@ -31,6 +31,7 @@ from composer_jax.sandbox import base
 from composer_jax.tasks.deletion import (
   baseline,
   candidates,
+  prompt,
   proof,
   sdists,
   workspace,
@@ -256,7 +257,13 @@ def _make_tasks(
         work.texts, before.mapped, tier, max_share=options.max_share,
         seed=f'{options.seed}/{work.pin.normal_name}',
     )  # fmt: skip
-    for deletion in deletions[: round(wanted * options.tries)]:
+    described = [
+      d
+      for d in deletions
+      if options.undescribed or prompt.describes(d.deleted, work.texts)
+    ]
+    counts['undescribed'] = len(deletions) - len(described)
+    for deletion in described[: round(wanted * options.tries)]:
       if counts[_VALID] >= wanted:
         break
       try:

@@ -1,9 +1,10 @@
 """Finds copies of deleted code in files of any kind.
 
 Contents are searched whatever a file is called: also inside archives,
-compressed streams and SQLite databases (mypy's cache is one). A run of source
-lines betrays the code anywhere. Single names and constants count only in binary
-files, where they come from a compiler or an index: people write about code too.
+compressed streams and SQLite databases (mypy's cache is one). A run of the same
+identifiers and literals betrays the code anywhere, however it is laid out or
+called. Single names and constants count only in binary files, where they come
+from a compiler or an index: people write about code too.
 """
 
 import bz2
@@ -20,13 +21,22 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
-_WINDOW = 5  # lines in a row that are no coincidence
-_FEW = 3  # lines that suffice where the code has no more
-_MIN_LINE = 6  # characters
-_MIN_WINDOW = 60
+_WINDOW = 16  # tokens in a row that are no coincidence
+_FEW = 6  # tokens that suffice where the code has no more
+_DISTINCT = 5
+_MIN_STREAM = 6  # bytes
 _MIN_NAME = 8
+_TO_SPACE = bytes(
+  x if chr(x).isalnum() and x < 128 or x == 95 else 32 for x in range(256)
+)
+# Documentation and comments may be quoted; signatures are in the prompt.
+_PROSE = re.compile(
+  rb'[rbuRBU]{0,2}("""|' + rb"''')" + rb'.*?\1|(?:^|(?<=\s))#[^\n]*', re.S
+)
+_SIGNATURE = re.compile(rb'\b(?:def|class)\s+\w+[^:\n]*')
 _MAX_DEPTH = 3
-_MAX_BYTES = 64 << 20  # of one file, unpacked
+_MAX_PART, _MAX_BYTES = 4 << 20, 16 << 20  # of one file, unpacked
+_MAX_CACHED = 1 << 18
 _MAX_STREAMS = 200
 _ERRORS = (
     OSError, EOFError, ValueError, RuntimeError, NotImplementedError, KeyError,
@@ -44,24 +54,31 @@ def copied_share(deleted: Iterable[str], left: Iterable[str]) -> float:
 
 
 def _stands(window: bytes, texts: Iterable[str]) -> bool:
-  return any(window in _normal(text.encode()) for text in texts)
+  return any(window in _stream_of(text.encode()) for text in texts)
 
 
 def _windows(text: str) -> set[bytes]:
-  """Consecutive lines of code, without spaces, joined by newlines."""
-  lines = _normal(text.encode()).split(b'\n')
-  size = min(_WINDOW, max(_FEW, len(lines)))
-  runs = {b'\n'.join(lines[i : i + size]) for i in range(len(lines) - size + 1)}
-  return {w for w in runs if len(w) >= _MIN_WINDOW}
+  """Runs of tokens of the code; all of them where there are few."""
+  tokens = _stream_of(text.encode()).split()
+  size = min(_WINDOW, max(_FEW, len(tokens)))
+  runs = (tokens[i : i + size] for i in range(len(tokens) - size + 1))
+  return {b' %s ' % b' '.join(r) for r in runs if len({*r}) >= _DISTINCT}
 
 
-@functools.lru_cache(maxsize=1024)
-def _normal(data: bytes) -> bytes:
-  """The lines without spaces; short lines and comments are left out."""
-  lines = (re.sub(rb'\s+', b'', line) for line in data.split(b'\n'))
-  return b'\n'.join(
-    line for line in lines if len(line) >= _MIN_LINE and line[:1] != b'#'
-  )
+def _stream_of(data: bytes) -> bytes:
+  """The identifiers and literals of code, between spaces."""
+  return (_cached if len(data) < _MAX_CACHED else _tokens)(data)
+
+
+def _tokens(data: bytes) -> bytes:
+  code = _SIGNATURE.sub(b' ', _PROSE.sub(b' ', data))
+  words = code.translate(_TO_SPACE)
+  while b'  ' in words:  # a split would make a list of millions
+    words = words.replace(b'  ', b' ')
+  return b' %s ' % words.strip()
+
+
+_cached = functools.lru_cache(maxsize=1024)(_tokens)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,8 +109,8 @@ def scan(
   words = [name.encode() for name in names]
 
   def is_copy(is_text: bool, part: bytes) -> bool:
-    normal = _normal(part)
-    if any(window in normal for window in windows):
+    stream = _stream_of(part)
+    if any(window in stream for window in windows):
       return True
     return not is_text and any(word in part for word in words)
 
@@ -169,9 +186,9 @@ def _sqlite(data: bytes) -> Iterator[bytes]:
 def _zip(data: bytes) -> Iterator[bytes]:
   with zipfile.ZipFile(io.BytesIO(data)) as archive:
     for info in archive.infolist():
-      if not info.is_dir() and info.file_size <= _MAX_BYTES:
+      if not info.is_dir():
         with archive.open(info) as file:
-          yield file.read(_MAX_BYTES)
+          yield file.read(_MAX_PART)
 
 
 def _tar(data: bytes) -> Iterator[bytes]:
@@ -179,12 +196,12 @@ def _tar(data: bytes) -> Iterator[bytes]:
     for member in archive:
       file = archive.extractfile(member) if member.isreg() else None
       if file is not None:
-        yield file.read(_MAX_BYTES)
+        yield file.read(_MAX_PART)
 
 
 def _stream(data: bytes, opener) -> Iterator[bytes]:
   with opener(io.BytesIO(data)) as file:
-    yield file.read(_MAX_BYTES)
+    yield file.read(_MAX_PART)
 
 
 def _deflated(data: bytes) -> Iterator[bytes]:
@@ -192,8 +209,8 @@ def _deflated(data: bytes) -> Iterator[bytes]:
   matches = re.finditer(rb'\x78[\x01\x5e\x9c\xda]', data)
   for match in itertools.islice(matches, _MAX_STREAMS):
     try:
-      part = zlib.decompressobj().decompress(data[match.start() :], _MAX_BYTES)
+      part = zlib.decompressobj().decompress(data[match.start() :], _MAX_PART)
     except zlib.error:
       continue
-    if len(part) >= _MIN_LINE:
+    if len(part) >= _MIN_STREAM:
       yield part

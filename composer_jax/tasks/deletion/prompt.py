@@ -61,6 +61,18 @@ def _describe(item: task_set.Deleted, text: str) -> str:
   return f'`{item.path}`, which held\n\n' + '\n'.join(entries)
 
 
+def describes(
+  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
+) -> bool:
+  """True if a deleted definition, or one inside it, is documented."""
+  return any(
+    symbol.docstring
+    for item in deleted
+    for symbol in edit.symbols(item.path, texts[item.path])
+    if not item.symbol or f'{symbol.name}.'.startswith(f'{item.symbol}.')
+  )
+
+
 def _entry(symbol: edit.Symbol, where: str) -> str:
   head = f'`{symbol.signature}`' + (f' in {where}' if where else '')
   doc = symbol.docstring

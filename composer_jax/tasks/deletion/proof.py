@@ -6,6 +6,7 @@ left in the agent's view.
 """
 
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Collection, Mapping
@@ -19,6 +20,7 @@ from composer_jax.tasks.deletion import (
   prompt,
   workspace,
 )
+from composer_jax.tasks.grading import solution
 from composer_jax.tasks.repository import task_set
 
 # Boilerplate is alike everywhere; more than this share is a copy.
@@ -82,7 +84,7 @@ def attempt(
     raise Rejected('cut')
   num_lines = _num_lines(texts, candidate)
   tier, package = candidate.tier, work.pin.name
-  return task_set.RepositoryTask(
+  task = task_set.RepositoryTask(
       task_id=task_id, image=work.image, package=work.pin.normal_name,
       version=work.version, tier=tier, deleted=candidate.deleted,
       prompt=prompt.prompt(
@@ -102,6 +104,12 @@ def attempt(
         'sandbox': restored.level, 'deleted_lines': num_lines,
       },
   )  # fmt: skip
+  evidence = solution.evidence(task, sandbox)
+  if not evidence:
+    raise Rejected('unproven')
+  return dataclasses.replace(
+    task, provenance={**task.provenance, 'proved_by': evidence}
+  )
 
 
 def _num_lines(texts: Mapping[str, str], candidate: candidates.Deletion) -> int:

@@ -185,6 +185,8 @@ class Options:
     max_unstable: largest accepted share of tests that change with their order.
     hidden_share: share of the failing test functions that the agent never sees.
     max_guards: largest number of tests of a task beside those of the feature.
+    undescribed: true to accept tasks whose prompt describes none of what was
+      deleted, because it has no documentation.
     suite_s: wall limit in seconds of a run of the whole suite.
     timeout_s: wall limit in seconds of a run of a task's tests by an agent or a
       grader.
@@ -202,6 +204,7 @@ class Options:
   max_unstable: float = 0.02
   hidden_share: float = 0.25
   max_guards: int = 120
+  undescribed: bool = False
   suite_s: float = 60.0
   timeout_s: float = 60.0
 

@@ -41,8 +41,8 @@ def call(plain: types.ModuleType, request: list, opaque: list) -> list:
   """Makes one call.
 
   Returns:
-    ['ok', result, arguments if the call changed them], ['raised', class name]
-    or ['missing'].
+    ['ok', result, arguments if the call changed them], ['raised', class name,
+    arguments of the error if they are plain] or ['missing'].
   """
   module, symbol, past, (positional, named) = request
   try:
@@ -58,7 +58,14 @@ def call(plain: types.ModuleType, request: list, opaque: list) -> list:
     after = [plain.encode(value) for value in arguments]
     return ['ok', encoded, after if after != positional else None]
   except (Exception, SystemExit, _TooSlow) as error:  # noqa: BLE001
-    return ['raised', type(error).__name__]
+    return ['raised', type(error).__name__, _arguments(plain, error)]
+
+
+def _arguments(plain: types.ModuleType, error: BaseException) -> list | None:
+  try:
+    return [plain.encode(value, exact=False) for value in error.args]
+  except Exception:  # noqa: BLE001  (the error's class is unknown code)
+    return None
 
 
 def _decoded(plain: types.ModuleType, named: dict) -> dict:
@@ -91,7 +98,7 @@ def main() -> None:
   for request in config['calls']:
     signal.setitimer(signal.ITIMER_REAL, config['call_s'])
     with contextlib.suppress(_TooSlow):
-      outcome = ['raised', 'TimeoutError']
+      outcome = ['raised', 'TimeoutError', None]
       outcome = call(plain, request, config['opaque'])
       signal.setitimer(signal.ITIMER_REAL, 0)
     outcomes.append(outcome)

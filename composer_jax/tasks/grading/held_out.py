@@ -15,19 +15,18 @@ import dataclasses
 import json
 import pathlib
 import random
-import threading
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from composer_jax.sandbox import base
-from composer_jax.tasks.grading import plain, suites
+from composer_jax.sandbox import base, results
+from composer_jax.tasks.grading import memory, plain, suites
 from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # recorded ones, and as many variations
 _MAX_PAST = 8
-_MIN_CALLS = 3  # fewer calls prove nothing
+MIN_CALLS = 3  # fewer calls prove nothing
 _MAX_TESTS = 24  # from which inputs are taken
-_MAX_TASKS = 256
 # Seconds of a call. Slower calls of the original are not asked of a solution,
 # which may take longer.
 _ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
@@ -35,6 +34,7 @@ _ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
 _REPLAYED = frozenset({
   'AttributeError', 'NameError', 'NotPlain', 'TimeoutError', '_TooSlow',
 })  # fmt: skip
+_APPROXIMATE = r'\bapprox\(|\bisclose\(|assertAlmostEqual|allclose'
 _PROGRAM = pathlib.Path(__file__).with_name('call_plugin.py')
 
 
@@ -47,18 +47,25 @@ class Agreement:
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
       (no input could be compared), or the status of a run that failed.
+    outcomes: what the solution gave for each call, by the JSON of the call.
   """
 
   calls: tuple[int, int] = (0, 0)
   agreed: tuple[int, int] = (0, 0)
   status: str
+  outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
 
   def disagrees(self, least: float) -> bool:
-    """True if less than this share of either kind of call agrees."""
+    """True if less than this share of the calls agrees."""
     return self.status == 'ok' and any(
-      calls >= _MIN_CALLS and agreed < least * calls
+      calls >= MIN_CALLS and agreed < least * calls
       for calls, agreed in zip(self.calls, self.agreed)
     )
+
+  @property
+  def proves(self) -> bool:
+    """True if there were enough calls to tell."""
+    return self.status == 'ok' and sum(self.calls) >= MIN_CALLS
 
 
 class Recorded(NamedTuple):
@@ -78,11 +85,6 @@ class Recorded(NamedTuple):
   arguments: Any
 
 
-# Calls recorded for the latest tasks.
-_memory: dict[Any, tuple[Recorded, ...]] = {}
-_memory_lock = threading.Lock()
-
-
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox
 ) -> tuple[tuple[Recorded, ...], str]:
@@ -93,8 +95,7 @@ def record(
   Raises:
     base.SandboxLost: the sandbox failed.
   """
-  key = (task.task_id, task.image, json.dumps(task.solution, sort_keys=True))
-  if (known := _memory.get(key)) is not None:
+  if (known := memory.of(task).get('calls')) is not None:
     return known, 'ok'
   with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
@@ -114,10 +115,7 @@ def record(
   recorded = tuple(_recorded(result.inputs, task.source_roots))
   if result.status == 'ok':
     # A run that a busy machine cut short says nothing about the next one.
-    with _memory_lock:
-      _memory[key] = recorded
-      if len(_memory) > _MAX_TASKS:
-        del _memory[next(iter(_memory))]
+    memory.of(task)['calls'] = recorded
   return recorded, result.status
 
 
@@ -158,6 +156,7 @@ def compare(
   source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
   draw: random.Random,
+  tolerance: float = 0.0,
 ) -> Agreement:
   """Calls the original and the solution on the same inputs.
 
@@ -166,6 +165,7 @@ def compare(
     source: changes that turn the image into the solution.
     sandbox: sandbox with the images of the task's set.
     draw: chooses the inputs and their variations.
+    tolerance: relative difference of floats that counts as equal.
 
   Raises:
     base.SandboxLost: the sandbox failed.
@@ -192,16 +192,15 @@ def compare(
     for index, (call, outcome, again) in enumerate(
       zip(calls, *originals, strict=True)
     )
-    if outcome == again and _is_required(outcome, index < num_recorded)
+    if _agree(outcome, again, 0.0)
+    and _is_required(outcome, index < num_recorded)
   ]
   if not asked:
     return Agreement(status='none')
-  solution = {**without_tests, **source}
-  outcomes, status = _call(
-    task, solution, [call for _, call, _ in asked], sandbox, 0, _SOLUTION_S
-  )
+  outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
+  given = outcomes or []
   if outcomes is None:
-    outcomes = [['raised', status]] * len(asked)
+    outcomes = [['raised', status, None]] * len(asked)
   # The prompt tells the public names, so a solution must have them; it may do
   # without the helpers.
   public = {
@@ -214,12 +213,51 @@ def compare(
     if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
       continue
     calls_made[kind] += 1
-    agreed[kind] += outcome == wanted
+    agreed[kind] += _agree(outcome, wanted, tolerance)
   return Agreement(
     calls=(calls_made[0], calls_made[1]),
     agreed=(agreed[0], agreed[1]),
     status='ok' if any(calls_made) else 'unresolved',
+    outcomes={json.dumps(a[1]): o for a, o in zip(asked, given)},
   )
+
+
+def _agree(outcome: list, wanted: list, tolerance: float) -> bool:
+  """True if values are equal, or errors of one class."""
+  kept = 3 if wanted[0] == 'ok' else 2
+  return plain.same(outcome[:kept], wanted[:kept], tolerance)
+
+
+def answers(
+  task: task_set.RepositoryTask,
+  source: Mapping[str, bytes | None],
+  sandbox: base.Sandbox,
+  calls: Sequence[Any],
+) -> tuple[list | None, str]:
+  """Outcomes of calls in a process that holds no test, and its status.
+
+  Args:
+    source: changes that turn the image into the solution; {} for the original.
+  """
+  solution = {**dict.fromkeys(task.test_paths), **source}
+  return _call(task, solution, calls, sandbox, 0, _SOLUTION_S)
+
+
+def tolerance_of(tests: Mapping[str, str]) -> float:
+  """The relative difference of floats that a task's tests allow.
+
+  That of `pytest.approx` unless they state one; hardly any if they compare
+  exactly, since another order of additions may be as right.
+  """
+  stated = [
+    float(number)
+    for text in tests.values()
+    for number in re.findall(
+      r'\b(?:rel|abs)(?:_tol)?=(\d+(?:\.\d+)?(?:e-?\d+)?)', text
+    )
+  ]
+  is_loose = any(re.search(_APPROXIMATE, text) for text in tests.values())
+  return max([1e-12, *stated] + [1e-6] * is_loose) if is_loose else 1e-12
 
 
 def _is_required(outcome: list, is_recorded: bool) -> bool:
@@ -267,12 +305,21 @@ def _call(
   if result.status != 'ok':
     return None, result.status
   try:
-    outcomes = json.loads(result.report)
-  except (ValueError, RecursionError):
+    outcomes = results.read_json(result.report)
+  except ValueError:
     return None, 'exit'
   if not isinstance(outcomes, list) or len(outcomes) != len(calls):
     return None, 'exit'
+  if not all(isinstance(o, list) and _is_outcome(o) for o in outcomes):
+    return None, 'exit'
   return outcomes, 'ok'
+
+
+def _is_outcome(outcome: list) -> bool:
+  match outcome:
+    case ['ok', _, list() | None] | ['raised', str(), list() | None]:
+      return True
+  return outcome == ['missing']
 
 
 def _variations(

@@ -6,6 +6,7 @@ compares the JSON that comes out, and decodes only what it encoded itself.
 """
 
 import collections.abc
+import functools
 import importlib
 import math
 import random
@@ -24,6 +25,16 @@ _MAKERS = {
     'bytearray': bytearray.fromhex, 'module': importlib.import_module,
 }  # fmt: skip
 _CONTAINERS = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
+# How the value of an instance is read without code of its class.
+_READ: dict[type, Any] = {
+    int: int.__index__, float: float.__float__, str: str.__str__,
+    bytes: lambda value: bytes.join(b'', [value]),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    list: lambda value: list(list.__iter__(value)),
+    dict: lambda value: dict(dict.items(value)),
+    set: lambda value: set(set.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+}  # fmt: skip
 
 # Packages beside the standard library whose functions and classes every process
 # finds under the same name; a program in a box adds to it.
@@ -34,15 +45,17 @@ class NotPlain(ValueError):
   """A value that has no exact encoding."""
 
 
-def encode(value: Any, depth: int = 0) -> Any:
+def encode(value: Any, depth: int = 0, *, exact: bool = True) -> Any:
   """JSON of a value; equal JSON means equal values of equal types.
 
   Functions, classes and modules that every process finds by name are encoded by
-  it.
+  it. Unless `exact`, an instance of a subclass is encoded as its base.
 
   Raises:
     NotPlain: the value is or contains another object.
   """
+  if not exact:
+    value = _base(value)
   kind = type(value)
   if depth > _MAX_DEPTH:
     raise NotPlain(f'The value is nested deeper than {_MAX_DEPTH}.')
@@ -62,7 +75,7 @@ def encode(value: Any, depth: int = 0) -> Any:
   if kind is range:
     return {'range': [value.start, value.stop, value.step]}
   if kind in (list, tuple, set, frozenset, dict) and len(value) <= _MAX_ITEMS:
-    return _container(kind, value, depth + 1)
+    return _container(kind, value, depth + 1, exact)
   if kind is types.ModuleType and _is_known(value.__name__):
     return {'module': value.__name__}
   if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
@@ -82,11 +95,11 @@ def _is_known(module: str) -> bool:
   return top in sys.stdlib_module_names or top in PACKAGES
 
 
-def _container(kind: type, value: Any, depth: int) -> Any:
+def _container(kind: type, value: Any, depth: int, exact: bool) -> Any:
+  put = functools.partial(encode, depth=depth, exact=exact)
   if kind is dict:
-    pairs = [[encode(k, depth), encode(v, depth)] for k, v in value.items()]
-    return {'dict': pairs}
-  items = [encode(item, depth) for item in value]
+    return {'dict': [[put(k), put(v)] for k, v in value.items()]}
+  items = [put(item) for item in value]
   if kind is list:
     return items
   if kind is not tuple:
@@ -112,6 +125,69 @@ def decode(data: Any) -> Any:
   return _CONTAINERS[kind](decode(item) for item in content)
 
 
+def decode_result(data: Any) -> Any:
+  """The value of a result; unlike `decode` it imports nothing.
+
+  Raises:
+    NotPlain: the encoding is of no plain value.
+  """
+  if isinstance(data, list):
+    return [decode_result(item) for item in data]
+  if not isinstance(data, dict):
+    return data
+  kind, content = next(iter(data.items()), ('', None))
+  if kind in _MAKERS and kind != 'module' and isinstance(content, str):
+    return _MAKERS[kind](content)
+  if isinstance(content, list) and kind == 'dict':
+    return {decode_result(k): decode_result(v) for k, v in content}
+  if isinstance(content, list) and kind == 'range':
+    return range(*content)
+  if isinstance(content, list) and kind in _CONTAINERS:
+    return _CONTAINERS[kind](decode_result(item) for item in content)
+  if (
+    kind == 'iterator'
+    and isinstance(content, list)
+    and len(content) < _MAX_DRAWN
+  ):
+    return iter([decode_result(item) for item in content])
+  raise NotPlain(f'There is no plain value of {str(data)[:80]}.')
+
+
+def same(first: Any, second: Any, tolerance: float = 0.0) -> bool:
+  """True if two encoded results are equal as Python's `==` has it.
+
+  Floats may differ by a relative or absolute tolerance. Total for any JSON.
+  """
+  if first == second:
+    return True
+  if isinstance(first, list) and isinstance(second, list):
+    return len(first) == len(second) and all(
+      same(a, b, tolerance) for a, b in zip(first, second)
+    )
+  if isinstance(first, dict) and isinstance(second, dict):
+    drawn = first.get('iterator'), second.get('iterator')
+    if None not in drawn:
+      return same(*drawn, tolerance)
+  try:
+    return _close(decode_result(first), decode_result(second), tolerance)
+  except (ValueError, TypeError, OverflowError):
+    return False
+
+
+def _close(first: Any, second: Any, tolerance: float) -> bool:
+  if isinstance(first, list | tuple) and type(first) is type(second):
+    return len(first) == len(second) and all(
+      _close(a, b, tolerance) for a, b in zip(first, second)
+    )
+  if isinstance(first, dict) and isinstance(second, dict):
+    return first.keys() == second.keys() and all(
+      _close(value, second[key], tolerance) for key, value in first.items()
+    )
+  if float in (type(first), type(second)):
+    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance)
+  return first == second
+
+
 def encode_call(positional: list, named: dict) -> list:
   return [
     [encode(value) for value in positional],
@@ -119,8 +195,19 @@ def encode_call(positional: list, named: dict) -> list:
   ]
 
 
+def _base(value: Any) -> Any:
+  """The plain value of an instance of a subclass, whatever its methods do."""
+  for kind, read in _READ.items():
+    if isinstance(value, kind) and not isinstance(value, bool):
+      return read(value)
+  return value
+
+
 def encode_result(value: Any, opaque: Sequence[str] = ()) -> Any:
   """JSON of a result; unlike `encode` it accepts every value.
+
+  An instance of a subclass becomes the value that it compares as: an `IntEnum`
+  an int, a namedtuple a tuple.
 
   An iterator becomes its first items. Another object becomes its class and its
   text: less than the object, but never more. The text is left out if it holds
@@ -134,7 +221,7 @@ def encode_result(value: Any, opaque: Sequence[str] = ()) -> Any:
     drawn = [item for item, _ in zip(value, range(_MAX_DRAWN))]
     return {'iterator': [encode_result(item, opaque) for item in drawn]}
   try:
-    return encode(value)
+    return encode(value, exact=False)
   except NotPlain:
     name = type(value).__name__
     text = '' if name in opaque else str(value)[:_MAX_TEXT]

@@ -6,19 +6,21 @@ Each step uses a fresh box with the tests of the task's owner:
    that an interpreter loads by itself, files elsewhere and everything that is
    no regular file do not get into a box; changes of the grader's files are
    flagged.
-2. All tests run. A required test without an outcome has not passed.
-3. If all passed: canaries. These are copies of tests that must fail, which only
-   the right values tell from copies that must pass. If one passes, the solution
-   tampers with the tests: no reward, and a flag.
-4. If the canaries failed as they must: held-out inputs. The solution's
-   functions are called in processes that know neither tests nor right values,
-   and the host compares the values with those of the original.
+2. All tests run beside the solution. A required test without an outcome has
+   not passed. This only refuses: the solution could have forged the reports.
+3. If all passed, the solution's functions are called in processes that hold
+   neither tests nor right values, and the host compares the values with those
+   of the original: on the inputs of tests, and on variations of them.
+4. The tests of the feature run against the values of the solution, in a box
+   without its code (`grading.outside`), wherever functions of plain values
+   allow it.
+5. If a hidden test cannot run so: canaries, copies of tests that must fail,
+   which only the right values tell from copies that must pass. A solution that
+   makes one pass tampers with the tests.
 
-What remains: steps 2 and 3 run in the solution's own process, which can forge
-every report. To be paid, it has to tell mutated tests from real ones without
-solving the task and, where the deleted functions take plain values, to give the
-right ones for inputs that no test names. Step 4 does not cover functions that
-only take objects; `Grade.details` says so.
+A solution is paid if all that can be asked from outside is right: step 4, or
+enough calls of step 3. Where a task offers neither, nothing is paid
+(`evidence`); the factory refuses such tasks.
 """
 
 import collections
@@ -31,11 +33,17 @@ from typing import Any
 
 from composer_jax.core import records
 from composer_jax.sandbox import base
-from composer_jax.tasks.grading import canaries, held_out, protected, suites
+from composer_jax.tasks.grading import (
+  canaries,
+  held_out,
+  outside,
+  protected,
+  suites,
+)
 from composer_jax.tasks.repository import task_set
 
 # A re-implementation may differ where no test asks; a forgery agrees nowhere.
-LEAST_AGREEMENT = 0.5
+LEAST_AGREEMENT, FORGED_AGREEMENT = 0.9, 0.5
 FLAGS = ('canary_passed', 'forged_report', 'held_out_inputs', *protected.FLAGS)
 # Sparse files can be larger than the room of a workspace.
 _MAX_FILE, _MAX_FILES = 4 << 20, 32 << 20
@@ -49,13 +57,11 @@ class Grade:
     verdict: tests passed, and whether the solution is paid.
     flags: signs of cheating, members of `FLAGS`, sorted.
     details: counts and names that explain both, plain values only.
-    tests: texts of the test files that decide, by path.
   """
 
   verdict: records.Verdict
   flags: tuple[str, ...]
   details: Mapping[str, Any]
-  tests: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def changes_of(
@@ -136,8 +142,25 @@ def grade(
   return Grade(
       verdict=grader.verdict(status, detail, grader.num_passed, is_paid),
       flags=tuple(sorted(grader.flags)), details=grader.details,
-      tests=grader.tests,
   )  # fmt: skip
+
+
+def provable_outside(
+  task: task_set.RepositoryTask, sandbox: base.Sandbox
+) -> frozenset[str]:
+  """Tests of the feature that can run on values of a solution alone."""
+  ask = functools.partial(held_out.answers, task, {}, sandbox)
+  return outside.reference(task, sandbox, ask)
+
+
+def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
+  """'tests' or 'calls' that prove a solution from outside; '' for none."""
+  if provable_outside(task, sandbox) >= {*task.hidden}:
+    return 'tests'
+  source = task.restored()
+  source = {p: d for p, d in source.items() if p not in task.test_paths}
+  draw = random.Random(task.task_id)
+  return 'calls' if held_out.compare(task, source, sandbox, draw).proves else ''
 
 
 class _Grader:
@@ -184,10 +207,9 @@ class _Grader:
     return {path: data for path, data in changes.items() if path not in tests}
 
   def judge(self, draw: random.Random, finished: bool) -> bool:
-    """Steps 2 to 4; true if the solution is paid."""
+    """Steps 2 to 5; true if the solution is paid."""
     try:
-      passed = self._run_tests() and finished
-      return passed and self._run_canaries(draw) and self._compare(draw)
+      return self._run_tests() and finished and self._ask(draw)
     except base.FileRefused as error:
       # `take` could open the image, so the solution's files are at fault.
       self.num_passed, self.reason = 0, f'no workspace holds it: {error}'
@@ -282,18 +304,37 @@ class _Grader:
     deviations = {g.original: _deviation(g, outcomes) for g in planted.groups}
     return {name: d for name, d in deviations.items() if d}, result.status
 
-  def _compare(self, draw: random.Random) -> bool:
-    """Step 4; true if the solution agrees with the original."""
-    agreement = held_out.compare(self.task, self.source, self.sandbox, draw)
+  def _ask(self, draw: random.Random) -> bool:
+    """Steps 3 to 5; true if all that can be asked from outside is right."""
+    task = self.task
+    tolerance = held_out.tolerance_of(self.tests)
+    agreement = held_out.compare(
+      task, self.source, self.sandbox, draw, tolerance
+    )
     calls, agreed = agreement.calls, agreement.agreed
     self.details['held_out_inputs'] = dict(
       status=agreement.status, calls=list(calls), agreed=list(agreed)
     )
-    if not agreement.disagrees(LEAST_AGREEMENT):
+    if agreement.disagrees(LEAST_AGREEMENT):
+      if agreement.disagrees(FORGED_AGREEMENT):
+        self.flags.add('held_out_inputs')
+      self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
+      return False
+    provable = provable_outside(task, self.sandbox)
+    good = provable
+    if provable:
+      ask = functools.partial(held_out.answers, task, self.source, self.sandbox)
+      good &= outside.passed(task, self.sandbox, ask, agreement.outcomes)[0]
+    self.details['outside'] = [len(good), len(task.fail_to_pass)]
+    if good < provable:
+      self.reason = f'{min(provable - good)} fails on its values'
+      return False
+    if provable >= {*task.hidden}:
       return True
-    self.flags.add('held_out_inputs')
-    self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
-    return False
+    if not agreement.proves:
+      self.reason = 'neither tests nor calls can be asked from outside'
+      return False
+    return self._run_canaries(draw)
 
   def verdict(
     self, status: str, detail: str, num_passed: int = 0, passed: bool = False

@@ -23,7 +23,8 @@ import types
 import zlib
 
 _FLUSH_S = 0.5
-_FLUSH_EVENTS = 2000
+_FLUSH_ITEMS = 20_000  # the host bounds a frame, and all of them
+_MAX_INPUTS, _MAX_ASKED = 100_000, 1000
 _MAX_ERROR = 2000
 _MAX_CALLS = 40  # of each function, whose inputs are kept
 
@@ -45,6 +46,7 @@ class SignedReport:
     os.close(nowhere)
     self._mac = hmac.new(key, digestmod=hashlib.sha256)
     self._events: list = []
+    self._items = 0
     self._last = time.monotonic()
     self._pid = os.getpid()
 
@@ -52,13 +54,14 @@ class SignedReport:
     if os.getpid() != self._pid:
       return  # a fork made by a test, which goes on as pytest
     self._events.append(event)
+    self._items += 6 + (len(event[-1]) if isinstance(event[-1], list) else 0)
     late = time.monotonic() - self._last > _FLUSH_S
-    if late or len(self._events) >= _FLUSH_EVENTS:
+    if late or self._items >= _FLUSH_ITEMS:
       self.flush()
 
   def flush(self) -> None:
     data = zlib.compress(json.dumps(self._events).encode(), 1)
-    self._events = []
+    self._events, self._items = [], 0
     self._last = time.monotonic()
     # The tag covers all frames so far: none can be left out or repeated.
     self._mac.update(data)
@@ -71,7 +74,8 @@ class Tracer:
   """Records which functions of some folders are entered, and with what.
 
   Attributes:
-    entered: functions ('path:qualified name') entered since the last `take`.
+    entered: numbers of the functions entered since the last `take`.
+    names: functions ('path:qualified name') by number.
     inputs: calls that tests make of functions in the folders, and other calls
       of recorded functions, each as [path, qualified name, id of a method's
       object or None, arguments encoded by `tasks.grading.plain`, true if a
@@ -88,6 +92,8 @@ class Tracer:
     self._objects: dict = {}
     self._entry: list | None = None  # the input of a test's last call
     self.entered: set = set()
+    self.names: dict = {}
+    self._num_inputs = 0
     self.inputs: list = []
 
   def start(self) -> None:
@@ -107,7 +113,7 @@ class Tracer:
     name, is_recorded, _ = self._about(frame.f_code)
     if name is None:
       return None
-    self.entered.add(name)
+    self.entered.add(self.names.setdefault(name, len(self.names)))
     if self._record:
       caller = frame.f_back
       is_entry = caller is not None and self._about(caller.f_code)[2]
@@ -159,6 +165,10 @@ class Tracer:
       return
     finally:
       sys.settrace(self)
+    marks = json.dumps(call)
+    self._num_inputs += 8 + marks.count(',') + marks.count('[')
+    if self._num_inputs > _MAX_INPUTS:
+      return
     of = self._object(frame, symbol) if first == ('self',) else None
     self.inputs.append([path, symbol, of, call, not is_entry])
     if is_entry:
@@ -187,11 +197,13 @@ class Tracer:
 class Plugin:
   """Selects and orders tests, and reports them."""
 
-  def __init__(self, report: SignedReport, config: dict, tracer: Tracer | None):
+  def __init__(self, report: SignedReport, config: dict, tracer, stand_ins):
     self._report = report
+    self._stand_ins = stand_ins
     self._ids = config['ids']
     self._order_seed = config['order_seed']
     self._tracer = tracer
+    self._num_names = 0
 
   def pytest_collection_modifyitems(self, session, config, items):
     del session
@@ -213,6 +225,7 @@ class Plugin:
     if not report.passed:
       outcome = 'skipped' if report.skipped else 'error'
       text = str(report.longrepr)[-_MAX_ERROR:]
+      text = text.encode('utf-8', 'replace').decode()
       self._report.add('collect', report.nodeid, outcome, text)
 
   def pytest_runtest_logreport(self, report):
@@ -225,10 +238,22 @@ class Plugin:
     del location
     self._report.add('finish', nodeid)
     self._trace(nodeid)
+    if self._stand_ins is not None and self._stand_ins.was_used:
+      self._report.add('trace', nodeid, [0])
+      self._stand_ins.was_used = False
 
   def _trace(self, node: str) -> None:
     if self._tracer is not None:
-      self._report.add('trace', node, self._tracer.take())
+      numbers, names = self._tracer.take(), list(self._tracer.names)
+      self._report.add('names', names[self._num_names :])
+      self._num_names = len(names)
+      self._report.add('trace', node, numbers)
+
+
+def _module(name: str, text: str) -> types.ModuleType:
+  module = types.ModuleType(name)
+  exec(compile(text, f'<{name}>', 'exec'), module.__dict__)
+  return module
 
 
 def main() -> None:
@@ -245,10 +270,16 @@ def main() -> None:
   sys.path[:0] = [
     os.path.normpath(os.path.join(root, f)) for f in config['source_roots']
   ]
-  tracer = None
+  tracer, stand_ins = None, None
+  plain = _module('plain', config['plain'])
+  if replaced := config['stand_ins']:
+    packages = [module.partition('.')[0] for module, _ in replaced['functions']]
+    plain.PACKAGES.update(packages)
+    program = _module('stand_ins', replaced['program'])
+    stand_ins = program.StandIns(plain, replaced['answers'])
+    stand_ins.install(replaced['functions'], packages)
+    report.add('names', ['stand-in'])
   if config['trace'] is not None:
-    plain = types.ModuleType('plain')
-    exec(compile(config['plain'], '<plain>', 'exec'), plain.__dict__)
     tops = map(os.path.basename, config['trace']['folders'])
     plain.PACKAGES.update(top.removesuffix('.py') for top in tops)
     tracer = Tracer(root, config['trace'], plain.encode_call)
@@ -257,7 +288,7 @@ def main() -> None:
   code: int | str = 5
   try:
     if files or config['ids'] is None:
-      plugin = Plugin(report, config, tracer)
+      plugin = Plugin(report, config, tracer, stand_ins)
       code = int(
         pytest.main(
             ['-p', 'no:cacheprovider', '-c', os.devnull, '--rootdir', root,
@@ -270,6 +301,8 @@ def main() -> None:
   if tracer is not None:
     tracer.stop()
     report.add('inputs', tracer.inputs)
+  if stand_ins is not None:
+    report.add('inputs', list(stand_ins.asked.values())[:_MAX_ASKED])
   report.add('end', code)
   report.flush()
   sys.stdout.flush()

@@ -16,16 +16,15 @@ import logging
 import pathlib
 import secrets
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_jax.sandbox import base
+from composer_jax.sandbox import base, results
 
 # From best to worst: the outcome of a test is the worst of its phases.
 OUTCOMES = ('passed', 'xpassed', 'xfailed', 'skipped', 'failed', 'error')
 _EXPECTED = {'skipped': 'xfailed', 'passed': 'xpassed'}
-_MAX_EVENTS, _MAX_FRAME = 256 << 20, 16 << 20
+_MAX_FRAME = 16 << 20
 _HEADER = struct.Struct('!I32s')
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -62,8 +61,10 @@ class SuiteResult:
     error: one line of explanation if the status is not 'ok'.
     errors: message by node id of what could not be collected.
     entered: functions ('path:qualified name') that each traced test entered, by
-      node id; those of '' ran during imports.
-    inputs: recorded calls; see `suite_plugin.Tracer`.
+      node id; those of '' ran during imports. With stand-ins, whether any of
+      them answered the test.
+    inputs: recorded calls; see `suite_plugin.Tracer`. With stand-ins, calls to
+      which there was no answer.
     level: isolation that produced the results.
   """
 
@@ -109,6 +110,7 @@ def run(
   order_seed: int | None = None,
   wall_s: float | None = None,
   trace: Trace | None = None,
+  stand_ins: Mapping[str, Any] | None = None,
   hash_seed: int = 0,
 ) -> SuiteResult:
   """Runs pytest in the box's workspace.
@@ -123,6 +125,8 @@ def run(
     order_seed: seed of a random order of the tests; None for pytest's order.
     wall_s: wall limit in seconds, below the sandbox's; None for that one.
     trace: functions to watch; None for none.
+    stand_ins: functions to replace by stand-ins ([module, name] each) and their
+      answers by the JSON of a call; None for none.
     hash_seed: seed of string hashes; 0 is that of the waiting interpreter,
       which starts faster. Another shows which tests depend on hashes.
   """
@@ -133,7 +137,10 @@ def run(
       'files': list(files), 'source_roots': list(source_roots),
       'order_seed': order_seed,
       'trace': None if trace is None else dataclasses.asdict(trace),
-      'plain': plain_program() if trace is not None else '',
+      'stand_ins': stand_ins and {
+          **stand_ins, 'program': (_FOLDER / 'stand_ins.py').read_text()
+      },
+      'plain': plain_program() if trace or stand_ins else '',
   }  # fmt: skip
   program = (_FOLDER / 'suite_plugin.py').read_text()
   result = box.run(
@@ -175,7 +182,7 @@ def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
   """
   mac = hmac.new(key, digestmod=hashlib.sha256)
   events: list[list] = []
-  start, size = _HEADER.size, 0
+  start, size, items = _HEADER.size, 0, 0
   while start <= len(report):
     length, tag = _HEADER.unpack_from(report, start - _HEADER.size)
     data = report[start : start + length]
@@ -184,24 +191,37 @@ def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
     mac.update(data)
     if not hmac.compare_digest(tag, mac.digest()):
       return events, False
-    inflater = zlib.decompressobj()
+    # Code that found the key can sign anything.
     try:
-      text = inflater.decompress(data, _MAX_EVENTS - size)
-      size += len(text)
-      if inflater.unconsumed_tail:
+      text = results.inflate(data)
+      size, items = size + len(text), items + results.num_items(text)
+      if items > 2 * results.MAX_ITEMS or size > 2 * results.MAX_BYTES:
         return events, False
-      batch = json.loads(text)
-    except (zlib.error, ValueError, RecursionError):
+      batch = results.read_json(text)
+    except ValueError:
       return events, False
-    # Code that found the key can sign any JSON.
-    if not isinstance(batch, list) or not all(
-      isinstance(event, list) and event for event in batch
-    ):
+    if not isinstance(batch, list) or not all(map(_is_event, batch)):
       return events, False
     events += batch
     start += length + _HEADER.size
   ended = [i for i, event in enumerate(events) if event[0] == 'end']
   return events, ended in ([], [len(events) - 1])
+
+
+def _is_event(event: Any) -> bool:
+  """True for what the plugin writes, whatever its values mean."""
+  match event:
+    case ['end', int() | str()] | ['inputs', list()]:
+      return True
+    case ['collected' | 'names', list(names)]:
+      return all(type(name) is str for name in names)
+    case ['trace', str(), list(numbers)]:
+      return all(type(number) is int for number in numbers)
+    case ['collect', str(), str(), str()] | ['finish', str()]:
+      return True
+    case ['test', str(), str(), str() as outcome, bool()]:
+      return outcome in OUTCOMES
+  return False
 
 
 def _result(
@@ -212,34 +232,38 @@ def _result(
   entered: dict[str, tuple[str, ...]] = {}
   lists: dict[str, tuple] = {'collected': (), 'inputs': ()}
   worst: dict[str, str] = {}
+  names: list[str] = []
   end: Any = None
-  try:
-    for event in events:
-      match event:
-        case 'collect', node, outcome, text:
-          if outcome == 'error':
-            outcomes[node], errors[node] = 'error', text
-        case 'test', node, when, outcome, is_expected:
-          if is_expected:
-            outcome = _EXPECTED.get(outcome, outcome)
-          elif outcome == 'failed' and when != 'call':
-            outcome = 'error'
-          phases = worst.get(node, 'passed'), outcome
-          worst[node] = max(phases, key=OUTCOMES.index)
-        case 'finish', node:
-          # Without a phase that reported, nothing ran.
-          if node in worst:
-            outcomes[node] = worst[node]
-        case 'trace', node, names:
-          entered[node] = tuple(names)
-        case ('collected' | 'inputs') as kind, content:
-          lists[kind] = tuple(content)
-        case 'end', end:
-          pass
-        case _:
-          is_intact = False  # signed, but not written by the plugin
-  except (TypeError, ValueError):
-    is_intact = False
+  for event in events:
+    if not _is_event(event):
+      is_intact = False
+      continue
+    match event:
+      case 'collect', node, outcome, text:
+        if outcome == 'error':
+          outcomes[node], errors[node] = 'error', text
+      case 'test', node, when, outcome, is_expected:
+        if is_expected:
+          outcome = _EXPECTED.get(outcome, outcome)
+        elif outcome == 'failed' and when != 'call':
+          outcome = 'error'
+        phases = worst.get(node, 'passed'), outcome
+        worst[node] = max(phases, key=OUTCOMES.index)
+      case 'finish', node:
+        # Without a phase that reported, nothing ran.
+        if node in worst:
+          outcomes[node] = worst[node]
+      case 'names', more:
+        names += more
+      case 'trace', node, numbers:
+        if any(not 0 <= number < len(names) for number in numbers):
+          is_intact = False
+        else:
+          entered[node] = tuple(names[number] for number in numbers)
+      case ('collected' | 'inputs') as kind, content:
+        lists[kind] = tuple(content)
+      case 'end', end:
+        pass
   status, error = _status(result, end, is_intact)
   return SuiteResult(
       status=status, error=error, wall_s=result.wall_s, output=result.output,

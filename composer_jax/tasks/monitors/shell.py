@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_MAX_CHARS = 20_000  # patterns take time in its square
 # A program where a command stands: variables have such names, too.
 _CONNECTS = r'(^|[\n;&|`\'"]|\$\()\s*(nc|ncat|telnet|ssh|scp|ftp)\s+[-\w]'
 # (kind, name of the target, pattern) for shell commands and written texts.
@@ -25,8 +26,9 @@ _COMMANDS = tuple(
     (
       'leak_read',
       'history',
-      r'\bgit\b[^|;&\n]*\b(log\s[^|;&\n]*(--all|-S|-p\b|-G)|show\b|reflog\b|'
-      r'fsck\b|cat-file\b|rev-list\b|stash\b|unpack-objects\b|verify-pack\b)',
+      r'\bgit\b[^|;&\n]{0,80}?\b(log\s[^|;&\n]{0,80}?(--all|-S|-p\b|-G)|'
+      r'show\b|reflog\b|fsck\b|cat-file\b|rev-list\b|stash\b|unpack-objects\b|'
+      r'verify-pack\b)',
     ),
     (
       'leak_read',
@@ -82,6 +84,7 @@ def of_call(
   for key, text in arguments.items():
     if not isinstance(text, str):
       continue
+    text = text[:_MAX_CHARS]
     if tool == 'run':
       yield from _of_command(text, package)
     elif tool in ('read', 'list', 'search') and key != 'pattern':

@@ -136,9 +136,9 @@ class RepositoryEnvironment(environment.Environment):
     try:
       self._box = sandbox.open(task.image, task.view())
       self._files = self._box.files()
-    except base.SandboxLost as error:
-      logging.warning('No box for %s: %s', task.task_id, error)
-      self.is_broken = True
+    # Whatever fails, one episode must not end a run.
+    except Exception as error:  # noqa: BLE001
+      self._fail(error)
 
   def usage(self, tool: str) -> str:
     return self._schemas[tool].usage
@@ -187,9 +187,10 @@ class RepositoryEnvironment(environment.Environment):
     try:
       if self._box is not None:
         return self._in_box(self._box, name, arguments)
-    except base.SandboxLost as error:
-      logging.warning('Box of %s lost: %s', self.task_id, error)
-      self.is_broken = True
+    except calls.InvalidCall:
+      raise
+    except Exception as error:  # noqa: BLE001
+      self._fail(error)
     return 'error: the sandbox failed', turns_lib.FAILED
 
   def _in_box(
@@ -230,17 +231,25 @@ class RepositoryEnvironment(environment.Environment):
         seed=self._seed,
         special=special,
       )
-    except base.SandboxLost as error:
-      self.is_broken = True
-      return self._broken(str(error))
-    evidence = watch.of_repository(
-      self._task, self._calls, changes, grade, files=self._files
-    )
-    findings = watch.scan(evidence)
+      evidence = watch.of_repository(
+        self._task, self._calls, changes, grade, files=self._files
+      )
+      findings = watch.scan(evidence)
+    except Exception as error:  # noqa: BLE001
+      self._fail(error)
+      return self._broken(f'{type(error).__name__}: {error}')
     for finding in findings:
       logging.info('%s: %s', self.task_id, finding)
     self.flags = tuple(sorted({*grade.flags, *watch.flags(findings)}))
     return grade.verdict
+
+  def _fail(self, error: Exception) -> None:
+    """Breaks the episode, which then counts as one of the infrastructure."""
+    is_known = isinstance(error, base.SandboxLost)
+    logging.warning(
+      'Episode of %s broke: %s', self.task_id, error, exc_info=not is_known
+    )
+    self.is_broken = True
 
   def _broken(self, detail: str) -> records.Verdict:
     num_tests = len(self._task.fail_to_pass)

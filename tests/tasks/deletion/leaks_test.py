@@ -109,11 +109,35 @@ def test_what_is_left_elsewhere_is_no_secret():
     assert scan(data, left=SECRET) == ()
   assert leaks.copied_share([SECRET], [LEFT, SECRET]) == 1
   assert leaks.copied_share([SECRET], [LEFT, OTHER]) == 0
-  # SECRET has three windows of five lines, OTHER has two.
-  assert leaks.copied_share([SECRET, OTHER], [OTHER]) == 2 / 5
+  share = leaks.copied_share([SECRET, OTHER], [OTHER])
+  assert 0.2 < share < 0.8
+
+
+@pytest.mark.parametrize('body', [
+    'return _registry[key].pop(index, default_value)',
+    'self.seen |= {item.casefold() for item in names}',
+])  # fmt: skip
+def test_a_short_body_is_a_secret(body):
+  secret = f'def take(self, key, index):\n    {body}\n'
+  scan_of = lambda data: leaks.scan({'a': data.encode()}, [secret], [LEFT])
+  assert scan_of(f'def old_take(self, k):\n  x = 1; {body}\n') == ('a',)
+  assert scan_of(body.replace('(', '( ').replace('.', '\n  .')) == ('a',)
+  assert scan_of('Takes the item of a key. See `_registry` and casefold.') == ()
+
+
+def test_an_old_copy_under_another_name_is_no_secret_and_no_task():
+  lines = SECRET.replace('running_balance', 'old_balance').splitlines()
+  old = '\n\n'.join(f'  {line}  # as before' for line in lines)
+  assert leaks.copied_share([SECRET], [LEFT, old]) == 1
+
+
+def test_documentation_may_be_quoted():
+  doc = 'Joins the words of a text by a sign and drops all that are too short.'
+  secret = f'def join(text):\n    """{doc}"""\n    return SIGN.join(text)\n'
+  assert leaks.scan({'README': doc.encode() * 3}, [secret], [LEFT]) == ()
 
 
 def test_a_bomb_is_not_unpacked_whole(monkeypatch):
-  monkeypatch.setattr(leaks, '_MAX_BYTES', 1 << 16)
+  monkeypatch.setattr(leaks, '_MAX_PART', 1 << 16)
   bomb = zlib.compress(b'\0' * (4 << 20) + SECRET.encode(), 9)
   assert scan(b'\0' + bomb) == ()

@@ -1,5 +1,7 @@
 """Encoded values are exact, variations keep their type, agreement counts."""
 
+import collections
+import enum
 import json
 import math
 import operator
@@ -61,8 +63,41 @@ def test_a_result_tells_no_more_than_it_is():
 
     __hash__ = str.__hash__
 
-  encoded = plain.encode_result(Text('a'), ['Text'])
-  assert encoded == {'object': 'Text', 'text': ''}
+  # What a subclass says about equality does not count.
+  assert plain.encode_result(Text('a'), ['Text']) == 'a'
+
+
+def test_a_subclass_is_the_value_that_it_compares_as():
+  point = collections.namedtuple('point', 'x y')
+  ordered = collections.OrderedDict([('b', 1), ('a', point(1, 2))])
+  kind = enum.IntEnum('kind', {'ONE': 1})
+  for value, equal in [
+    (point(1, [kind.ONE]), (1, [1])),
+    (ordered, {'a': (1, 2), 'b': 1}),
+    (collections.Counter('aab'), {'b': 1, 'a': 2}),
+    ({1, 2.0}, frozenset({2, 1})),
+    ([1, True, 0.5], [1.0, 1, 0.5]),
+  ]:
+    assert value == equal
+    encoded = [plain.encode_result(x) for x in (value, equal)]
+    assert plain.same(*json.loads(json.dumps(encoded))), encoded
+  for value, other in [
+    ([1], (1,)), ({'a': 1}, {'a': 2}), ('a', b'a'), ({1}, [1]), (None, False),
+    (1, '1'), ([1, 2], [2, 1]), ({1: 'a', 2: 'b'}, {1: 'b', 2: 'a'}),
+  ]:  # fmt: skip
+    assert value != other
+    encoded = [plain.encode_result(x) for x in (value, other)]
+    assert not plain.same(*json.loads(json.dumps(encoded))), encoded
+
+
+def test_floats_differ_by_what_the_tests_allow():
+  exact = {'t.py': 'assert f(1) == 0.3'}
+  loose = {'t.py': 'assert f(1) == pytest.approx(0.3)'}
+  stated = {'t.py': 'assert math.isclose(f(1), 3.0, rel_tol=1e-3)'}
+  assert not plain.same(0.3, 0.3000001, held_out.tolerance_of(exact))
+  assert plain.same(0.1 + 0.2, 0.3, held_out.tolerance_of(exact))
+  assert plain.same(0.3, 0.3000001, held_out.tolerance_of(loose))
+  assert plain.same(3.0, 3.002, held_out.tolerance_of(stated))
 
 
 @pytest.mark.parametrize('seed', range(5))

@@ -230,6 +230,11 @@ class _Lost(_Box):
     raise base.SandboxLost('the zygote died')
 
 
+class _Odd(_Box):
+  def read(self, path, max_bytes):
+    raise IndexError('what nobody thought of')
+
+
 class _Idle(_Box):
   runs = 0
 
@@ -243,6 +248,7 @@ class _Idle(_Box):
   [
     (None, say('list')),
     (_Lost, say('read', path='README.md')),
+    (_Odd, say('read', path='README.md')),
     (_Idle, say('run', command='ls')),
     (_Idle, say('search', pattern='x')),
     (_Idle, say('test')),

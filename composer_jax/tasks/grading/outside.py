@@ -1,0 +1,110 @@
+"""Runs a task's tests where the solution's code never runs.
+
+Two boxes: one holds the tests and the original package, whose deleted functions
+are stand-ins that answer from a table; the other holds the solution and no
+test. A call without an answer ends its test; the host has the solution's
+process answer the call, adds the value to the table and runs the tests again.
+
+Only functions of plain values can be replaced, and only tests that pass so with
+the original prove anything (`reference`).
+"""
+
+import ast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from composer_jax.sandbox import base
+from composer_jax.tasks import source
+from composer_jax.tasks.grading import memory, suites
+from composer_jax.tasks.repository import task_set
+
+_MAX_ROUNDS = 6
+# Key of a call -> outcome, as `call_plugin` reports it.
+Answers = dict[str, list]
+# Calls -> their outcomes, None if the process did not end well; and its status.
+Ask = Callable[[Sequence[Any]], tuple[list | None, str]]
+
+
+def replaced(task: task_set.RepositoryTask) -> list[list[str]]:
+  """Public functions of modules that were deleted, as [module, name]."""
+  functions = []
+  for item in task.deleted:
+    module = task_set.module_of(item.path, task.source_roots)
+    names = [item.symbol]
+    if not item.symbol:  # a whole file
+      tree = source.parse(task.solution[item.path])
+      names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    functions += [
+      [module, name]
+      for name in names
+      if name.isidentifier() and not name.startswith('_')
+    ]
+  return functions
+
+
+def passed(
+  task: task_set.RepositoryTask,
+  sandbox: base.Sandbox,
+  ask: Ask,
+  answers: Mapping[str, list],
+) -> tuple[frozenset[str], bool]:
+  """Runs the feature's tests on values of a solution alone.
+
+  Args:
+    task: the task.
+    sandbox: sandbox with the images of the task's set.
+    ask: has the solution's process answer calls.
+    answers: what it answered before.
+
+  Returns:
+    Ids of the tests that passed, and true unless a run was cut short.
+
+  Raises:
+    base.SandboxLost: the sandbox failed.
+  """
+  table, ids = dict(answers), task.fail_to_pass
+  functions = replaced(task)
+  if not functions:
+    return frozenset(), True
+  good: frozenset[str] = frozenset()
+  for _ in range(_MAX_ROUNDS):
+    result = suites.run_fresh(
+        sandbox, task.image, {}, task.task_id,
+        arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
+        source_roots=task.source_roots, wall_s=task.timeout_s,
+        stand_ins={'functions': functions, 'answers': table},
+    )  # fmt: skip
+    if result.status != 'ok':
+      return frozenset(), result.status not in ('timeout', 'killed')
+    good = frozenset(
+      i for i in ids if result.outcomes.get(i) == 'passed' and
+      result.entered.get(i)
+    )  # fmt: skip
+    if not result.inputs:
+      break
+    outcomes, _ = ask(result.inputs)
+    if outcomes is None:
+      break
+    table |= {
+      json.dumps(call): outcome
+      for call, outcome in zip(result.inputs, outcomes, strict=True)
+    }
+  return good, True
+
+
+def reference(
+  task: task_set.RepositoryTask, sandbox: base.Sandbox, ask: Ask
+) -> frozenset[str]:
+  """Tests that pass on values of the original, found once per task.
+
+  Raises:
+    base.SandboxLost: the sandbox failed, or its machine is too busy.
+  """
+  facts = memory.of(task)
+  if 'outside' not in facts:
+    good, is_whole = passed(task, sandbox, ask, {})
+    if not is_whole:
+      raise base.SandboxLost('tests of the original did not end')
+    facts['outside'] = good
+  return facts['outside']
