@@ -29,6 +29,8 @@ def make_trajectory(logprobs, versions=None, mask=None, ids_TMA=None):
     logprobs_T=np.array(logprobs, np.float32),
     expert_ids_TMA=ids_TMA,
     policy_version_T=np.array(versions or [0] * T, np.int32),
+    context_version_T=np.array(versions or [0] * T, np.int32),
+    consumed_version_T=np.array(versions or [0] * T, np.int32),
     temperature=1.0,
   )
 

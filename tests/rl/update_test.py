@@ -132,6 +132,8 @@ def _rollout(completion, context_T, group, member):
           [completion.consumed_expert_ids_TMA, unrouted]
         ),
         policy_version_T=np.zeros(len(tokens_T), np.int32),
+        context_version_T=np.zeros(len(tokens_T), np.int32),
+        consumed_version_T=np.zeros(len(tokens_T), np.int32),
         temperature=TEMPERATURE,
       ),
     ),
