@@ -38,12 +38,15 @@ class RLBatch(LMBatch, kw_only=True):
     temperatures_BT: float32 sampling temperature; 1 on padding.
     expert_ids_MBTA: uint16 recorded routes, NO_ROUTE where there is none; None
       routes every token afresh.
+    own_BT: true where the weights of a pass consume the token, in a chain of
+      passes (`rl.audit`); None where one pass consumes all.
   """
 
   rollout_logprobs_BT: jax.Array
   advantages_BT: jax.Array
   temperatures_BT: jax.Array
   expert_ids_MBTA: jax.Array | None = None
+  own_BT: jax.Array | None = None
 
 
 class HintBatch(flax.struct.PyTreeNode, kw_only=True):

@@ -200,6 +200,14 @@ class LayerSums(NamedTuple):
   num_unrecorded: jax.Array  # tokens without a record in a replay
 
 
+def agrees(choice: ExpertChoice, replay_BTA: jax.Array | None) -> jax.Array:
+  """Returns false where a record is not what the router would choose."""
+  if replay_BTA is None:
+    return jnp.ones(choice.ids_BTA.shape[:-1], bool)
+  same_BTA = jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)
+  return same_BTA.all(-1) | ~_recorded(replay_BTA)
+
+
 def layer_sums(
   choice: ExpertChoice,
   *,
@@ -229,9 +237,8 @@ def _replay_counts(choice, replay_BTA, valid_BT):
     names = ('replayed', 'agreeing', 'replaced', 'unrecorded')
     return {f'num_{name}': zero for name in names}
   is_recorded_BT = _recorded(replay_BTA)
-  replay_BTA = replay_BTA.astype(jnp.int32)
-  same_BT = (jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)).all(-1)
-  lost_BTA = ~_among(replay_BTA, choice.ids_BTA)
+  same_BT = agrees(choice, replay_BTA)
+  lost_BTA = ~_among(replay_BTA.astype(jnp.int32), choice.ids_BTA)
   replayed_BT = is_recorded_BT & valid_BT
   return {
     'num_replayed': replayed_BT.sum(dtype=jnp.int32),

@@ -255,7 +255,6 @@ class Spec:
     names = [f.name for f in dataclasses.fields(update.LearningOptions)]
     return update.UpdateOptions(
       **{name: getattr(self.rl, name) for name in names},
-      refreshed=self.rollout.on_swap == rollout_options.REFRESH,
       seed=self.seed,
       hints=self.hints,
     )

@@ -1,5 +1,6 @@
 """Gathers a trainer's scores per trajectory, for `rl.mismatch` to compare."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,19 @@ from composer_jax.rl import batching, mismatch
 from composer_jax.rl import step as steps
 
 
+def per_token(
+  packed: batching.PackedTrajectories, arrays: Sequence[Any]
+) -> list[np.ndarray]:
+  """The parts of each trajectory of arrays [B, T]; waits for these."""
+  arrays = [np.asarray(array_BT) for array_BT in arrays]
+  return [arrays[p.batch][p.row, p.span] for p in packed.places]
+
+
 def logprobs(
   packed: batching.PackedTrajectories, scores: list[steps.Scores]
 ) -> list[np.ndarray]:
   """logprobs_T of each trajectory; waits for the scores."""
-  arrays = [np.asarray(s.logprobs_BT) for s in scores]
-  return [arrays[p.batch][p.row, p.span] for p in packed.places]
+  return per_token(packed, [s.logprobs_BT for s in scores])
 
 
 def ratios(

@@ -11,9 +11,11 @@ import numpy as np
 from composer_jax.core import batches, checks, records
 from composer_jax.rl import (
   advantage,
+  audit,
   batching,
   behaviour,
   comparison,
+  explain,
   mismatch,
   policy_loss,
 )
@@ -56,13 +58,10 @@ class UpdateOptions(LearningOptions):
   """All options of a policy update.
 
   Attributes:
-    refreshed: true if the engine refreshes its caches when weights change; see
-      `mismatch.ages`.
     seed: seed of the run, used by the shuffled control.
     hints: loss of hints on faulty turns.
   """
 
-  refreshed: bool = False
   seed: int = 0
   hints: distill.HintLossOptions = distill.OFF
 
@@ -115,8 +114,8 @@ def _trained(
   groups: list[records.Group],
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
-) -> tuple[batching.PackedTrajectories, list[int]]:
-  """Packs the trajectories that a step trains on; also returns their groups.
+) -> tuple[batching.PackedTrajectories, list[float], list[int]]:
+  """Packs what a step trains on; also returns advantages and groups.
 
   Leaves out trajectories without an advantage, whose gradient is exactly zero:
   once the policy solves most groups, that is most of the work. If none has an
@@ -130,7 +129,22 @@ def _trained(
   ]
   kept = [item for item in items if item[1]] or items
   trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
-  return batching.pack(trajectories, advantages, shape), ids
+  return batching.pack(trajectories, advantages, shape), advantages, ids
+
+
+def _hinted(
+  groups: list[records.Group], trained: batching.PackedTrajectories
+) -> list[tuple[records.Trajectory, int]]:
+  """Windows with hints but no policy gradient, and their groups."""
+  known = {id(t) for t in trained.trajectories}
+  hinted = {
+    id(t): (t, g.group)
+    for g in groups
+    for r in g.rollouts
+    for t in [r.trajectories[h.trajectory] for h in r.hints]
+    if id(t) not in known
+  }
+  return list(hinted.values())
 
 
 def add_hints(
@@ -188,6 +202,7 @@ def update(
   *,
   reference: Any = None,
   teacher: Any = None,
+  auditor: audit.Auditor | None = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`; returns the next state and the step's metrics.
 
@@ -206,6 +221,8 @@ def update(
     reference: policy values for the KL penalty; None without one.
     teacher: policy values of a frozen teacher that reads hints; None without
       one. A teacher that is an average is in `state`.
+    auditor: scores stale tokens by the weights that sampled them; None checks
+      exactly only what the trained version sampled.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.
@@ -215,9 +232,11 @@ def update(
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
   by_group = list(map(advantage.group_advantages, groups, rewards))
-  trained, ids = _trained(groups, by_group, shape)
+  trained, advantages, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
+  auditor = auditor or audit.Auditor(functions, shape)
+  auditor.keep(version, values)
   sums, scores, others = None, [], []
   is_due = options.mismatch_every and version % options.mismatch_every == 0
   for batch in trained.microbatches:
@@ -242,8 +261,8 @@ def update(
   metrics = behaviour.measure(groups, by_group, version)
   without_grads = sums.replace(grads=None)
 
-  def wait_and_check() -> list[str]:
-    """Completes the metrics; returns how they leave the gate's bounds."""
+  def wait_and_check() -> None:
+    """Completes the metrics, and stops a step outside of the gate's bands."""
     on_host = jax.device_get(without_grads)
     metrics.update(_of_sums(on_host, scale, options.replay))
     metrics['microbatches'] = len(scores)
@@ -251,33 +270,49 @@ def update(
     metrics.update(hint_counts)
     if hint_stats is not None:
       metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
-    metrics.update(
-      mismatch.measure(
-        trained.trajectories,
-        comparison.logprobs(trained, scores),
-        version,
-        refreshed=options.refreshed,
-      )
-    )
+    ratios = comparison.ratios(trained, scores)
+    metrics.update(mismatch.gap(np.concatenate(ratios)))
     pair = (scores, others) if options.replay else (others, scores)
     metrics.update(comparison.both_ways(trained, *pair))
     if repeated := sum(s.attempts - 1 for s in scores):
       metrics['repeated_microbatches'] = repeated
-    breaches = mismatch.breaches(metrics, options.gate)
-    if options.gate.action != 'off':
-      metrics.update(gate_breaches=len(breaches), gate=breaches)
-    return breaches
-
-  if options.gate.action == 'stop' and (breaches := wait_and_check()):
-    group, kl = mismatch.worst(ids, comparison.ratios(trained, scores))
-    raise mismatch.OutOfBand(
-      f'rl step {version + 1}: {"; ".join(breaches)}. Of its groups, {group} '
-      f'is the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '
-      'last checkpoint is intact. To sample its groups anew delete their files '
-      'in groups/ and run the same command again; to go on with them as they '
-      'are add --config.rl.gate.action=flag.',
-      metrics,
+    if options.gate.action == 'off':
+      return
+    hinted = _hinted(groups, trained) if options.hints.weight else []
+    free, own, costly = audit.free_and_costly(
+      trained,
+      scores,
+      [t for t, _ in hinted],
+      version,
+      replay=options.replay,
     )
+    M = shape.num_moe_layers
+    ranks = [audit.suspicion(*x, M) for x in zip(own, advantages, strict=True)]
+    ranks += [0.0] * len(hinted)
+    rows = len(scores) * shape.rows
+    exact = free + auditor.choose(costly, ranks, rows, version)
+    metrics.update(audit.measure(exact, M))
+    if options.replay:
+      metrics['unrecorded'] = mismatch.unrecorded(groups)
+    breaches = mismatch.breaches(metrics, options.gate)
+    breaches += mismatch.contradictions(groups)
+    metrics.update(gate_breaches=len(breaches), gate=breaches)
+    if breaches and options.gate.action == 'stop':
+      auditor.policies.setdefault(version, values)
+      worst = explain.worst(exact or own)
+      group = [*ids, *(g for _, g in hinted)][worst.part.index]
+      raise mismatch.OutOfBand(
+        f'rl step {version + 1}: {"; ".join(breaches)}. Of its groups, {group} '
+        f'is the worst: {explain.explain(auditor, worst)}. Its gradient was '
+        'not applied, and the last checkpoint is intact. To sample its groups '
+        'anew delete their files in groups/ and run the same command again; to '
+        'go on with them as they are add --config.rl.gate.action=flag.',
+        metrics,
+        explain.evidence(worst, group),
+      )
+
+  if options.gate.action == 'stop':
+    wait_and_check()
   state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
   if options.gate.action != 'stop':
     wait_and_check()

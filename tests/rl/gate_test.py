@@ -77,9 +77,9 @@ def groups(functions, trained):
   sampled = update_test.with_rewards(sampled, rewards)
   return with_trajectories(
     sampled,
-    lambda t: {
-      'policy_version_T': np.full(len(t), int(trained.step), np.int32)
-    },
+    lambda t: dict.fromkeys(
+      records.VERSIONS, np.full(len(t), int(trained.step), np.int32)
+    ),
   )
 
 
@@ -116,7 +116,7 @@ def swapped(t):
 
 def newer(t):
   """Returns versions one newer than those that sampled the tokens."""
-  return {'policy_version_T': t.policy_version_T + 1}
+  return {name: getattr(t, name) + 1 for name in records.VERSIONS}
 
 
 def copied(state):
@@ -143,15 +143,16 @@ def test_honest_records_pass(trained, honest):
   state, metrics = honest
   assert metrics['gate'] == [] and metrics['gate_breaches'] == 0
   assert int(state.step) == int(trained.step) + 1
-  assert metrics['fresh_tokens'] == metrics['sampled_tokens']
-  assert metrics['mismatch_kl_fresh'] < 1e-12
+  assert metrics['tokens_exact'] == metrics['sampled_tokens']
+  assert metrics['mismatch_kl_exact'] < 1e-12
+  assert metrics['exact_agreement'] == 1 and metrics['unrecorded'] == 0
   assert metrics['route_agreement'] == metrics['replay_agreement'] == 1
 
 
 def test_honest_records_of_an_older_policy_pass(functions, groups, honest):
   state, _ = honest
   _, metrics = run(functions, state, groups)
-  assert metrics['fresh_tokens'] == 0 and metrics['staleness'] == 1
+  assert metrics['tokens_exact'] == 0 and metrics['staleness'] == 1
   assert metrics['mismatch_kl'] > 1e-3 and metrics['gate'] == []
 
 
@@ -168,9 +169,9 @@ def test_a_lie_stops_the_step_before_it_is_applied(
     update.update(state, wrong, functions, OPTIONS, SHAPE)
   message = str(stopped.value)
   assert message.startswith(
-    f'rl step {int(state.step) + 1}: mismatch_kl_fresh is '
-    f'{stopped.value.metrics["mismatch_kl_fresh"]:.3g}, its band is at most '
-    '1e-09 (--config.rl.gate.max_kl_fresh): '
+    f'rl step {int(state.step) + 1}: mismatch_kl_exact is '
+    f'{stopped.value.metrics["mismatch_kl_exact"]:.3g}, its band is at most '
+    '1e-09 (--config.rl.gate.max_kl_exact): '
   )
   assert '--config.rl.gate.action=flag' in message and 'groups/' in message
   # The state was neither donated nor changed.
@@ -192,7 +193,7 @@ def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
   _, metrics = run(
     functions, honest[0], with_trajectories(groups, lie), **acting('flag')
   )
-  assert metrics['fresh_tokens'] == 0
+  assert metrics['tokens_exact'] == 0
   assert any(s.startswith('replay_agreement is ') for s in metrics['gate'])
   # Without replay the tape changes no loss, but its disagreement still shows.
   _, afresh = run(
@@ -213,8 +214,8 @@ def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
   passed, without = run(functions, trained, wrong, **acting('off'))
   assert metrics['gate_breaches'] == len(metrics['gate']) > 1
   jax.tree.map(np.testing.assert_array_equal, flagged.params, passed.params)
-  gate_fields = {'gate', 'gate_breaches'}
-  assert without == {k: v for k, v in metrics.items() if k not in gate_fields}
+  assert without == {k: metrics[k] for k in without}
+  assert 'gate' not in without
 
 
 def test_looking_first_changes_no_bit(functions, trained, groups, honest):

@@ -30,11 +30,9 @@ OPTIONS = update.UpdateOptions(
   kl_coefficient=0.0,
   loss=policy_loss.LossOptions(),
   mismatch_every=0,
-  refreshed=False,
   # This policy did not sample the trajectories, so no gate.
   gate=mismatch.GateOptions(
     action='off',
-    max_kl_fresh=1.0,
     max_kl=1.0,
     max_p99=1.0,
     max_large_ratio_share=1.0,
@@ -222,6 +220,7 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
     scores = steps.Scores(
       logprobs_BT=None,
       expert_ids_MBTA=None,
+      differing_BT=None,
       exchanged=exchange.ExchangeStats(
         needed_rows=jnp.array([100, 160]), capacity=jnp.full(2, room)
       ),

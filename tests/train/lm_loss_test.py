@@ -69,7 +69,9 @@ def forward(variables, batch, *, model, plan, with_max_logits):
     replay_replaced_M=jnp.zeros(2),
     no_route_M=jnp.zeros(2),
   )
-  output = decoder.DecoderOutput(hidden_BTD=x, expert_ids_MBTA=x, stats=stats)
+  output = decoder.DecoderOutput(
+    hidden_BTD=x, expert_ids_MBTA=x, agrees_MBT=x, stats=stats
+  )
   return 6.0 + 4.0 * x, output
 
 
