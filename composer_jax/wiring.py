@@ -14,6 +14,7 @@ from composer_jax.agent import environment
 from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
 from composer_jax.delta.device import transport
+from composer_jax.gate import gate as health_gate
 from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
@@ -129,6 +130,13 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     hints=spec.systems['hints'].write if spec.hints.weight else None,
     transport=lambda workdir: transport.StoreTransport(
       workdir, spec.model, spec.systems['delta']
+    ),
+    gate=functools.partial(
+      health_gate.HealthGate,
+      options=spec.rl.gate,
+      replay=spec.rl.replay,
+      max_staleness=spec.rl.max_staleness,
+      seed=spec.seed,
     ),
     write_report=_write_report,
   )

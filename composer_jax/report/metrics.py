@@ -89,13 +89,26 @@ rl
   mismatch_p99: * 99th percentile of k3 over tokens, nats
   mismatch_max: * largest difference of a log-probability
   mismatch_large: * share of tokens that one side finds twice as likely or more
-  fresh_tokens: * tokens sampled by the very version that is trained
-      (`rl.mismatch.ages`); the _fresh metrics cover these and are absent where
-      there are none
-  mismatch_kl_fresh: * mismatch_kl of fresh tokens
-  mismatch_p99_fresh: * mismatch_p99 of fresh tokens
-  mismatch_max_fresh: * mismatch_max of fresh tokens
-  mismatch_large_fresh: * mismatch_large of fresh tokens
+  tokens_exact: * tokens scored by the very weights that sampled them, with
+      their routes replayed (`rl.audit`); the _exact metrics cover these and are
+      absent where there are none
+  mismatch_kl_exact: * mismatch_kl of tokens scored exactly
+  mismatch_p99_exact: * mismatch_p99 of tokens scored exactly
+  mismatch_max_exact: * mismatch_max of tokens scored exactly
+  mismatch_large_exact: * mismatch_large of tokens scored exactly
+  exact_agreement: * share of recorded routes of their trajectories that the
+      weights which made them choose again
+  tokens_afresh: * tokens scored by the weights that sampled them but routed
+      afresh: without replay, or if a refresh replaced their routes; the _afresh
+      metrics cover these
+  mismatch_kl_afresh: * mismatch_kl of tokens scored afresh
+  mismatch_p99_afresh: * mismatch_p99 of tokens scored afresh
+  mismatch_max_afresh: * mismatch_max of tokens scored afresh
+  mismatch_large_afresh: * mismatch_large of tokens scored afresh
+  tokens_unscorable: * tokens that no kept policy can score, after a restart or
+      if their cache had several versions and was computed anew
+  unrecorded: share of consumed tokens without a route; absent without a replay
+  mismatch_kl_hints: mismatch_kl of hinted turns, in float32
   truncated: * share of tokens whose ratio met a bound of rl.loss
   dropped: * share of tokens whose gradient rl.loss took away
   mismatch_kl_replay: * mismatch_kl with routes replayed; this and the metrics

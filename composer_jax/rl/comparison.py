@@ -1,13 +1,43 @@
-"""Gathers a trainer's scores per trajectory, for `rl.mismatch` to compare."""
+"""Gathers a trainer's scores per trajectory, for comparison and judgement."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from composer_jax.core import batches, records
 from composer_jax.rl import batching, mismatch
 from composer_jax.rl import step as steps
+
+
+class JudgedStep(NamedTuple):
+  """A step before its update: the trained policy and what its pass gave.
+
+  `advantages` and `group_ids` are those of the trained trajectories; `hinted`
+  tells that hints are trained on, too.
+  """
+
+  version: int
+  values: Any
+  groups: list[records.Group]
+  trained: batching.PackedTrajectories
+  advantages: list[float]
+  group_ids: list[int]
+  scores: list[steps.Scores]
+  hinted: bool
+  metrics: dict[str, Any]
+
+
+class Gate(Protocol):
+  """Judges steps (system `gate`), before their update if `stops`."""
+
+  stops: bool
+
+  def keep(self, version: int, values: Any) -> None:
+    """Keeps a copy of a policy, to judge later steps with."""
+
+  def judge(self, step: JudgedStep) -> dict[str, Any]:
+    """Returns metrics; raises a `mismatch.OutOfBand` if it stops the step."""
 
 
 def per_token(

@@ -1,8 +1,8 @@
-"""How far rollout and trainer differ about the same tokens, and a gate on it.
+"""How far rollout and trainer differ about the same tokens.
 
 Float64 numpy on the host: differences of float32 log-probabilities near 1e-7
 square to 1e-14, which float32 sums lose. The measures are never part of a
-gradient; `rl.update` calls them. The statistics are those of R3
+gradient; `rl.update` and the gate call them. The statistics are those of R3
 (arXiv 2510.11370): mean KL, its tail, the share of ratios beyond a factor, and
 routes that differ. `telemetry` explains the names of the metrics.
 """
@@ -92,49 +92,11 @@ def route_agreement(
   }
 
 
-def unrecorded(groups: Sequence[records.Group]) -> float:
-  """Share of consumed tokens without a route; no pass consumes the last."""
-  missing = [
-    (t.expert_ids_TMA[:-1] == records.NO_ROUTE).any((-2, -1))
-    for g in groups
-    for r in g.rollouts
-    for t in r.trajectories
-  ]
-  return float(np.concatenate(missing).mean())
-
-
-def contradictions(groups: Sequence[records.Group]) -> list[str]:
-  """Names records that contradict themselves, without any forward pass."""
-  messages = []
-  for g in groups:
-    for r in g.rollouts:
-      name = f'group {g.group}, member {r.member}'
-      for i, t in enumerate(r.trajectories):
-        turns = [turn for turn in r.turns if turn.trajectory == i]
-        told_T = np.zeros(len(t), bool)
-        for turn in turns:
-          told_T[turn.start : turn.stop] = True
-        if r.turns and (differs := int((told_T != t.loss_mask_T).sum())):
-          messages.append(
-            f'{name}: the loss mask of window {i} differs from its turns at '
-            f'{differs} tokens'
-          )
-        # The version that sampled a token consumed the one before, and perhaps
-        # a later version once more.
-        is_older_T = np.roll(t.consumed_version_T, 1) < t.policy_version_T
-        if len(t) > 1 and (is_older_T & t.loss_mask_T)[1:].any():
-          messages.append(
-            f'{name}: tokens of window {i} follow tokens that only older '
-            'versions consumed'
-          )
-  return messages
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateOptions:
   """The bands of a healthy step, and the action on any other; for float32.
 
-  'Exact' is what the weights that sampled a token say of it (`rl.audit`), so
+  'Exact' is what the weights that sampled a token say of it (`gate.audit`), so
   that only rounding may differ: honest float32 records have a mean k3 of 1e-13
   and no route that differs. The bands of all tokens are wider, since the
   trained policy is some steps on: three runs of the study first_loop at
@@ -177,79 +139,18 @@ class GateOptions:
 
   def __post_init__(self):
     checks.one_of(self, 'action', ('stop', 'flag', 'off'))
-    checks.number(self, 0, *(n for n in _NAMES if 'kl' in n or 'p99' in n))
-    shares = [n for n in _NAMES if 'kl' not in n and 'p99' not in n]
-    checks.number(self, 0, 'share', *shares, highest=1)
+    names = [f.name for f in dataclasses.fields(self)][1:]
+    nats = [name for name in names if 'kl' in name or 'p99' in name]
+    checks.number(self, 0, *nats)
+    checks.number(self, 0, *(n for n in names if n not in nats), highest=1)
 
 
 class OutOfBand(ValueError):
-  """A step whose mismatch left its band under action 'stop'.
+  """A step that the gate stopped; `metrics` are its own.
 
-  `metrics` are those of the step, whose gradient was not applied; `evidence`
-  are arrays about the worst trajectory, for `experiments.mismatch`.
+  Its gradient was not applied.
   """
 
-  def __init__(
-    self,
-    message: str,
-    metrics: dict[str, Any],
-    evidence: dict[str, np.ndarray] | None = None,
-  ):
+  def __init__(self, message: str, metrics: dict[str, Any]):
     super().__init__(message)
-    self.metrics, self.evidence = metrics, evidence
-
-
-_RECORD = (
-  'the records do not match the weights or tokens they name: check the routes '
-  '(alignment, order of layers), the versions, and that rollout and trainer '
-  'compute alike (--config.model.compute_dtype, numerics; without '
-  '--config.rl.replay near ties are routed differently now and then)'
-)
-_POLICY = (
-  'the policy moved too far from the rollouts, or the records are wrong: check '
-  'mismatch_kl_exact, staleness and --config.rl.learning_rate'
-)
-_ROUTES = (
-  'the recorded routes do not match these tokens and layers: check whether one '
-  'layer of this measure stands out'
-)
-_MISSING = (
-  'consumed tokens have no route: check --config.rollout.record_routes, and '
-  'that nothing is lost between engine and trainer'
-)
-# metric -> (option, likely causes)
-_BANDS = {
-  'mismatch_kl_exact': ('max_kl_exact', _RECORD),
-  'exact_agreement': ('min_exact_agreement', _ROUTES),
-  'mismatch_kl_afresh': ('max_kl_afresh', _RECORD),
-  'unrecorded': ('max_unrecorded', _MISSING),
-  'mismatch_kl': ('max_kl', _POLICY),
-  'mismatch_kl_hints': ('max_kl_hints', _POLICY),
-  'mismatch_p99': ('max_p99', _POLICY),
-  'mismatch_large': ('max_large_ratio_share', _POLICY),
-  'replay_agreement': ('min_agreement', _ROUTES),
-  'route_agreement': ('min_agreement', _ROUTES),
-}
-_NAMES = {option for option, _ in _BANDS.values()}
-
-
-def breaches(metrics: dict[str, Any], options: GateOptions) -> list[str]:
-  """Describes each measure outside of its band, with likely causes.
-
-  A measure that the step does not have (no stale token was scored, no route
-  recorded) is in its band; NaN is not.
-  """
-  messages = []
-  for name, (option, causes) in _BANDS.items():
-    if options.action == 'off' or name not in metrics:
-      continue
-    value, bound = metrics[name], getattr(options, option)
-    is_low = option.startswith('min')
-    if value >= bound if is_low else value <= bound:
-      continue
-    side = 'at least' if is_low else 'at most'
-    messages.append(
-      f'{name} is {value:.3g}, its band is {side} {bound:.3g} '
-      f'(--config.rl.gate.{option}): {causes}'
-    )
-  return messages
+    self.metrics = metrics

@@ -11,11 +11,9 @@ import numpy as np
 from composer_jax.core import batches, checks, records
 from composer_jax.rl import (
   advantage,
-  audit,
   batching,
   behaviour,
   comparison,
-  explain,
   mismatch,
   policy_loss,
 )
@@ -40,7 +38,6 @@ class LearningOptions:
     loss: policy gradient and its bounds on p_train / p_rollout.
     mismatch_every: steps between two comparisons of the mismatch with and
       without replay, each one more forward pass; 0 for none.
-    gate: bounds on the mismatch of rollout and trainer.
   """
 
   prompts: int = 8
@@ -50,7 +47,6 @@ class LearningOptions:
   kl_coefficient: float = 0.0
   loss: policy_loss.LossOptions = policy_loss.LossOptions()
   mismatch_every: int = 10
-  gate: mismatch.GateOptions = mismatch.GateOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,21 +128,6 @@ def _trained(
   return batching.pack(trajectories, advantages, shape), advantages, ids
 
 
-def _hinted(
-  groups: list[records.Group], trained: batching.PackedTrajectories
-) -> list[tuple[records.Trajectory, int]]:
-  """Windows with hints but no policy gradient, and their groups."""
-  known = {id(t) for t in trained.trajectories}
-  hinted = {
-    id(t): (t, g.group)
-    for g in groups
-    for r in g.rollouts
-    for t in [r.trajectories[h.trajectory] for h in r.hints]
-    if id(t) not in known
-  }
-  return list(hinted.values())
-
-
 def add_hints(
   sums: steps.StepSums,
   groups: list[records.Group],
@@ -202,7 +183,7 @@ def update(
   *,
   reference: Any = None,
   teacher: Any = None,
-  auditor: audit.Auditor | None = None,
+  gate: comparison.Gate | None = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`; returns the next state and the step's metrics.
 
@@ -210,10 +191,10 @@ def update(
   the statistics of tokens (entropy, mismatch, truncated, routes, expert_load
   and sampled_tokens); rewards, verdicts and staleness cover all rollouts.
 
-  With gate action 'stop' the host checks the log-probabilities before it
+  If the gate stops steps, the host checks the log-probabilities before it
   dispatches the optimizer, which costs one wait per step: the gradient of
-  misaligned records must not reach the weights. With any other action
-  everything is dispatched first.
+  misaligned records must not reach the weights. Otherwise everything is
+  dispatched first.
 
   Args:
     state: training state, donated.
@@ -221,8 +202,7 @@ def update(
     reference: policy values for the KL penalty; None without one.
     teacher: policy values of a frozen teacher that reads hints; None without
       one. A teacher that is an average is in `state`.
-    auditor: scores stale tokens by the weights that sampled them; None checks
-      exactly only what the trained version sampled.
+    gate: judges the records; None trains on whatever they are.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.
@@ -235,8 +215,8 @@ def update(
   trained, advantages, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
-  auditor = auditor or audit.Auditor(functions, shape)
-  auditor.keep(version, values)
+  if gate is not None:
+    gate.keep(version, values)
   sums, scores, others = None, [], []
   is_due = options.mismatch_every and version % options.mismatch_every == 0
   for batch in trained.microbatches:
@@ -262,7 +242,7 @@ def update(
   without_grads = sums.replace(grads=None)
 
   def wait_and_check() -> None:
-    """Completes the metrics, and stops a step outside of the gate's bands."""
+    """Completes the metrics, and lets the gate stop the step."""
     on_host = jax.device_get(without_grads)
     metrics.update(_of_sums(on_host, scale, options.replay))
     metrics['microbatches'] = len(scores)
@@ -276,45 +256,24 @@ def update(
     metrics.update(comparison.both_ways(trained, *pair))
     if repeated := sum(s.attempts - 1 for s in scores):
       metrics['repeated_microbatches'] = repeated
-    if options.gate.action == 'off':
-      return
-    hinted = _hinted(groups, trained) if options.hints.weight else []
-    free, own, costly = audit.free_and_costly(
-      trained,
-      scores,
-      [t for t, _ in hinted],
-      version,
-      replay=options.replay,
-    )
-    M = shape.num_moe_layers
-    ranks = [audit.suspicion(*x, M) for x in zip(own, advantages, strict=True)]
-    ranks += [0.0] * len(hinted)
-    rows = len(scores) * shape.rows
-    exact = free + auditor.choose(costly, ranks, rows, version)
-    metrics.update(audit.measure(exact, M))
-    if options.replay:
-      metrics['unrecorded'] = mismatch.unrecorded(groups)
-    breaches = mismatch.breaches(metrics, options.gate)
-    breaches += mismatch.contradictions(groups)
-    metrics.update(gate_breaches=len(breaches), gate=breaches)
-    if breaches and options.gate.action == 'stop':
-      auditor.policies.setdefault(version, values)
-      worst = explain.worst(exact or own)
-      group = [*ids, *(g for _, g in hinted)][worst.part.index]
-      raise mismatch.OutOfBand(
-        f'rl step {version + 1}: {"; ".join(breaches)}. Of its groups, {group} '
-        f'is the worst: {explain.explain(auditor, worst)}. Its gradient was '
-        'not applied, and the last checkpoint is intact. To sample its groups '
-        'anew delete their files in groups/ and run the same command again; to '
-        'go on with them as they are add --config.rl.gate.action=flag.',
-        metrics,
-        explain.evidence(worst, group),
+    if gate is not None:
+      judged = comparison.JudgedStep(
+        version=version,
+        values=values,
+        groups=groups,
+        trained=trained,
+        advantages=advantages,
+        group_ids=ids,
+        scores=scores,
+        hinted=bool(options.hints.weight),
+        metrics=metrics,
       )
+      metrics.update(gate.judge(judged))
 
-  if options.gate.action == 'stop':
+  if gate is not None and gate.stops:
     wait_and_check()
   state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
-  if options.gate.action != 'stop':
+  if gate is None or not gate.stops:
     wait_and_check()
   metrics['grad_norm'] = float(grad_norm)
   _check_finite('grad_norm', metrics, version)

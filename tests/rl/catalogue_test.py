@@ -14,10 +14,12 @@ import pytest
 
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
+from composer_jax.gate import gate as health_gate
 from composer_jax.models import decoder
-from composer_jax.rl import audit, batching, comparison, mismatch, update
+from composer_jax.rl import batching, comparison, mismatch, update
 from composer_jax.rollout import engine as engines
-from tests.rl import gate_test, lies, update_test
+from experiments.studies.staleness import lies
+from tests.rl import gate_test, update_test
 
 functions, trained = gate_test.functions, gate_test.trained
 MODEL, SHAPE = update_test.MODEL, update_test.SHAPE
@@ -37,9 +39,6 @@ def states(functions, trained):
   rewards = [[0.1 * r.reward for r in g.rollouts] for g in groups]
   groups = update_test.with_rewards(groups, rewards)
   options = dataclasses.replace(gate_test.OPTIONS, mismatch_every=0)
-  options = dataclasses.replace(
-    options, gate=mismatch.GateOptions(action='off')
-  )
   for _ in range(NEWEST):
     state, _ = update.update(
       gate_test.copied(state), groups, functions, options, SHAPE
@@ -148,13 +147,13 @@ def policies(functions, states):
   return [decoder.policy(functions.policy(state)) for state in states]
 
 
-def auditor_of(functions, policies, staleness):
-  auditor = audit.Auditor(
-    functions, SHAPE, max_staleness=staleness, share=OPTIONS.gate.share
+def gate_of(functions, policies, staleness):
+  gate = health_gate.HealthGate(
+    functions, SHAPE, mismatch.GateOptions(), max_staleness=staleness
   )
-  for version in range(NEWEST - staleness, NEWEST + 1):
-    auditor.keep(version, policies[version])
-  return auditor
+  for version in range(NEWEST - staleness, NEWEST):
+    gate.keep(version, policies[version])
+  return gate
 
 
 def world_of(functions, policies, groups):
@@ -188,11 +187,11 @@ def gradient(functions, values, groups):
   return np.concatenate([leaf.ravel() for leaf in leaves])
 
 
-def steps_until_caught(functions, state, groups, auditor, most=5):
+def steps_until_caught(functions, state, groups, gate, most=5):
   """Returns the step that is stopped, and why; (None, metrics) if none is."""
   metrics = {}
   for step in range(1, most + 1):
-    auditor._seed = step
+    gate._auditor._seed = step
     try:
       _, metrics = update.update(
         gate_test.copied(state),
@@ -200,7 +199,7 @@ def steps_until_caught(functions, state, groups, auditor, most=5):
         functions,
         OPTIONS,
         SHAPE,
-        auditor=auditor,
+        gate=gate,
       )
     except mismatch.OutOfBand as error:
       return step, str(error)
@@ -227,10 +226,8 @@ def run(functions, states, policies, staleness, names, on_swap='keep'):
       size = np.linalg.norm(change) / np.linalg.norm(honest)
     except ValueError:
       size = np.inf
-    auditor = auditor_of(functions, policies, staleness)
-    step, message = steps_until_caught(
-      functions, states[NEWEST], told, auditor
-    )
+    gate = gate_of(functions, policies, staleness)
+    step, message = steps_until_caught(functions, states[NEWEST], told, gate)
     rows.append((name, float(size), step, message))
   return rows
 
@@ -258,10 +255,8 @@ def test_honest_records_of_swapped_sessions_pass(
   functions, states, policies, staleness, on_swap
 ):
   groups = sample(policies, versions_of(staleness), on_swap)
-  auditor = auditor_of(functions, policies, staleness)
-  caught, metrics = steps_until_caught(
-    functions, states[NEWEST], groups, auditor
-  )
+  gate = gate_of(functions, policies, staleness)
+  caught, metrics = steps_until_caught(functions, states[NEWEST], groups, gate)
   assert caught is None
   assert metrics['tokens_exact'] > 10
   assert metrics['mismatch_kl_exact'] < 1e-12

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from composer_jax.core import batches, records
+from composer_jax.gate import gate as health_gate
 from composer_jax.models import decoder
 from composer_jax.rl import mismatch, update
 from composer_jax.rl import step as steps
@@ -123,19 +124,25 @@ def copied(state):
   return jax.tree.map(jnp.copy, state)
 
 
-def run(functions, state, groups, **changes):
+def gate_of(functions, action='stop', replay=True):
+  options = mismatch.GateOptions(action=action)
+  return health_gate.HealthGate(functions, SHAPE, options, replay=replay)
+
+
+def run(functions, state, groups, action='stop', **changes):
   options = dataclasses.replace(OPTIONS, **changes)
-  return update.update(copied(state), groups, functions, options, SHAPE)
-
-
-def acting(action):
-  return {'gate': dataclasses.replace(OPTIONS.gate, action=action)}
+  gate = None
+  if action != 'off':
+    gate = gate_of(functions, action, options.replay)
+  return update.update(
+    copied(state), groups, functions, options, SHAPE, gate=gate
+  )
 
 
 @pytest.fixture(scope='module')
 def honest(functions, trained, groups):
   """State and metrics of `update` on honest records, under the default gate."""
-  assert OPTIONS.gate.action == 'stop'
+  assert mismatch.GateOptions().action == 'stop'
   return run(functions, trained, groups)
 
 
@@ -166,7 +173,8 @@ def test_a_lie_stops_the_step_before_it_is_applied(
   before = copied(state)
   wrong = with_trajectories(groups, lie, members)
   with pytest.raises(mismatch.OutOfBand) as stopped:
-    update.update(state, wrong, functions, OPTIONS, SHAPE)
+    gate = gate_of(functions)
+    update.update(state, wrong, functions, OPTIONS, SHAPE, gate=gate)
   message = str(stopped.value)
   assert message.startswith(
     f'rl step {int(state.step) + 1}: mismatch_kl_exact is '
@@ -183,7 +191,7 @@ def test_the_group_that_lies_is_named(functions, trained, groups):
   with pytest.raises(
     mismatch.OutOfBand, match=r'Of its groups, 1 is the worst'
   ):
-    update.update(copied(trained), wrong, functions, OPTIONS, SHAPE)
+    run(functions, trained, wrong)
 
 
 @pytest.mark.parametrize('lie', [shifted, swapped])
@@ -191,7 +199,7 @@ def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
   functions, honest, groups, lie
 ):
   _, metrics = run(
-    functions, honest[0], with_trajectories(groups, lie), **acting('flag')
+    functions, honest[0], with_trajectories(groups, lie), action='flag'
   )
   assert metrics['tokens_exact'] == 0
   assert any(s.startswith('replay_agreement is ') for s in metrics['gate'])
@@ -201,7 +209,7 @@ def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
     honest[0],
     with_trajectories(groups, lie),
     replay=False,
-    **acting('flag'),
+    action='flag',
   )
   assert [s.split()[0] for s in afresh['gate']] == ['route_agreement']
 
@@ -210,8 +218,8 @@ def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
   functions, trained, groups
 ):
   wrong = with_trajectories(groups, shifted)
-  flagged, metrics = run(functions, trained, wrong, **acting('flag'))
-  passed, without = run(functions, trained, wrong, **acting('off'))
+  flagged, metrics = run(functions, trained, wrong, action='flag')
+  passed, without = run(functions, trained, wrong, action='off')
   assert metrics['gate_breaches'] == len(metrics['gate']) > 1
   jax.tree.map(np.testing.assert_array_equal, flagged.params, passed.params)
   assert without == {k: metrics[k] for k in without}
@@ -220,6 +228,6 @@ def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
 
 def test_looking_first_changes_no_bit(functions, trained, groups, honest):
   stopping, metrics = honest
-  flagging, flagging_metrics = run(functions, trained, groups, **acting('flag'))
+  flagging, flagging_metrics = run(functions, trained, groups, action='flag')
   jax.tree.map(np.testing.assert_array_equal, stopping.params, flagging.params)
   assert metrics == flagging_metrics

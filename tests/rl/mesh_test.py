@@ -13,7 +13,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import decoder
 from composer_jax.parallel import exchange, layouts, topology
-from composer_jax.rl import mismatch, policy_loss, update
+from composer_jax.rl import policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.train import placement
 from composer_jax.train import state as train_state
@@ -30,14 +30,6 @@ OPTIONS = update.UpdateOptions(
   kl_coefficient=0.0,
   loss=policy_loss.LossOptions(),
   mismatch_every=0,
-  # This policy did not sample the trajectories, so no gate.
-  gate=mismatch.GateOptions(
-    action='off',
-    max_kl=1.0,
-    max_p99=1.0,
-    max_large_ratio_share=1.0,
-    min_agreement=0.0,
-  ),
   seed=0,
 )
 # With SGD at rate 1 a step adds the negative gradient to the masters.

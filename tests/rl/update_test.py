@@ -18,7 +18,6 @@ from composer_jax.rl import (
   batching,
   behaviour,
   comparison,
-  mismatch,
   update,
 )
 from composer_jax.rl import step as steps
@@ -66,7 +65,6 @@ P, R, LENGTH = 2, 3, 24
 SHAPE = batching.BatchShape(
   rows=2, seq_len=2 * LENGTH, num_moe_layers=2, num_active=2, num_experts=8
 )
-GATE = mismatch.GateOptions()
 OPTIONS = update.UpdateOptions(
   prompts=P, rollouts_per_prompt=R, mismatch_every=0
 )
@@ -518,8 +516,7 @@ def test_kl_penalty_is_the_divergence_from_the_reference(
 
 
 def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
-  gate = dataclasses.replace(GATE, action='off')
-  options = dataclasses.replace(OPTIONS, mismatch_every=1, gate=gate)
+  options = dataclasses.replace(OPTIONS, mismatch_every=1)
   state = make_state(reroute(variables, 0.1))
   _, metrics = update.update(state, groups, functions, options, SHAPE)
   assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']

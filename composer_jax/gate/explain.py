@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rl import audit, mismatch
+from composer_jax.gate import audit
+from composer_jax.rl import mismatch
 
 # Factors by which a recorded temperature may be wrong.
 _FACTORS = (0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.4, 2.0)
@@ -92,9 +93,8 @@ def explain(auditor: audit.Auditor, score: audit.Score) -> str:
     f'{int(score.differing_T.sum())} routes differ'
   )
   left = [(mismatch.k3(r_Z).mean(), words) for words, r_Z in _refitted(score)]
-  known = auditor.policies.keys()
-  if set(part.consumed_T.tolist()) <= known:
-    cases = list(_rescored(part, sorted(known)))
+  if auditor.knows(part):
+    cases = list(_rescored(part, sorted(auditor.policies)))
     scores = auditor.score([other for _, other in cases])
     left += [
       (mismatch.k3(s.log_ratios).mean(), words)
@@ -107,11 +107,10 @@ def explain(auditor: audit.Auditor, score: audit.Score) -> str:
   return f'{text}; it fits best if {words} (mean k3 {after:.3g} then)'
 
 
-def evidence(score: audit.Score, group: int) -> dict[str, np.ndarray]:
+def evidence(score: audit.Score) -> dict[str, np.ndarray]:
   """Arrays about each token of a trajectory, for `experiments.mismatch`."""
   t = score.part.trajectory
   return {
-    'group': np.array(group),
     **{name: np.asarray(getattr(t, name)) for name in t.__slots__},
     'train_logprobs_T': score.logprobs_T,
     'compared_T': score.part.compared_T,

@@ -114,6 +114,10 @@ class Auditor:
     for old in [v for v in self.policies if v < version - self._max_staleness]:
       del self.policies[old]
 
+  def knows(self, part: Part) -> bool:
+    """True if the policies of a part are kept."""
+    return set(part.consumed_T.tolist()) <= self.policies.keys()
+
   def choose(
     self, parts: Sequence[Part], suspicion: Sequence[float], rows: int, key: int
   ) -> list[Score]:
@@ -126,7 +130,7 @@ class Auditor:
       key: number that, with the seed, determines the random half.
     """
     self._credit = min(self._credit + self._share * rows, self._share * rows)
-    known = [p for p in parts if set(p.consumed_T) <= self.policies.keys()]
+    known = list(filter(self.knows, parts))
     drawn = np.random.default_rng((self._seed, key)).permutation(len(known))
     ranked = sorted(known, key=lambda part: -suspicion[part.index])
     order = [p for pair in zip(ranked, drawn, strict=True) for p in pair]
