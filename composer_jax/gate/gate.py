@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import files, records
-from composer_jax.gate import audit, bands, explain
+from composer_jax.gate import audit, bands, explain, routes
 from composer_jax.rl import batching, comparison, mismatch
 from composer_jax.rl import step as steps
 
@@ -80,7 +80,9 @@ class HealthGate:
     exact = free + self._auditor.choose(costly, ranks, rows, step.version)
     scorable = [*(s.part for s in free), *filter(self._auditor.knows, costly)]
     sampled = sum(int(t.loss_mask_T.sum()) for t in windows)
+    pair = (step.scores, step.others)
     metrics = {
+      **routes.both_ways(step.trained, *(pair if self._replay else pair[::-1])),
       'tokens_unscorable': sampled
       - sum(int(part.compared_T.sum()) for part in scorable),
       **audit.measure(exact, self._num_layers),

@@ -13,8 +13,9 @@ from composer_jax.rl import step as steps
 class JudgedStep(NamedTuple):
   """A step before its update: the trained policy and what its pass gave.
 
-  `advantages` and `group_ids` are those of the trained trajectories; `hinted`
-  tells that hints are trained on, too.
+  `advantages` and `group_ids` are those of the trained trajectories; `others`
+  are scores without replay where `scores` are with it, or none; `hinted` tells
+  that hints are trained on, too.
   """
 
   version: int
@@ -24,6 +25,7 @@ class JudgedStep(NamedTuple):
   advantages: list[float]
   group_ids: list[int]
   scores: list[steps.Scores]
+  others: list[steps.Scores]
   hinted: bool
   metrics: dict[str, Any]
 
@@ -70,29 +72,3 @@ def fresh(batch: batches.RLBatch) -> batches.RLBatch:
   return batch.replace(
     expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
   )
-
-
-def both_ways(
-  packed: batching.PackedTrajectories,
-  replayed: list[steps.Scores],
-  afresh: list[steps.Scores],
-) -> dict[str, Any]:
-  """Metrics of the same tokens with routes replayed, and routed afresh.
-
-  Scores `afresh` give the agreement of the trainer's routes with the recorded
-  ones; together with `replayed`, also the mismatch with and without replay.
-  """
-  metrics: dict[str, Any] = {}
-  if replayed and afresh:
-    for suffix, scores in (('_replay', replayed), ('_no_replay', afresh)):
-      metrics |= mismatch.gap(np.concatenate(ratios(packed, scores)), suffix)
-  if afresh:
-    arrays = [np.asarray(s.expert_ids_MBTA) for s in afresh]
-    metrics |= mismatch.route_agreement(
-      [t.expert_ids_TMA for t in packed.trajectories],
-      [
-        arrays[p.batch][:, p.row, p.span].transpose(1, 0, 2)
-        for p in packed.places
-      ],
-    )
-  return metrics

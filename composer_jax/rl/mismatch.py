@@ -67,31 +67,6 @@ def gap(log_ratios_Z: np.ndarray, suffix: str = '') -> dict[str, float]:
   }
 
 
-def route_agreement(
-  recorded: Sequence[np.ndarray], routed: Sequence[np.ndarray]
-) -> dict[str, Any]:
-  """Compares recorded routes_TMA with the trainer's, as sets of experts.
-
-  `routed` are from a pass that routed every token afresh. Returns the share of
-  recorded tokens with the same experts, for the worst and for each MoE layer,
-  and the share that differs in at least one layer; {} without records.
-  """
-  recorded_ZMA = np.concatenate(recorded)
-  known_Z = (recorded_ZMA != records.NO_ROUTE).all((-2, -1))
-  if not known_Z.any():
-    return {}
-  recorded_ZMA, routed_ZMA = (
-    np.sort(ids_ZMA[known_Z], -1)
-    for ids_ZMA in (recorded_ZMA, np.concatenate(routed))
-  )
-  same_ZM = (recorded_ZMA == routed_ZMA).all(-1)
-  return {
-    'route_agreement': float(same_ZM.mean(0).min()),
-    'route_agreement_layers': same_ZM.mean(0).tolist(),
-    'routed_differently': float(1 - same_ZM.all(-1).mean()),
-  }
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateOptions:
   """The bands of a healthy step, and the action on any other; for float32.

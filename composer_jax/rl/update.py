@@ -218,7 +218,8 @@ def update(
   if gate is not None:
     gate.keep(version, values)
   sums, scores, others = None, [], []
-  is_due = options.mismatch_every and version % options.mismatch_every == 0
+  every = options.mismatch_every if gate is not None else 0
+  is_due = every and version % every == 0
   for batch in trained.microbatches:
     chosen, other = batch, comparison.fresh(batch)
     if not options.replay:
@@ -252,8 +253,6 @@ def update(
       metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
     ratios = comparison.ratios(trained, scores)
     metrics.update(mismatch.gap(np.concatenate(ratios)))
-    pair = (scores, others) if options.replay else (others, scores)
-    metrics.update(comparison.both_ways(trained, *pair))
     if repeated := sum(s.attempts - 1 for s in scores):
       metrics['repeated_microbatches'] = repeated
     if gate is not None:
@@ -265,6 +264,7 @@ def update(
         advantages=advantages,
         group_ids=ids,
         scores=scores,
+        others=others,
         hinted=bool(options.hints.weight),
         metrics=metrics,
       )

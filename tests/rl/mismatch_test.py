@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.gate import bands
+from composer_jax.gate import bands, routes
 from composer_jax.rl import mismatch
 
 GATE = mismatch.GateOptions(
@@ -111,11 +111,11 @@ def test_routes_agree_as_sets_layer_by_layer():
   own_TMA[1, 1] = [2, 4]
   own_TMA[2, 1] = [6, 0]
   own_TMA[3] = 1  # no record: not compared
-  agreement = mismatch.route_agreement([recorded_TMA], [own_TMA])
+  agreement = routes.route_agreement([recorded_TMA], [own_TMA])
   assert agreement['route_agreement_layers'] == [1.0, pytest.approx(1 / 3)]
   assert agreement['routed_differently'] == pytest.approx(2 / 3)
   assert agreement['route_agreement'] == agreement['route_agreement_layers'][1]
-  assert mismatch.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) == {}
+  assert routes.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) == {}
 
 
 HEALTHY = {
