@@ -131,14 +131,10 @@ class Auditor:
     """
     self._credit = min(self._credit + self._share * rows, self._share * rows)
     known = list(filter(self.knows, parts))
+    ranked = sorted(range(len(known)), key=lambda i: -suspicion[known[i].index])
     drawn = np.random.default_rng((self._seed, key)).permutation(len(known))
-    ranked = sorted(known, key=lambda part: -suspicion[part.index])
-    order = [p for pair in zip(ranked, drawn, strict=True) for p in pair]
-    waiting: list[Part] = []
-    for item in order:
-      part = item if isinstance(item, Part) else known[item]
-      if not any(part is other for other in waiting):
-        waiting.append(part)
+    pairs = zip(ranked, drawn.tolist(), strict=True)
+    waiting = [known[i] for i in dict.fromkeys(i for p in pairs for i in p)]
     scores: list[Score] = []
     while waiting and self._credit > 0:
       count = self._fitting(waiting)

@@ -86,23 +86,17 @@ class Decoder:
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
     x_BTD, context = _embed(variables, tokens, c, plan)
     context = context.replace(is_measured=with_max_logits)
-    given: Any = {}
+    entries: Any = {}
     if cached is not None:
       context = context.replace(own_BT=cached.own_BT)
-      given = cached.entries or {}
+      entries = cached.entries or {}
     outputs = []
     for name in c.stacks:
       stack = {k: tree[name] for k, tree in variables.items() if name in tree}
       replay_MBTA = expert_ids_MBTA if name == 'moe_layers' else None
+      given = replay_MBTA, entries.get(name)
       x_BTD, output = stacks.run(
-        name,
-        stack,
-        x_BTD,
-        context,
-        replay_MBTA,
-        given.get(name),
-        config=c,
-        plan=plan,
+        name, stack, x_BTD, context, given, config=c, plan=plan
       )
       outputs.append(output)
     hidden_BTD = _final_norm(variables, x_BTD, c, plan)

@@ -197,7 +197,6 @@ class LayerSums(NamedTuple):
   num_replayed: jax.Array  # tokens with a record
   num_agreeing: jax.Array  # tokens whose record is the router's own choice
   num_replaced: jax.Array  # recorded ids that were not used
-  num_unrecorded: jax.Array  # tokens without a record in a replay
 
 
 def agrees(choice: ExpertChoice, replay_BTA: jax.Array | None) -> jax.Array:
@@ -234,7 +233,7 @@ def _replay_counts(choice, replay_BTA, valid_BT):
   """Returns the fields of LayerSums about a replay."""
   if replay_BTA is None:
     zero = jnp.zeros((), jnp.int32)
-    names = ('replayed', 'agreeing', 'replaced', 'unrecorded')
+    names = ('replayed', 'agreeing', 'replaced')
     return {f'num_{name}': zero for name in names}
   is_recorded_BT = _recorded(replay_BTA)
   same_BT = agrees(choice, replay_BTA)
@@ -244,7 +243,6 @@ def _replay_counts(choice, replay_BTA, valid_BT):
     'num_replayed': replayed_BT.sum(dtype=jnp.int32),
     'num_agreeing': (same_BT & replayed_BT).sum(dtype=jnp.int32),
     'num_replaced': (lost_BTA & replayed_BT[..., None]).sum(dtype=jnp.int32),
-    'num_unrecorded': (~is_recorded_BT & valid_BT).sum(dtype=jnp.int32),
   }
 
 
@@ -267,7 +265,6 @@ def statistics(
     z_loss_M=sums_M.z_squares / num_tokens_M,
     replay_agreement_M=_share(sums_M.num_agreeing, sums_M.num_replayed, 1.0),
     replay_replaced_M=_share(sums_M.num_replaced, num_ids_M, 0.0),
-    no_route_M=_share(sums_M.num_unrecorded, sums_M.num_tokens, 0.0),
   )
 
 

@@ -59,15 +59,15 @@ def run(
   stacked: dict[str, Any],
   x_BTD: jax.Array,
   context: Context,
-  replay_MBTA: jax.Array | None,
-  entries: Any = None,
+  given: tuple[jax.Array | None, Any],
   *,
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
 ) -> tuple[jax.Array, LayerOutput]:
   """Returns x_BTD after a stack, and the results of each layer.
 
-  `stacked` are the stack's variables by collection, layers leading.
+  `stacked` are the stack's variables by collection, layers leading, and `given`
+  its routes to replay and cache entries (`Cached`), or None.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()
@@ -106,7 +106,7 @@ def run(
     variables, given = sliced
     return per_shard(variables, x_BTD, context, given)
 
-  xs = (stacked, (replay_MBTA, entries))
+  xs = (stacked, given)
   return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
 
 
@@ -130,13 +130,9 @@ def _layer(variables, x_BTD, context, given, config, plan):
     params, x_BTD, context.cos_sin, config
   )
   if entry is not None:
-    kept = jax.tree.map(
-      lambda new, old: jnp.where(
-        context.own_BT.reshape(*new.shape[:2], *[1] * (new.ndim - 2)), new, old
-      ),
-      kept,
-      entry,
-    )
+    is_own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
+    pairs = zip(kept, entry, strict=True)
+    kept = tuple(jnp.where(is_own(new), new, old) for new, old in pairs)
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,

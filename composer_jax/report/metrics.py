@@ -112,7 +112,7 @@ rl
   truncated: * share of tokens whose ratio met a bound of rl.loss
   dropped: * share of tokens whose gradient rl.loss took away
   mismatch_kl_replay: * mismatch_kl with routes replayed; this and the metrics
-      down to replay_no_route come every rl.mismatch_every steps
+      down to routed_differently come every rl.mismatch_every steps
   mismatch_p99_replay: * mismatch_p99 with routes replayed
   mismatch_max_replay: * mismatch_max with routes replayed
   mismatch_large_replay: * mismatch_large with routes replayed
@@ -131,8 +131,6 @@ rl
   replay_agreement_layers: * replay_agreement of each MoE layer
   replay_replaced: * share of recorded experts that model.moe.replay_alpha
       replaced, highest layer
-  replay_no_route: * share of tokens without a recorded route, highest layer;
-      the last token of a trajectory never has one
   hints: number of faulty turns that a hinted teacher scored; absent, like all
       hint metrics, where hints.loss.weight is 0
   hint_tokens: number of tokens of those turns

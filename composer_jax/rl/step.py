@@ -36,7 +36,7 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
     num_routed: number of tokens, padding excluded.
-    replay_agreement_M, replay_replaced_M, no_route_M: shares of
+    replay_agreement_M, replay_replaced_M: shares of
       `batches.RouteStats` times num_routed, so that they add up.
   """
 
@@ -47,7 +47,6 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
   num_routed: jax.Array
   replay_agreement_M: jax.Array
   replay_replaced_M: jax.Array
-  no_route_M: jax.Array
 
 
 class Scores(flax.struct.PyTreeNode, kw_only=True):
@@ -169,7 +168,6 @@ def microbatch_sums(
     num_routed=num_routed,
     replay_agreement_M=routes.replay_agreement_M * num_routed,
     replay_replaced_M=routes.replay_replaced_M * num_routed,
-    no_route_M=routes.no_route_M * num_routed,
   )
   return sums, _for_host(scores, model.plan)
 

@@ -301,7 +301,6 @@ def _of_sums(
       'replay_agreement': float(agreement_M.min()),
       'replay_agreement_layers': agreement_M.tolist(),
       'replay_replaced': float(sums.replay_replaced_M.max()) / num_routed,
-      'replay_no_route': float(sums.no_route_M.max()) / num_routed,
     }
   return metrics
 

@@ -708,7 +708,6 @@ def nothing_but(grads):
     num_routed=np.float32(1),
     replay_agreement_M=np.zeros(replayed.M, np.float32),
     replay_replaced_M=np.zeros(replayed.M, np.float32),
-    no_route_M=np.zeros(replayed.M, np.float32),
   )
 
 

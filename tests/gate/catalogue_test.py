@@ -19,7 +19,8 @@ from composer_jax.models import decoder
 from composer_jax.rl import batching, comparison, mismatch, update
 from composer_jax.rollout import engine as engines
 from experiments.studies.staleness import lies
-from tests.rl import gate_test, update_test
+from tests.gate import gate_test
+from tests.rl import update_test
 
 functions, trained = gate_test.functions, gate_test.trained
 MODEL, SHAPE = update_test.MODEL, update_test.SHAPE
