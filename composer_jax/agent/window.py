@@ -19,8 +19,7 @@ class Window:
 
   def __init__(self):
     self.length = 0
-    # Of each request: tokens_T, loss_mask_T, logprobs_T, policy_version_T,
-    # context_version_T.
+    # Tokens, loss mask, log-probabilities and two versions of each request.
     self._parts: list[tuple[np.ndarray, ...]] = []
     self._routes: list[np.ndarray] = []
     self._consumed: list[np.ndarray] = []  # The versions of the routes.

@@ -38,8 +38,7 @@ class RLBatch(LMBatch, kw_only=True):
     temperatures_BT: float32 sampling temperature; 1 on padding.
     expert_ids_MBTA: uint16 recorded routes, NO_ROUTE where there is none; None
       routes every token afresh.
-    own_BT: true where a pass of a chain (`gate.audit`) consumes the token; None
-      outside of chains.
+    own_BT: true for the tokens of a pass of a chain (`gate.audit`), or None.
   """
 
   rollout_logprobs_BT: jax.Array

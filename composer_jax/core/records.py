@@ -47,11 +47,10 @@ class Trajectory:
     expert_ids_TMA: uint16 route; `NO_ROUTE` where the engine kept no record.
     policy_version_T: int32 policy version that sampled the token; for context,
       the version that sampled the next sampled token.
-    context_version_T: int32 oldest version in the KV cache that the pass which
-      sampled the token read; for context, that of the next sampled token.
-    consumed_version_T: int32 version that consumed the token: its route and its
-      last entry in the cache are of this one. The last token of a window, which
-      none consumed, has that of the token before.
+    context_version_T: int32 oldest version in the cache that its sampling read;
+      for context, that of the next sampled token.
+    consumed_version_T: int32 version that computed the token's route and last
+      entry in the cache; for the last token, that of the token before.
     temperature: sampling temperature, by which the trainer divides too.
   """
 

@@ -200,7 +200,8 @@ def measure(scores: Sequence[Score], num_layers: int) -> dict[str, Any]:
     metrics[f'tokens{suffix}'] = sum(map(len, ratios))
     if not chosen:
       continue
-    metrics |= mismatch.gap(np.concatenate(ratios), suffix)
+    kl = mismatch.k3(np.concatenate(ratios)).mean()
+    metrics[f'mismatch_kl{suffix}'] = float(kl)
     if is_recorded:
       # No pass consumes the last token.
       differing = sum(int(s.differing_T[:-1].sum()) for s in chosen)

@@ -34,7 +34,7 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
     hidden_BTD: hidden states after the final norm, for `models.head`.
     expert_ids_MBTA: uint16 experts used.
     agrees_MBT: false where a recorded route is not the router's own choice.
-    entries: cache entries after the pass (`stacks.Cached`), or None.
+    entries: cache entries after the pass, by stack; None each if not `cached`.
     max_logits_LN: float32 largest scaled attention logit of each layer and
       head; None if not measured.
     exchanged: int32 [M] rows needed and available in each layer's exchange, for
@@ -114,9 +114,7 @@ class Decoder:
       stats=router.statistics(sums_M, c.moe),
       max_logits_LN=max_logits_LN,
       exchanged=jax.tree.map(lambda x: x.max(1), stats.exchange),
-      entries=None
-      if cached is None
-      else {n: o.kept for n, o in zip(c.stacks, outputs, strict=True)},
+      entries={n: o.kept for n, o in zip(c.stacks, outputs, strict=True)},
     )
 
 

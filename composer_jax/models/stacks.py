@@ -32,12 +32,11 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
 
 
 class Cached(flax.struct.PyTreeNode, kw_only=True):
-  """Cache entries of a batch whose tokens several weights consumed in turn.
+  """Cache entries of tokens that other weights consumed before.
 
   Attributes:
-    own_BT: true where the pass computes a token's entry; others are given.
-    entries: the attention's two arrays [L, B, T, ...] of each stack, by name;
-      None if all tokens are the pass's own.
+    own_BT: true where the pass computes a token's entry itself.
+    entries: two arrays [L, B, T, ...] of each stack, by name; None for none.
   """
 
   own_BT: jax.Array

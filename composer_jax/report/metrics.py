@@ -90,21 +90,14 @@ rl
   mismatch_max: * largest difference of a log-probability
   mismatch_large: * share of tokens that one side finds twice as likely or more
   tokens_exact: * tokens scored by the very weights that sampled them, with
-      their routes replayed (`rl.audit`); the _exact metrics cover these and are
-      absent where there are none
+      their routes replayed (`gate.audit`); the next two metrics cover these
   mismatch_kl_exact: * mismatch_kl of tokens scored exactly
-  mismatch_p99_exact: * mismatch_p99 of tokens scored exactly
-  mismatch_max_exact: * mismatch_max of tokens scored exactly
-  mismatch_large_exact: * mismatch_large of tokens scored exactly
   exact_agreement: * share of recorded routes of their trajectories that the
       weights which made them choose again
   tokens_afresh: * tokens scored by the weights that sampled them but routed
-      afresh: without replay, or if a refresh replaced their routes; the _afresh
-      metrics cover these
+      afresh: without replay, or if a refresh replaced their routes; the next
+      metric covers these
   mismatch_kl_afresh: * mismatch_kl of tokens scored afresh
-  mismatch_p99_afresh: * mismatch_p99 of tokens scored afresh
-  mismatch_max_afresh: * mismatch_max of tokens scored afresh
-  mismatch_large_afresh: * mismatch_large of tokens scored afresh
   tokens_unscorable: * tokens that no kept policy can score, after a restart or
       if their cache had several versions and was computed anew
   unrecorded: share of consumed tokens without a route; absent without a replay

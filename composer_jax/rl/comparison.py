@@ -13,9 +13,8 @@ from composer_jax.rl import step as steps
 class JudgedStep(NamedTuple):
   """A step before its update: the trained policy and what its pass gave.
 
-  `advantages` and `group_ids` are those of the trained trajectories; `others`
-  are scores without replay where `scores` are with it, or none; `hinted` tells
-  that hints are trained on, too.
+  `others` are scores without replay where `scores` are with it, or none;
+  `hinted` tells that hints are trained on, too.
   """
 
   version: int

@@ -71,12 +71,11 @@ def gap(log_ratios_Z: np.ndarray, suffix: str = '') -> dict[str, float]:
 class GateOptions:
   """The bands of a healthy step, and the action on any other; for float32.
 
-  'Exact' is what the weights that sampled a token say of it (`gate.audit`), so
-  that only rounding may differ: honest float32 records have a mean k3 of 1e-13
-  and no route that differs. The bands of all tokens are wider, since the
-  trained policy is some steps on: three runs of the study first_loop at
-  staleness 1 had a mean k3 of at most 0.010, a ratio above 2 for at most 0.0016
-  of tokens, and at least 0.956 of routes unchanged.
+  'Exact' is what the weights that sampled a token say of it (`gate.audit`):
+  honest records have a mean k3 of 1e-13 and no route that differs. Other bands
+  are wider, since the trained policy is some steps on: three runs of the study
+  first_loop at staleness 1 had a mean k3 of at most 0.010, a ratio above 2 for
+  at most 0.0016 of tokens, and at least 0.956 of routes unchanged.
 
   Attributes:
     action: 'stop' ends the run before the step's gradient reaches the weights,
@@ -84,16 +83,13 @@ class GateOptions:
       the step and goes on; 'off' does not check.
     share: passes over rows that score stale tokens exactly, as a share of the
       rows that a step trains on; a pass costs a third of a row's training.
-    max_kl_exact: largest mean k3, in nats a token, of tokens scored exactly;
-      1e-4 in bfloat16.
+    max_kl_exact: largest mean k3, in nats a token, of tokens scored exactly.
     min_exact_agreement: smallest share of replayed routes that the weights
-      which made them choose again; 0.97 in bfloat16.
-    max_kl_afresh: largest mean k3 of tokens scored exactly but routed afresh,
-      where near ties may be routed differently.
+      which made them choose again.
+    max_kl_afresh: the same without routes, where near ties may differ.
     max_unrecorded: largest share of consumed tokens without a route, in replay.
     max_kl: largest mean k3 of all tokens, ten times the largest seen.
-    max_kl_hints: largest mean k3 of hinted turns, which have no other check
-      where their rollout has no advantage.
+    max_kl_hints: largest mean k3 of hinted turns.
     max_p99: largest 99th percentile of k3; 2 nats are a ratio of 4 or of 1/18.
     max_large_ratio_share: largest share of tokens beyond a ratio of 2.
     min_agreement: smallest share of equal routes in the worst layer. A tape
@@ -121,10 +117,7 @@ class GateOptions:
 
 
 class OutOfBand(ValueError):
-  """A step that the gate stopped; `metrics` are its own.
-
-  Its gradient was not applied.
-  """
+  """A step that the gate stopped before its gradient was applied."""
 
   def __init__(self, message: str, metrics: dict[str, Any]):
     super().__init__(message)

@@ -190,7 +190,7 @@ class Engine:
 
   @property
   def is_refreshing(self) -> bool:
-    """True while a swap had better wait; see `slots.Slots.is_refreshing`."""
+    """True from when a refresh began until its sessions have sampled."""
     return self._slots.is_refreshing
 
   def place(self, variables: Any, version: int) -> placing.PlacedWeights:

@@ -227,9 +227,8 @@ class Session:
       return
     start = end = self.length - sum(p[1] for _, p in work.pieces)
     parts = []
-    for report, piece in work.pieces:
-      row, count, _ = piece
-      parts.append(report.tokens(self.name, end, piece))
+    for report, (row, count, oldest) in work.pieces:
+      parts.append(report.tokens(self.name, end, (row, count, oldest)))
       if report.expert_ids_TMBA is not None:
         routes_TMA = report.expert_ids_TMBA[:count, :, row]
         self.routes_TMA[end - 1 : end - 1 + count] = routes_TMA

@@ -159,11 +159,7 @@ class Slots:
 
   @property
   def is_refreshing(self) -> bool:
-    """True if a swap would leave a cache of several versions, despite refresh.
-
-    That is from when a session begins to consume its tokens anew, after the
-    swap before, until it has sampled a token.
-    """
+    """True if a swap now would leave caches of several versions despite it."""
     running = self.running.values()
     return any(s.at_work.refreshed and s.consumed for s in running)
 
