@@ -3,8 +3,7 @@
 Float64 numpy on the host: differences of float32 log-probabilities near 1e-7
 square to 1e-14, which float32 sums lose. The measures are never part of a
 gradient; `rl.update` and the gate call them. The statistics are those of R3
-(arXiv 2510.11370): mean KL, its tail, the share of ratios beyond a factor, and
-routes that differ. `telemetry` explains the names of the metrics.
+(arXiv 2510.11370): mean KL, its tail, the share of ratios beyond a factor.
 """
 
 import dataclasses

@@ -91,7 +91,7 @@ def sample(policies, versions, on_swap='keep', period=4):
       group=g,
       task_id=f'task {g}',
       rollouts=tuple(
-        _rollout(ended[f'{g}/{m}'], contexts[f'{g}/{m}'], g, m)
+        rollout_of(ended[f'{g}/{m}'], contexts[f'{g}/{m}'], g, m)
         for m in range(R)
       ),
     )
@@ -99,10 +99,17 @@ def sample(policies, versions, on_swap='keep', period=4):
   ]
 
 
-def _rollout(completion, context_T, group, member):
+def rollout_of(
+  completion,
+  context_T,
+  group,
+  member,
+  temperature=update_test.TEMPERATURE,
+):
   start = len(context_T)
   stop = start + len(completion.tokens_T)
-  unrouted = np.full((1, 2, 2), records.NO_ROUTE, np.uint16)
+  ids_TMA = completion.consumed_expert_ids_TMA
+  unrouted = np.full_like(ids_TMA[:1], records.NO_ROUTE)
   sampled_by = np.pad(completion.policy_version_T, (start, 0), mode='edge')
   read = np.pad(completion.context_version_T, (start, 0), mode='edge')
   return records.Rollout(
@@ -114,15 +121,13 @@ def _rollout(completion, context_T, group, member):
         tokens_T=np.concatenate([context_T, completion.tokens_T]),
         loss_mask_T=np.arange(stop) >= start,
         logprobs_T=np.pad(completion.logprobs_T, (start, 0)),
-        expert_ids_TMA=np.concatenate(
-          [completion.consumed_expert_ids_TMA, unrouted]
-        ),
+        expert_ids_TMA=np.concatenate([ids_TMA, unrouted]),
         policy_version_T=sampled_by,
         context_version_T=read,
         consumed_version_T=np.pad(
           completion.consumed_version_T, (0, 1), mode='edge'
         ),
-        temperature=update_test.TEMPERATURE,
+        temperature=temperature,
       ),
     ),
     verdict=records.Verdict(
