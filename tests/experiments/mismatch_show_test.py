@@ -43,7 +43,8 @@ def test_a_group_is_shown_without_a_trainer(tmp_path):
   path.write_bytes(group_bytes.to_bytes(group) + b'seal')
   text = list(show.of_file(path))
   titles = [line for line in text if line.startswith('group')]
-  assert titles == [f'group 0, member {m}, window 0' for m in range(2)]
+  want = [f'group {group.group}, member {m}, window 0' for m in range(2)]
+  assert titles == want
   tokens = sum(len(t) for r in group.rollouts for t in r.trajectories)
   # A title, the temperature and a head for each window.
   assert len(text) == tokens + 3 * len(titles)

@@ -176,7 +176,7 @@ def auditor_of(config, policies, shape, where=None):
 @pytest.mark.parametrize(
   'name, numerics, on_swap',
   [
-    ('mla_sigmoid', 'fast', 'keep'),
+    pytest.param('mla_sigmoid', 'fast', 'keep', marks=pytest.mark.slow),
     pytest.param('mla_sigmoid', 'fast', 'refresh', marks=pytest.mark.slow),
     pytest.param(
       'gqa_softmax', 'batch_invariant', 'keep', marks=pytest.mark.slow
