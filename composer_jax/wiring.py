@@ -14,7 +14,7 @@ from composer_jax.agent import environment
 from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
 from composer_jax.delta.device import transport
-from composer_jax.gate import gate as health_gate
+from composer_jax.gate import health
 from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
@@ -132,7 +132,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
       workdir, spec.model, spec.systems['delta']
     ),
     gate=functools.partial(
-      health_gate.HealthGate,
+      health.HealthGate,
       options=spec.rl.gate,
       replay=spec.rl.replay,
       max_staleness=spec.rl.max_staleness,

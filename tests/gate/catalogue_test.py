@@ -14,7 +14,7 @@ import pytest
 
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
-from composer_jax.gate import gate as health_gate
+from composer_jax.gate import health
 from composer_jax.models import decoder
 from composer_jax.rl import batching, comparison, mismatch, update
 from composer_jax.rollout import engine as engines
@@ -155,7 +155,7 @@ def policies(functions, states):
 
 
 def gate_of(functions, policies, staleness):
-  gate = health_gate.HealthGate(
+  gate = health.HealthGate(
     functions, SHAPE, mismatch.GateOptions(), max_staleness=staleness
   )
   for version in range(NEWEST - staleness, NEWEST):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.gate import gate as health_gate
+from composer_jax.gate import health
 from composer_jax.rl import mismatch, update
 from tests.rl import update_test
 
@@ -77,7 +77,7 @@ def copied(state):
 
 def gate_of(functions, action='stop', replay=True):
   options = mismatch.GateOptions(action=action)
-  return health_gate.HealthGate(functions, SHAPE, options, replay=replay)
+  return health.HealthGate(functions, SHAPE, options, replay=replay)
 
 
 def run(functions, state, groups, action='stop', **changes):

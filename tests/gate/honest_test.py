@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from composer_jax.core import records
-from composer_jax.gate import gate as health_gate
+from composer_jax.gate import health
 from composer_jax.models import decoder
 from composer_jax.rl import mismatch, update
 from composer_jax.rl import step as steps
@@ -88,7 +88,7 @@ def test_an_honest_run_never_stops(name, dtype, on_swap):
   optimizer = optax.adam(1e-3)
   functions = steps.build(decoder.Decoder(config), optimizer)
   shape = replayed.shape(config, rows=4, seq_len=32)
-  gate = health_gate.HealthGate(
+  gate = health.HealthGate(
     functions, shape, GATES[dtype], max_staleness=STALENESS
   )
   options = update.UpdateOptions(

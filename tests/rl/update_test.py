@@ -11,7 +11,7 @@ import pytest
 
 from composer_jax.core import records, trees
 from composer_jax.core import turns as turns_lib
-from composer_jax.gate import gate as health_gate
+from composer_jax.gate import health
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.rl import (
@@ -522,7 +522,7 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
     options = dataclasses.replace(OPTIONS, mismatch_every=1, replay=replay)
     state = make_state(reroute(variables, 0.1))
     flag = mismatch.GateOptions(action='flag')
-    gate = health_gate.HealthGate(functions, SHAPE, flag, replay=replay)
+    gate = health.HealthGate(functions, SHAPE, flag, replay=replay)
     return update.update(state, groups, functions, options, SHAPE, gate=gate)
 
   _, metrics = learn(replay=True)

@@ -15,7 +15,7 @@ from composer_jax.agent import environment
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.data import stream as streams
-from composer_jax.gate import gate as health_gate
+from composer_jax.gate import health
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
@@ -293,7 +293,7 @@ def reinforce(
   )
   shape = batching.shape_of(MODEL, rows=16, seq_len=ROW)
   # The default bands: windows of a chain are replayed like any other.
-  gate = health_gate.HealthGate(functions, shape, mismatch.GateOptions())
+  gate = health.HealthGate(functions, shape, mismatch.GateOptions())
   # Copied, because the update donates its state.
   state = train_state.create(jax.tree.map(jnp.copy, variables), optimizer)
   for stop in range(10, sizes.steps + 10, 10):
