@@ -131,7 +131,7 @@ def sample(config, policies, on_swap):
     max_len=serving.LENGTH,
     prefill_chunk=5,
     decode_steps=2,
-    page_size=4,
+    page_size=4 if config.numerics == 'fast' else grouped_query.KEY_BLOCK,
     on_swap=on_swap,
   )
   engine = engines.Engine(config, policies[0], 0, options)
