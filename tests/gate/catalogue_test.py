@@ -247,7 +247,7 @@ EXPLAINED = {
   'log-probabilities times 0.9': 'log-probabilities times 0.9',
   'log-probabilities moved by 0.3': 'log-probabilities shifted by 0.3',
   'log-probabilities with noise of 0.3': 'no single lie',
-  'log-probabilities of a stale version in 20% of trajectories': (
+  'log-probabilities of a stale version in 100% of trajectories': (
     'computed by version 2, not as labelled'
   ),
   'a temperature of 1.25 times in 5% of trajectories': (
