@@ -15,6 +15,7 @@ from composer_jax.agent import environment
 from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
 from composer_jax.delta import transport
+from composer_jax.gate import health
 from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
@@ -144,7 +145,16 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     open_runner=open_runner,
     curriculum=_curriculum(spec),
     hints=spec.systems['hints'].write if spec.hints.weight else None,
+      health.HealthGate,
+      max_staleness=spec.rl.max_staleness,
+      options=spec.rl.gate,
+      replay=spec.rl.replay,
+      seed=spec.seed,
+      workdir, spec.model, spec.systems['delta']
+    ),
+    gate=functools.partial(
     transport=functools.partial(_transport, spec),
+    transport=lambda workdir: transport.StoreTransport(
     write_report=_write_report,
   )
 

@@ -3,11 +3,13 @@
   python -m experiments.mismatch --workdir=runs/tiny --stage=rl --tokens=10000
   python -m experiments.mismatch --dtype=bfloat16 --numerics=batch_invariant \\
       --out=runs/mismatch
+  python -m experiments.mismatch --group=runs/tiny/stopped.npz
 
 Episodes on held-out tasks are sampled by the rollout engine and scored by the
 trainer's forward pass, with the same weights: once with the recorded routes
 replayed, once routed afresh, and once with the routes shifted by a token, as a
 fault would. --out keeps the numbers, a line of metrics.jsonl for each call.
+--group only shows what a run's gate stopped at, or a file of its groups/.
 """
 
 import os
@@ -47,6 +49,9 @@ _OUT = flags.DEFINE_string(
   '',
   'Folder of the metrics.jsonl that gets the numbers; empty keeps none.',
 )
+_GROUP = flags.DEFINE_string(
+  'group', '', 'File of a group to show token by token; empty measures.'
+)
 
 
 def _print(measures):
@@ -70,8 +75,11 @@ def run() -> None:
   # One thread sums as the rollout worker of a run does.
   os.environ.setdefault('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false')
   from composer_jax.telemetry import machine, writer
-  from experiments.studies.mismatch import probe
+  from experiments.studies.mismatch import probe, show
 
+  if _GROUP.value:
+    print('\n'.join(show.of_file(pathlib.Path(_GROUP.value))))
+    return
   measures = probe.of_run(
     pathlib.Path(_WORKDIR.value),
     probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),

@@ -32,6 +32,7 @@ SYSTEMS = {
   'sandbox': (),
   'corpus': (),
   'hf': (),
+  'gate': (),
   'plan': (),
   'report': (),
   'tasks': ('sandbox',),

@@ -19,20 +19,22 @@ class Window:
 
   def __init__(self):
     self.length = 0
-    # (tokens_T, loss_mask_T, logprobs_T, policy_version_T) of each request.
+    # Tokens, loss mask, log-probabilities and two versions of each request.
     self._parts: list[tuple[np.ndarray, ...]] = []
     self._routes: list[np.ndarray] = []
+    self._consumed: list[np.ndarray] = []  # The versions of the routes.
 
   def append(
     self, context_T: np.ndarray, completion: records.Completion
   ) -> None:
-    # The engine may swap weights between chunks of context. The oldest version
-    # is recorded: later tokens read the keys and values that it computed. A
-    # context consumed anew may be newer than the first sampled token.
     versions_T = completion.policy_version_T
-    first = versions_T[:1]
-    if completion.context_version is not None:
-      first = np.minimum(first, completion.context_version)
+    context_version_T = completion.context_version_T
+    if context_version_T is None:
+      context_version_T = versions_T
+    routes_TMA = completion.consumed_expert_ids_TMA
+    consumed_T = completion.consumed_version_T
+    if consumed_T is None:
+      consumed_T = np.repeat(versions_T[:1], len(routes_TMA))
     tokens_T = np.concatenate([context_T, completion.tokens_T])
     num_context = len(context_T)
     self._parts.append(
@@ -40,7 +42,8 @@ class Window:
         tokens_T,
         np.arange(len(tokens_T)) >= num_context,
         np.pad(completion.logprobs_T, (num_context, 0)),
-        np.concatenate([np.repeat(first, num_context), versions_T]),
+        np.pad(versions_T, (num_context, 0), mode='edge'),
+        np.pad(context_version_T, (num_context, 0), mode='edge'),
       )
     )
     self.length += len(tokens_T)
@@ -53,7 +56,9 @@ class Window:
           f'only those of {num_routed} tokens; none may be left out.'
         )
       self._routes = [np.concatenate(self._routes)[:start]]
-    self._routes.append(completion.consumed_expert_ids_TMA)
+      self._consumed = [np.concatenate(self._consumed)[:start]]
+    self._routes.append(routes_TMA)
+    self._consumed.append(consumed_T)
 
   def trajectory(self, temperature: float) -> records.Trajectory:
     routes_TMA = np.concatenate(self._routes)
@@ -62,9 +67,10 @@ class Window:
         f'The policy gave routes of {len(routes_TMA)} tokens for a window of '
         f'{self.length}; all but the last are required.'
       )
-    tokens_T, loss_mask_T, logprobs_T, versions_T = map(
+    tokens_T, loss_mask_T, logprobs_T, versions_T, context_version_T = map(
       np.concatenate, zip(*self._parts, strict=True)
     )
+    consumed_T = np.concatenate(self._consumed)
     # No pass has consumed the last token.
     last = ((0, 1), (0, 0), (0, 0))
     routes_TMA = np.pad(routes_TMA, last, constant_values=records.NO_ROUTE)
@@ -74,6 +80,8 @@ class Window:
       logprobs_T=logprobs_T,
       expert_ids_TMA=routes_TMA,
       policy_version_T=versions_T,
+      context_version_T=context_version_T,
+      consumed_version_T=np.pad(consumed_T, (0, 1), mode='edge'),
       temperature=temperature,
     )
 

@@ -38,12 +38,14 @@ class RLBatch(LMBatch, kw_only=True):
     temperatures_BT: float32 sampling temperature; 1 on padding.
     expert_ids_MBTA: uint16 recorded routes, NO_ROUTE where there is none; None
       routes every token afresh.
+    own_BT: true for the tokens of a pass of a chain (`gate.audit`), or None.
   """
 
   rollout_logprobs_BT: jax.Array
   advantages_BT: jax.Array
   temperatures_BT: jax.Array
   expert_ids_MBTA: jax.Array | None = None
+  own_BT: jax.Array | None = None
 
 
 class HintBatch(flax.struct.PyTreeNode, kw_only=True):
@@ -80,8 +82,6 @@ class RouteStats(flax.struct.PyTreeNode, kw_only=True):
       the recorded set; 1 where nothing was replayed.
     replay_replaced_M: float32 share of recorded expert ids that were replaced
       as implausible (`MoEConfig.replay_alpha`).
-    no_route_M: float32 share of tokens, padding excluded, that were routed
-      afresh for want of a record; 0 without a replay.
   """
 
   load_ME: jax.Array
@@ -89,4 +89,3 @@ class RouteStats(flax.struct.PyTreeNode, kw_only=True):
   z_loss_M: jax.Array
   replay_agreement_M: jax.Array
   replay_replaced_M: jax.Array
-  no_route_M: jax.Array

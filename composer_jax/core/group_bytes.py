@@ -16,7 +16,7 @@ import numpy as np
 from composer_jax.core import records, turns
 from composer_jax.core.routes import codec
 
-_ARRAYS = ('tokens_T', 'loss_mask_T', 'logprobs_T', 'policy_version_T')
+_ARRAYS = ('tokens_T', 'loss_mask_T', 'logprobs_T', *records.VERSIONS)
 _ROUTES = 'routes'
 
 

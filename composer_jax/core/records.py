@@ -28,6 +28,9 @@ UNFINISHED = 'unfinished'
 INFRASTRUCTURE = 'infrastructure'
 VERDICT_STATUSES = (GRADED, UNFINISHED, INFRASTRUCTURE)
 
+# Per-token versions of a `Trajectory`.
+VERSIONS = ('policy_version_T', 'context_version_T', 'consumed_version_T')
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
@@ -43,8 +46,11 @@ class Trajectory:
     logprobs_T: float32 under the rollout policy, zero where not sampled.
     expert_ids_TMA: uint16 route; `NO_ROUTE` where the engine kept no record.
     policy_version_T: int32 policy version that sampled the token; for context,
-      the version that sampled the next sampled token. Routes of context may be
-      older, as weights may be swapped between its chunks.
+      the version that sampled the next sampled token.
+    context_version_T: int32 oldest version in the cache that its sampling read;
+      for context, that of the next sampled token.
+    consumed_version_T: int32 version that computed the token's route and last
+      entry in the cache; for the last token, that of the token before.
     temperature: sampling temperature, by which the trainer divides too.
   """
 
@@ -53,6 +59,8 @@ class Trajectory:
   logprobs_T: np.ndarray
   expert_ids_TMA: np.ndarray
   policy_version_T: np.ndarray
+  context_version_T: np.ndarray
+  consumed_version_T: np.ndarray
   temperature: float
 
   def __post_init__(self):
@@ -60,11 +68,13 @@ class Trajectory:
     checks.array(self, 'tokens_T', np.int32, None)
     checks.array(self, 'loss_mask_T', np.bool_, length)
     checks.array(self, 'logprobs_T', np.float32, length)
-    checks.array(self, 'policy_version_T', np.int32, length)
     checks.array(self, 'expert_ids_TMA', np.uint16, length, None, None)
-    rises = np.all(np.diff(self.policy_version_T) >= 0)
-    rule = 'never decrease within a trajectory'
-    checks.require(self, 'policy_version_T', rises, rule)
+    for name in VERSIONS:
+      checks.array(self, name, np.int32, length)
+      rises = np.all(np.diff(getattr(self, name)) >= 0)
+      checks.require(self, name, rises, 'never decrease within a trajectory')
+    is_past = np.all(self.context_version_T <= self.policy_version_T)
+    checks.require(self, 'context_version_T', is_past, 'be <= policy_version_T')
     checks.require(self, 'temperature', self.temperature > 0, 'be positive')
     is_finite = np.all(np.isfinite(self.logprobs_T))
     checks.require(self, 'logprobs_T', is_finite, 'be finite')
@@ -188,12 +198,13 @@ class Group:
 
   @property
   def versions(self) -> set[int]:
-    """Policy versions of all tokens, context included."""
+    """Policy versions that sampled or consumed any token."""
     return {
       int(version)
       for r in self.rollouts
       for t in r.trajectories
-      for version in np.unique(t.policy_version_T)
+      for name in VERSIONS
+      for version in np.unique(getattr(t, name))
     }
 
 
@@ -263,8 +274,10 @@ class Completion:
     routes_start: position in the session of the first route; None continues
       the previous completion. A smaller position, after the engine consumed the
       session again, replaces routes recorded before.
-    context_version: oldest policy version that consumed context; None is that
-      of the first sampled token.
+    context_version_T: int32 oldest version in the cache that each sampled
+      token's pass read; None is policy_version_T, of weights never swapped.
+    consumed_version_T: int32 version that consumed each token, as
+      consumed_expert_ids_TMA; None is that of the first sampled token.
     num_cached: number of context tokens whose cache another session filled.
     top_ids_TX: int32 likeliest tokens (X of them), the likeliest first; None if
       not reported.
@@ -279,7 +292,8 @@ class Completion:
   stopped: bool
   raw_logprobs_T: np.ndarray | None = None
   routes_start: int | None = None
-  context_version: int | None = None
+  context_version_T: np.ndarray | None = None
+  consumed_version_T: np.ndarray | None = None
   num_cached: int = 0
   top_ids_TX: np.ndarray | None = None
   top_logprobs_TX: np.ndarray | None = None
@@ -290,8 +304,14 @@ class Completion:
     checks.array(self, 'logprobs_T', np.float32, length)
     checks.array(self, 'policy_version_T', np.int32, length)
     checks.array(self, routes, np.uint16, None, None, None)
-    if self.raw_logprobs_T is not None:
-      checks.array(self, 'raw_logprobs_T', np.float32, length)
+    num_routes = len(self.consumed_expert_ids_TMA)
+    for name, dtype, size in (
+      ('raw_logprobs_T', np.float32, length),
+      ('context_version_T', np.int32, length),
+      ('consumed_version_T', np.int32, num_routes),
+    ):
+      if getattr(self, name) is not None:
+        checks.array(self, name, dtype, size)
     if self.routes_start is not None:
       checks.at_least(self, 0, 'routes_start')
 

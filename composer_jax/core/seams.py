@@ -195,6 +195,7 @@ class Systems:
       draws tasks in order.
     hints: writer of hints, an `agent.environment.HintWriter`; None for none.
     transport: function from a workdir to the transport of weights.
+    gate: function from functions and shape of RL to its `comparison.Gate`.
     write_report: function from a workdir to the path of the page that it makes.
   """
 
@@ -208,4 +209,5 @@ class Systems:
   curriculum: Callable[[Any, pathlib.Path, int], Curriculum] | None
   hints: Callable[..., tuple[turns.Hint, ...]] | None
   transport: Callable[[pathlib.Path], WeightTransport]
+  gate: Callable[..., Any]
   write_report: Callable[[pathlib.Path], pathlib.Path]

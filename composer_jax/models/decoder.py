@@ -33,6 +33,8 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     hidden_BTD: hidden states after the final norm, for `models.head`.
     expert_ids_MBTA: uint16 experts used.
+    agrees_MBT: false where a recorded route is not the router's own choice.
+    entries: cache entries after the pass, by stack; None each if not `cached`.
     max_logits_LN: float32 largest scaled attention logit of each layer and
       head; None if not measured.
     exchanged: int32 [M] rows needed and available in each layer's exchange, for
@@ -41,9 +43,11 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
 
   hidden_BTD: jax.Array
   expert_ids_MBTA: jax.Array
+  agrees_MBT: jax.Array
   stats: batches.RouteStats
   max_logits_LN: jax.Array | None = None
   exchanged: exchange.ExchangeStats | None = None
+  entries: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Decoder:
     positions_BT: jax.Array,
     *,
     expert_ids_MBTA: jax.Array | None = None,
+    cached: stacks.Cached | None = None,
     with_max_logits: bool = False,
   ) -> DecoderOutput:
     """Runs the layers over a packed batch.
@@ -69,6 +74,8 @@ class Decoder:
       segment_ids_BT: int32 documents; 0 is padding, which reaches no expert.
       positions_BT: int32 positions within the documents.
       expert_ids_MBTA: routes to replay; None routes every token afresh.
+      cached: cache entries of tokens that other weights consumed; None if
+        these weights consume all, and no entries are returned.
       with_max_logits: true to measure the attention's logits.
 
     Raises:
@@ -79,17 +86,22 @@ class Decoder:
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
     x_BTD, context = _embed(variables, tokens, c, plan)
     context = context.replace(is_measured=with_max_logits)
+    entries: Any = {}
+    if cached is not None:
+      context = context.replace(own_BT=cached.own_BT)
+      entries = cached.entries or {}
     outputs = []
     for name in c.stacks:
       stack = {k: tree[name] for k, tree in variables.items() if name in tree}
       replay_MBTA = expert_ids_MBTA if name == 'moe_layers' else None
+      given = replay_MBTA, entries.get(name)
       x_BTD, output = stacks.run(
-        name, stack, x_BTD, context, replay_MBTA, config=c, plan=plan
+        name, stack, x_BTD, context, given, config=c, plan=plan
       )
       outputs.append(output)
     hidden_BTD = _final_norm(variables, x_BTD, c, plan)
     # The last stack has experts; its statistics are [M, shards, ...].
-    ids_MBTA, stats = outputs[-1].expert_ids, outputs[-1].stats
+    last, stats = outputs[-1], outputs[-1].stats
     sums_M = jax.tree.map(lambda x: x.sum(1), stats.router)
     max_logits_LN = None
     if with_max_logits:
@@ -97,10 +109,12 @@ class Decoder:
       max_logits_LN = jnp.concatenate(tops)
     return DecoderOutput(
       hidden_BTD=hidden_BTD,
-      expert_ids_MBTA=ids_MBTA,
+      expert_ids_MBTA=last.expert_ids,
+      agrees_MBT=last.agrees,
       stats=router.statistics(sums_M, c.moe),
       max_logits_LN=max_logits_LN,
       exchanged=jax.tree.map(lambda x: x.max(1), stats.exchange),
+      entries={n: o.kept for n, o in zip(c.stacks, outputs, strict=True)},
     )
 
 

@@ -187,11 +187,12 @@ def mixture(
   *,
   is_paged: bool = False,
   plan: exchange.ExchangePlan | None = None,
-) -> tuple[jax.Array, jax.Array, MixtureStats]:
-  """Returns x_BTD after a layer of experts, the ids_BTA used, and statistics.
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], MixtureStats]:
+  """Returns x_BTD after a layer of experts, its routes, and statistics.
 
-  `tokens_BT` are x_BTD, the attention's out_BTN (from attention over pages if
-  `is_paged`), valid_BT, and replay_BTA or None.
+  Routes are the ids_BTA used, and agrees_BT of `router.agrees`. `tokens_BT` are
+  x_BTD, the attention's out_BTN (from attention over pages if `is_paged`),
+  valid_BT, and replay_BTA or None.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
   small = dict(params['moe'])
@@ -219,9 +220,10 @@ def mixture(
     numerics=config.numerics,
   )
   sums = router.layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
+  routes = choice.ids_BTA, router.agrees(choice, replay_BTA)
   if config.numerics == 'batch_invariant':
     x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
-    return x_BTD, choice.ids_BTA, MixtureStats(sums, None)
+    return x_BTD, routes, MixtureStats(sums, None)
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
   with jax.named_scope('experts'):
     if isinstance(weights['down'], tuple):
@@ -231,7 +233,7 @@ def mixture(
         experts.expert_mlp, weights, *routed_BT, plan=plan
       )
   x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
-  return x_BTD, choice.ids_BTA, MixtureStats(sums, needed)
+  return x_BTD, routes, MixtureStats(sums, needed)
 
 
 def _add_experts(shared, x_BTD, h_BTD, y_BTD):

@@ -197,7 +197,14 @@ class LayerSums(NamedTuple):
   num_replayed: jax.Array  # tokens with a record
   num_agreeing: jax.Array  # tokens whose record is the router's own choice
   num_replaced: jax.Array  # recorded ids that were not used
-  num_unrecorded: jax.Array  # tokens without a record in a replay
+
+
+def agrees(choice: ExpertChoice, replay_BTA: jax.Array | None) -> jax.Array:
+  """Returns false where a record is not what the router would choose."""
+  if replay_BTA is None:
+    return jnp.ones(choice.ids_BTA.shape[:-1], bool)
+  same_BTA = jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)
+  return same_BTA.all(-1) | ~_recorded(replay_BTA)
 
 
 def layer_sums(
@@ -226,18 +233,16 @@ def _replay_counts(choice, replay_BTA, valid_BT):
   """Returns the fields of LayerSums about a replay."""
   if replay_BTA is None:
     zero = jnp.zeros((), jnp.int32)
-    names = ('replayed', 'agreeing', 'replaced', 'unrecorded')
+    names = ('replayed', 'agreeing', 'replaced')
     return {f'num_{name}': zero for name in names}
   is_recorded_BT = _recorded(replay_BTA)
-  replay_BTA = replay_BTA.astype(jnp.int32)
-  same_BT = (jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)).all(-1)
-  lost_BTA = ~_among(replay_BTA, choice.ids_BTA)
+  same_BT = agrees(choice, replay_BTA)
+  lost_BTA = ~_among(replay_BTA.astype(jnp.int32), choice.ids_BTA)
   replayed_BT = is_recorded_BT & valid_BT
   return {
     'num_replayed': replayed_BT.sum(dtype=jnp.int32),
     'num_agreeing': (same_BT & replayed_BT).sum(dtype=jnp.int32),
     'num_replaced': (lost_BTA & replayed_BT[..., None]).sum(dtype=jnp.int32),
-    'num_unrecorded': (~is_recorded_BT & valid_BT).sum(dtype=jnp.int32),
   }
 
 
@@ -260,7 +265,6 @@ def statistics(
     z_loss_M=sums_M.z_squares / num_tokens_M,
     replay_agreement_M=_share(sums_M.num_agreeing, sums_M.num_replayed, 1.0),
     replay_replaced_M=_share(sums_M.num_replaced, num_ids_M, 0.0),
-    no_route_M=_share(sums_M.num_unrecorded, sums_M.num_tokens, 0.0),
   )
 
 

@@ -27,13 +27,28 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
   cos_sin: tuple[jax.Array, jax.Array]
   visible: attention_kernel.Visible
   segment_ids_BT: jax.Array
+  own_BT: jax.Array | None = None  # see `Cached`
   is_measured: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+class Cached(flax.struct.PyTreeNode, kw_only=True):
+  """Cache entries of tokens that other weights consumed before.
+
+  Attributes:
+    own_BT: true where the pass computes a token's entry itself.
+    entries: two arrays [L, B, T, ...] of each stack, by name; None for none.
+  """
+
+  own_BT: jax.Array
+  entries: dict[str, Any] | None = None
 
 
 class LayerOutput(flax.struct.PyTreeNode, kw_only=True):
   """Results of a layer beside activations; only mixtures have all fields."""
 
   expert_ids: Any = None  # uint16 [B, T, A]
+  agrees: Any = None  # bool [B, T], see `router.agrees`
+  kept: Any = None  # the layer's cache entries; None without a `Cached`
   stats: Any = None  # MixtureStats, stacked over shards
   max_logits: Any  # [N], stacked over shards; None if not measured
 
@@ -43,14 +58,15 @@ def run(
   stacked: dict[str, Any],
   x_BTD: jax.Array,
   context: Context,
-  replay_MBTA: jax.Array | None,
+  given: tuple[jax.Array | None, Any],
   *,
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
 ) -> tuple[jax.Array, LayerOutput]:
   """Returns x_BTD after a stack, and the results of each layer.
 
-  `stacked` are the stack's variables by collection, layers leading.
+  `stacked` are the stack's variables by collection, layers leading, and `given`
+  its routes to replay and cache entries (`Cached`), or None.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()
@@ -61,13 +77,13 @@ def run(
   )
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
 
-  def layer(variables, x_BTD, context, replay_BTA):
+  def layer(variables, x_BTD, context, given):
     variables = owned(variables)
     whole = layer_stages.whole(
       variables['params'], specs['params'], config, plan
     )
     variables = {**variables, 'params': whole}
-    return _layer(variables, x_BTD, context, replay_BTA, config, plan)
+    return _layer(variables, x_BTD, context, given, config, plan)
 
   if config.remat:
     # A recomputed choice of experts could differ by rounding.
@@ -75,7 +91,9 @@ def run(
     policy = jax.checkpoint_policies.save_only_these_names(*saves)
     layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
   where, apart = shards.tokens_spec(plan), shards.stacked_spec(plan)
-  output = LayerOutput(expert_ids=where, stats=apart, max_logits=apart)
+  output = LayerOutput(
+    expert_ids=where, agrees=where, kept=where, stats=apart, max_logits=apart
+  )
   per_shard = shards.per_shard(
     layer,
     plan,
@@ -84,10 +102,10 @@ def run(
   )
 
   def body(x_BTD, sliced):
-    variables, replay_BTA = sliced
-    return per_shard(variables, x_BTD, context, replay_BTA)
+    variables, given = sliced
+    return per_shard(variables, x_BTD, context, given)
 
-  xs = (stacked, replay_MBTA)
+  xs = (stacked, given)
   return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
 
 
@@ -104,11 +122,16 @@ def _unroll(name, config, plan):
   return length if is_small and platforms.current() == 'cpu' else 1
 
 
-def _layer(variables, x_BTD, context, replay_BTA, config, plan):
+def _layer(variables, x_BTD, context, given, config, plan):
   params = variables['params']
+  replay_BTA, entry = given
   query, kept = layer_stages.attention_inputs(
     params, x_BTD, context.cos_sin, config
   )
+  if entry is not None:
+    is_own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
+    pairs = zip(kept, entry, strict=True)
+    kept = tuple(jnp.where(is_own(new), new, old) for new, old in pairs)
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,
@@ -119,9 +142,11 @@ def _layer(variables, x_BTD, context, replay_BTA, config, plan):
     is_measured=context.is_measured,
   )
   output = LayerOutput(max_logits=shards.stacked(max_logits_N))
+  if context.own_BT is not None:
+    output = output.replace(kept=kept)
   if 'ffw' in params:
     return layer_stages.dense(params, x_BTD, out_BTN, config), output
-  x_BTD, ids_BTA, stats = layer_stages.mixture(
+  x_BTD, (ids_BTA, agrees_BT), stats = layer_stages.mixture(
     params,
     variables.get('selection_bias', {}).get('moe', {}).get('bias'),
     (x_BTD, out_BTN, context.segment_ids_BT != 0, replay_BTA),
@@ -130,5 +155,5 @@ def _layer(variables, x_BTD, context, replay_BTA, config, plan):
   )
   expert_ids = ids_BTA.astype(jnp.uint16)
   return x_BTD, output.replace(
-    expert_ids=expert_ids, stats=shards.stacked(stats)
+    expert_ids=expert_ids, agrees=agrees_BT, stats=shards.stacked(stats)
   )

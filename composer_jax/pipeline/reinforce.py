@@ -154,8 +154,13 @@ def _reinforce(job: jobs.Job) -> None:
         f'kept, {len(dropped)} damaged or of void policies dropped'
       )
     job.writer.truncate('rl', first)
+    gate = None
+    if rl.gate.action != 'off':
+      shape = spec.batch_shape()
+      gate = job.systems.gate(start.functions, shape, folder=job.workdir)
     learn = functools.partial(
       update.update,
+      gate=gate,
       functions=start.functions,
       options=spec.update_options(),
       shape=spec.batch_shape(),

@@ -50,7 +50,7 @@ class Served:
     return self.engine.version
 
   def __call__(self) -> None:
-    newer = self._receiver.take()
+    newer = None if self.engine.is_refreshing else self._receiver.take()
     if newer is None:
       return
     known_id = self._identities.setdefault(newer.version, newer.target_id)

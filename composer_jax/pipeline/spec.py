@@ -17,7 +17,7 @@ from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.rl import batching, update
+from composer_jax.rl import batching, mismatch, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.train import loop
@@ -127,6 +127,7 @@ class RLSection(update.LearningOptions):
     rows: rows of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
+    gate: bands for what the records of a step say.
     episodes_every: steps from one readable episode of the report to the next.
     wait_timeout_s: seconds without a finished group after which a run ends.
     max_restarts: restarts of the rollout process before a run ends.
@@ -145,6 +146,7 @@ class RLSection(update.LearningOptions):
   rows: int = 8
   seq_len: int = 320
   checkpoint_every: int = 5
+  gate: mismatch.GateOptions = mismatch.GateOptions()
   episodes_every: int = 10
   wait_timeout_s: float = 300.0
   max_restarts: int = 3
@@ -255,7 +257,6 @@ class Spec:
     names = [f.name for f in dataclasses.fields(update.LearningOptions)]
     return update.UpdateOptions(
       **{name: getattr(self.rl, name) for name in names},
-      refreshed=self.rollout.on_swap == rollout_options.REFRESH,
       seed=self.seed,
       hints=self.hints,
     )

@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import spec as specs
@@ -106,18 +104,11 @@ def check_staleness(
   """Refuses groups that `buffer.admitted` does not allow.
 
   Raises:
-    ValueError: a token was sampled by a policy older than the bound allows, or
-      newer than the trained one; the message names the group and its versions.
+    ValueError: a token was sampled, or its context computed, by a policy older
+      than the bound allows, or newer than the trained one.
   """
   for group in groups:
-    versions = np.concatenate(
-      [
-        t.policy_version_T[t.loss_mask_T]
-        for r in group.rollouts
-        for t in r.trajectories
-      ]
-    )
-    oldest, newest = int(versions.min()), int(versions.max())
+    oldest, newest = min(group.versions), max(group.versions)
     if not version - max_staleness <= oldest <= newest <= version:
       raise ValueError(
         f'Group {group.group} was sampled by versions {oldest} to {newest}; '

@@ -89,17 +89,23 @@ rl
   mismatch_p99: * 99th percentile of k3 over tokens, nats
   mismatch_max: * largest difference of a log-probability
   mismatch_large: * share of tokens that one side finds twice as likely or more
-  fresh_tokens: * tokens sampled by the very version that is trained
-      (`rl.mismatch.ages`); the _fresh metrics cover these and are absent where
-      there are none
-  mismatch_kl_fresh: * mismatch_kl of fresh tokens
-  mismatch_p99_fresh: * mismatch_p99 of fresh tokens
-  mismatch_max_fresh: * mismatch_max of fresh tokens
-  mismatch_large_fresh: * mismatch_large of fresh tokens
+  tokens_exact: * tokens scored by the very weights that sampled them, with
+      their routes replayed (`gate.audit`); the next two metrics cover these
+  mismatch_kl_exact: * mismatch_kl of tokens scored exactly
+  exact_agreement: * share of recorded routes of their trajectories that the
+      weights which made them choose again
+  tokens_afresh: * tokens scored by the weights that sampled them but routed
+      afresh: without replay, or if a refresh replaced their routes; the next
+      metric covers these
+  mismatch_kl_afresh: * mismatch_kl of tokens scored afresh
+  tokens_unscorable: * tokens that no kept policy can score, after a restart or
+      if their cache had several versions and was computed anew
+  unrecorded: share of consumed tokens without a route; absent without a replay
+  mismatch_kl_hints: mismatch_kl of hinted turns, in float32
   truncated: * share of tokens whose ratio met a bound of rl.loss
   dropped: * share of tokens whose gradient rl.loss took away
   mismatch_kl_replay: * mismatch_kl with routes replayed; this and the metrics
-      down to replay_no_route come every rl.mismatch_every steps
+      down to routed_differently come every rl.mismatch_every steps
   mismatch_p99_replay: * mismatch_p99 with routes replayed
   mismatch_max_replay: * mismatch_max with routes replayed
   mismatch_large_replay: * mismatch_large with routes replayed
@@ -118,8 +124,6 @@ rl
   replay_agreement_layers: * replay_agreement of each MoE layer
   replay_replaced: * share of recorded experts that model.moe.replay_alpha
       replaced, highest layer
-  replay_no_route: * share of tokens without a recorded route, highest layer;
-      the last token of a trajectory never has one
   hints: number of faulty turns that a hinted teacher scored; absent, like all
       hint metrics, where hints.loss.weight is 0
   hint_tokens: number of tokens of those turns

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from composer_jax.core import batches, records
-from composer_jax.models import decoder, head
+from composer_jax.models import decoder, head, stacks
 from composer_jax.parallel import exchange, sequence, shardings
 from composer_jax.rl import policy_loss
 from composer_jax.rl.hints import distill
@@ -36,7 +36,7 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
     num_routed: number of tokens, padding excluded.
-    replay_agreement_M, replay_replaced_M, no_route_M: shares of
+    replay_agreement_M, replay_replaced_M: shares of
       `batches.RouteStats` times num_routed, so that they add up.
   """
 
@@ -47,7 +47,6 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
   num_routed: jax.Array
   replay_agreement_M: jax.Array
   replay_replaced_M: jax.Array
-  no_route_M: jax.Array
 
 
 class Scores(flax.struct.PyTreeNode, kw_only=True):
@@ -55,6 +54,8 @@ class Scores(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     logprobs_BT: log-probabilities at the batch's temperatures.
+    differing_BT: int32 number of MoE layers whose recorded route is not the
+      router's own choice.
     exchanged: rows that each MoE layer's exchange needed and had; None without
       a mesh.
     attempts: number of passes; in all but the last, buffers overflowed.
@@ -62,6 +63,7 @@ class Scores(flax.struct.PyTreeNode, kw_only=True):
 
   logprobs_BT: jax.Array
   expert_ids_MBTA: jax.Array
+  differing_BT: jax.Array
   exchanged: exchange.ExchangeStats | None = None
   attempts: int = flax.struct.field(pytree_node=False, default=1)
 
@@ -74,30 +76,39 @@ class Functions:
     policy: state -> the policy's variables in float32: the masters rounded to
       bfloat16, which is what the engine serves.
     add_microbatch: (values, sums | None, batch) -> (sums, scores of the batch).
+    compact: values -> the same in bfloat16, which is exact, to be kept.
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
     score: (values, batch) -> scores, replaying the batch's routes if any.
+    chain: (values, batch, entries) -> (scores, entries): `score` with the cache
+      entries of the passes before, None for the first; see `RLBatch.own_BT`.
     add_hints: (values, teacher, sums, HintBatch) -> (sums, HintStats).
     parts: number of device groups over which the rows of a batch are sharded.
   """
 
   policy: Callable[..., Any]
+  compact: Callable[[Any], Any]
   add_microbatch: Callable[..., tuple[StepSums, Scores]]
   apply: Callable[..., tuple[train_state.TrainState, jax.Array]]
   score: Callable[..., Scores]
+  chain: Callable[..., tuple[Scores, Any]]
   add_hints: Callable[..., tuple[StepSums, distill.HintStats]]
   parts: int
 
 
 def forward(
-  model: decoder.Decoder, values: Any, batch: batches.RLBatch
-) -> tuple[Scores, jax.Array, batches.RouteStats]:
-  """Returns scores, entropy_BT and router statistics, in batch order."""
+  model: decoder.Decoder,
+  values: Any,
+  batch: batches.RLBatch,
+  cached: stacks.Cached | None = None,
+) -> tuple[Scores, jax.Array, decoder.DecoderOutput]:
+  """Returns scores and entropy_BT, in batch order, and the decoder's output."""
   output = model.apply(
     values,
     batch.tokens_BT,
     batch.segment_ids_BT,
     batch.positions_BT,
     expert_ids_MBTA=batch.expert_ids_MBTA,
+    cached=cached,
   )
   logprobs_BT, entropy_BT = head.target_logprobs(
     values,
@@ -108,11 +119,13 @@ def forward(
     model.config,
     model.plan,
   )
-  ids_MBTA, exchanged = output.expert_ids_MBTA, output.exchanged
   scores = Scores(
-    logprobs_BT=logprobs_BT, expert_ids_MBTA=ids_MBTA, exchanged=exchanged
+    logprobs_BT=logprobs_BT,
+    expert_ids_MBTA=output.expert_ids_MBTA,
+    differing_BT=(~output.agrees_MBT).sum(0, dtype=jnp.int32),
+    exchanged=output.exchanged,
   )
-  return scores, entropy_BT, output.stats
+  return scores, entropy_BT, output
 
 
 def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
@@ -123,6 +136,7 @@ def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
   places = np.argsort(sequence.order(scores.logprobs_BT.shape[1], context))
   return scores.replace(
     logprobs_BT=jnp.take(scores.logprobs_BT, places, axis=1),
+    differing_BT=jnp.take(scores.differing_BT, places, axis=1),
     expert_ids_MBTA=jnp.take(scores.expert_ids_MBTA, places, axis=2),
   )
 
@@ -138,9 +152,9 @@ def microbatch_sums(
 
   def loss_function(params):
     variables = {**values, 'params': params}
-    scores, entropy_BT, routes = forward(model, variables, batch)
+    scores, entropy_BT, output = forward(model, variables, batch)
     total, stats = loss(scores.logprobs_BT, entropy_BT, batch)
-    return total, (stats, routes, scores)
+    return total, (stats, output.stats, scores)
 
   (total, (stats, routes, scores)), grads = jax.value_and_grad(
     loss_function, has_aux=True
@@ -154,7 +168,6 @@ def microbatch_sums(
     num_routed=num_routed,
     replay_agreement_M=routes.replay_agreement_M * num_routed,
     replay_replaced_M=routes.replay_replaced_M * num_routed,
-    no_route_M=routes.no_route_M * num_routed,
   )
   return sums, _for_host(scores, model.plan)
 
@@ -236,6 +249,12 @@ def build(
     return (added if sums is None else add_donated(sums, added)), scores
 
   @jit
+  def chain(values, batch, entries):
+    cached = stacks.Cached(own_BT=batch.own_BT, entries=entries)
+    scores, _, output = forward(model, values, batch, cached)
+    return _for_host(scores, model.plan), output.entries
+
+  @jit
   def hint_gradients(values, teacher, batch):
     grads, stats = distill.gradients(model, values, teacher, batch, hints)
     return placed(grads), stats
@@ -261,9 +280,11 @@ def build(
 
   return Functions(
     policy=policy,
+    compact=jit(decoder.policy),
     add_microbatch=add_microbatch,
     apply=apply,
     score=scorer(model, put, compiler_options),
+    chain=lambda values, batch, entries: chain(values, put(batch), entries),
     add_hints=add_hints,
     parts=distill.parts_of(model.plan),
   )

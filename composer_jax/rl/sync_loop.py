@@ -10,7 +10,7 @@ rollouts in another process and the weights sent as delta bundles
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.rl import batching, collect, update
+from composer_jax.rl import batching, collect, comparison, update
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
 from composer_jax.train import state as train_state
@@ -27,6 +27,7 @@ def run(
   num_steps: int,
   reference: Any = None,
   teacher: Any = None,
+  gate: comparison.Gate | None = None,
 ) -> tuple[train_state.TrainState, list[dict[str, Any]]]:
   """Trains up to step `num_steps` on fresh groups of the current policy.
 
@@ -37,6 +38,7 @@ def run(
     num_steps: optimizer steps of the whole run.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read hints; None without a frozen teacher.
+    gate: judges each step; None judges nothing.
 
   Returns:
     The final state and the metrics of every step.
@@ -56,6 +58,7 @@ def run(
       shape,
       reference=reference,
       teacher=teacher,
+      gate=gate,
     )
     engine.swap(functions.policy(state), step + 1)
     history.append(metrics)

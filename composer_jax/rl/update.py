@@ -38,7 +38,6 @@ class LearningOptions:
     loss: policy gradient and its bounds on p_train / p_rollout.
     mismatch_every: steps between two comparisons of the mismatch with and
       without replay, each one more forward pass; 0 for none.
-    gate: bounds on the mismatch of rollout and trainer.
   """
 
   prompts: int = 8
@@ -48,7 +47,6 @@ class LearningOptions:
   kl_coefficient: float = 0.0
   loss: policy_loss.LossOptions = policy_loss.LossOptions()
   mismatch_every: int = 10
-  gate: mismatch.GateOptions = mismatch.GateOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +54,10 @@ class UpdateOptions(LearningOptions):
   """All options of a policy update.
 
   Attributes:
-    refreshed: true if the engine refreshes its caches when weights change; see
-      `mismatch.ages`.
     seed: seed of the run, used by the shuffled control.
     hints: loss of hints on faulty turns.
   """
 
-  refreshed: bool = False
   seed: int = 0
   hints: distill.HintLossOptions = distill.OFF
 
@@ -115,8 +110,8 @@ def _trained(
   groups: list[records.Group],
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
-) -> tuple[batching.PackedTrajectories, list[int]]:
-  """Packs the trajectories that a step trains on; also returns their groups.
+) -> tuple[batching.PackedTrajectories, list[float], list[int]]:
+  """Packs what a step trains on; also returns advantages and groups.
 
   Leaves out trajectories without an advantage, whose gradient is exactly zero:
   once the policy solves most groups, that is most of the work. If none has an
@@ -130,7 +125,7 @@ def _trained(
   ]
   kept = [item for item in items if item[1]] or items
   trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
-  return batching.pack(trajectories, advantages, shape), ids
+  return batching.pack(trajectories, advantages, shape), advantages, ids
 
 
 def add_hints(
@@ -188,6 +183,7 @@ def update(
   *,
   reference: Any = None,
   teacher: Any = None,
+  gate: comparison.Gate | None = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`; returns the next state and the step's metrics.
 
@@ -195,10 +191,10 @@ def update(
   the statistics of tokens (entropy, mismatch, truncated, routes, expert_load
   and sampled_tokens); rewards, verdicts and staleness cover all rollouts.
 
-  With gate action 'stop' the host checks the log-probabilities before it
+  If the gate stops steps, the host checks the log-probabilities before it
   dispatches the optimizer, which costs one wait per step: the gradient of
-  misaligned records must not reach the weights. With any other action
-  everything is dispatched first.
+  misaligned records must not reach the weights. Otherwise everything is
+  dispatched first.
 
   Args:
     state: training state, donated.
@@ -206,6 +202,7 @@ def update(
     reference: policy values for the KL penalty; None without one.
     teacher: policy values of a frozen teacher that reads hints; None without
       one. A teacher that is an average is in `state`.
+    gate: judges the records; None trains on whatever they are.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.
@@ -215,11 +212,14 @@ def update(
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
   by_group = list(map(advantage.group_advantages, groups, rewards))
-  trained, ids = _trained(groups, by_group, shape)
+  trained, advantages, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
+  if gate is not None:
+    gate.keep(version, values)
   sums, scores, others = None, [], []
-  is_due = options.mismatch_every and version % options.mismatch_every == 0
+  every = options.mismatch_every if gate is not None else 0
+  is_due = every and version % every == 0
   for batch in trained.microbatches:
     chosen, other = batch, comparison.fresh(batch)
     if not options.replay:
@@ -242,8 +242,8 @@ def update(
   metrics = behaviour.measure(groups, by_group, version)
   without_grads = sums.replace(grads=None)
 
-  def wait_and_check() -> list[str]:
-    """Completes the metrics; returns how they leave the gate's bounds."""
+  def wait_and_check() -> None:
+    """Completes the metrics, and lets the gate stop the step."""
     on_host = jax.device_get(without_grads)
     metrics.update(_of_sums(on_host, scale, options.replay))
     metrics['microbatches'] = len(scores)
@@ -251,35 +251,29 @@ def update(
     metrics.update(hint_counts)
     if hint_stats is not None:
       metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
-    metrics.update(
-      mismatch.measure(
-        trained.trajectories,
-        comparison.logprobs(trained, scores),
-        version,
-        refreshed=options.refreshed,
-      )
-    )
-    pair = (scores, others) if options.replay else (others, scores)
-    metrics.update(comparison.both_ways(trained, *pair))
+    ratios = comparison.ratios(trained, scores)
+    metrics.update(mismatch.gap(np.concatenate(ratios)))
     if repeated := sum(s.attempts - 1 for s in scores):
       metrics['repeated_microbatches'] = repeated
-    breaches = mismatch.breaches(metrics, options.gate)
-    if options.gate.action != 'off':
-      metrics.update(gate_breaches=len(breaches), gate=breaches)
-    return breaches
+    if gate is not None:
+      judged = comparison.JudgedStep(
+        version=version,
+        values=values,
+        groups=groups,
+        trained=trained,
+        advantages=advantages,
+        group_ids=ids,
+        scores=scores,
+        others=others,
+        hinted=bool(options.hints.weight),
+        metrics=metrics,
+      )
+      metrics.update(gate.judge(judged))
 
-  if options.gate.action == 'stop' and (breaches := wait_and_check()):
-    group, kl = mismatch.worst(ids, comparison.ratios(trained, scores))
-    raise mismatch.OutOfBand(
-      f'rl step {version + 1}: {"; ".join(breaches)}. Of its groups, {group} '
-      f'is the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '
-      'last checkpoint is intact. To sample its groups anew delete their files '
-      'in groups/ and run the same command again; to go on with them as they '
-      'are add --config.rl.gate.action=flag.',
-      metrics,
-    )
+  if gate is not None and gate.stops:
+    wait_and_check()
   state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
-  if options.gate.action != 'stop':
+  if gate is None or not gate.stops:
     wait_and_check()
   metrics['grad_norm'] = float(grad_norm)
   _check_finite('grad_norm', metrics, version)
@@ -307,7 +301,6 @@ def _of_sums(
       'replay_agreement': float(agreement_M.min()),
       'replay_agreement_layers': agreement_M.tolist(),
       'replay_replaced': float(sums.replay_replaced_M.max()) / num_routed,
-      'replay_no_route': float(sums.no_route_M.max()) / num_routed,
     }
   return metrics
 

@@ -188,6 +188,11 @@ class Engine:
   def is_open(self, session: str) -> bool:
     return session in self._slots.sessions
 
+  @property
+  def is_refreshing(self) -> bool:
+    """True from when a refresh began until its sessions have sampled."""
+    return self._slots.is_refreshing
+
   def place(self, variables: Any, version: int) -> placing.PlacedWeights:
     """Copies weights to the engine's devices; thread-safe.
 

@@ -195,7 +195,7 @@ def forward(
     if i < c.num_dense_layers:
       x_BTD = layer.dense(params, x_BTD, out_BTN, c, is_paged=True)
       continue
-    x_BTD, ids_BTA, _ = layer.mixture(
+    x_BTD, (ids_BTA, _), _ = layer.mixture(
       params,
       variables.get('selection_bias', {}).get('moe', {}).get('bias'),
       (x_BTD, out_BTN, valid_BT, None),

@@ -35,6 +35,7 @@ class SampledTokens:
   logprobs_T: np.ndarray
   raw_logprobs_T: np.ndarray
   policy_version_T: np.ndarray
+  context_version_T: np.ndarray
   top_ids_TX: np.ndarray
   top_logprobs_TX: np.ndarray
 
@@ -70,9 +71,10 @@ class Sampled(flax.struct.PyTreeNode, kw_only=True):
   version: Any = None
 
   def tokens(
-    self, name: str, position: int, row: int, count: int
+    self, name: str, position: int, piece: tuple[int, int, int]
   ) -> SampledTokens:
-    """Returns the first `count` tokens of a row."""
+    """Returns the tokens of a piece: (row, count, context version)."""
+    row, count, context_version = piece
     return SampledTokens(
       session=name,
       position=position,
@@ -80,6 +82,7 @@ class Sampled(flax.struct.PyTreeNode, kw_only=True):
       logprobs_T=self.logprobs_TB[:count, row],
       raw_logprobs_T=self.raw_logprobs_TB[:count, row],
       policy_version_T=np.full(count, self.version, np.int32),
+      context_version_T=np.full(count, context_version, np.int32),
       top_ids_TX=self.top_ids_TBX[:count, row],
       top_logprobs_TX=self.top_logprobs_TBX[:count, row],
     )
@@ -92,9 +95,10 @@ class ServedRequest:
   Attributes:
     on_tokens: callback for tokens as they are sampled; None without streaming.
     remaining: largest number of tokens still to sample.
-    routes_start, num_cached, context_version, stopped: fields of the
-      `records.Completion` to come.
-    pieces: (report, row, count) of each dispatch since `Session.settle`.
+    routes_start, num_cached, stopped: fields of the `records.Completion` to
+      come.
+    pieces: each dispatch since `Session.settle`, with arguments of
+      `Sampled.tokens`.
     settled: tokens of earlier dispatches, also in the session's arrays.
     keys: keys of the pages of its context; None until they are looked up.
     waits_for: key of a page that another session is filling; None if it does
@@ -110,8 +114,7 @@ class ServedRequest:
   remaining: int
   routes_start: int
   num_cached: int = 0
-  context_version: int | None = None
-  pieces: list[tuple[Sampled, int, int]] = dataclasses.field(
+  pieces: list[tuple[Sampled, tuple[int, int, int]]] = dataclasses.field(
     default_factory=list
   )
   settled: list[SampledTokens] = dataclasses.field(default_factory=list)
@@ -124,7 +127,7 @@ class ServedRequest:
 
   def start_over(self) -> None:
     """Resets what was consumed; the tokens sampled so far stay."""
-    self.keys = self.waits_for = self.context_version = self.row_W = None
+    self.keys = self.waits_for = self.row_W = None
     self.routes_start = self.num_cached = self.waiting = 0
 
 
@@ -136,6 +139,7 @@ class Session:
     tokens_T: int32 tokens; `settle` fills in the sampled ones.
     routes_TMA: uint16 routes of consumed tokens; `settle` fills in those of
       sampled ones; NO_ROUTE where the engine records none.
+    versions_T: int32 version that consumed each consumed token.
     length: number of known tokens.
     consumed: number of tokens in the KV cache.
     shareable: number of leading tokens whose keys and values would be the same
@@ -147,6 +151,7 @@ class Session:
   name: str
   tokens_T: np.ndarray
   routes_TMA: np.ndarray
+  versions_T: np.ndarray
   length: int = 0
   consumed: int = 0
   shareable: int | None = 0
@@ -167,7 +172,7 @@ class Session:
   def last_token(self) -> int:
     """The last known token, settled or not."""
     if pieces := self.at_work.pieces:
-      report, row, count = pieces[-1]
+      report, (row, count, _) = pieces[-1]
       return int(report.tokens_TB[count - 1, row])
     return int(self.tokens_T[self.length - 1])
 
@@ -193,11 +198,13 @@ class Session:
     shape = (len(self.tokens_T) - self.consumed, *known_TMA.shape[1:])
     room_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
     self.routes_TMA = np.concatenate([known_TMA, room_TMA])
+    self.versions_T = np.resize(self.versions_T, len(self.tokens_T))
 
-  def consume(self, count: int, *, is_shareable: bool) -> None:
+  def consume(self, count: int, version: int, *, is_shareable: bool) -> None:
     """Counts tokens as consumed; they can be shared if all before them can."""
     if is_shareable and self.shareable == self.consumed:
       self.shareable = self.consumed + count
+    self.versions_T[self.consumed : self.consumed + count] = version
     self.consumed += count
 
   def chunk(self, size: int) -> tuple[int, int]:
@@ -218,10 +225,10 @@ class Session:
     work = self.at_work
     if not work.pieces:
       return
-    start = end = self.length - sum(count for *_, count in work.pieces)
+    start = end = self.length - sum(p[1] for _, p in work.pieces)
     parts = []
-    for report, row, count in work.pieces:
-      parts.append(report.tokens(self.name, end, row, count))
+    for report, (row, count, oldest) in work.pieces:
+      parts.append(report.tokens(self.name, end, (row, count, oldest)))
       if report.expert_ids_TMBA is not None:
         routes_TMA = report.expert_ids_TMBA[:count, :, row]
         self.routes_TMA[end - 1 : end - 1 + count] = routes_TMA
@@ -235,17 +242,18 @@ class Session:
     work = self.at_work
     sampled = join_tokens(work.settled)
     has_top = sampled.top_ids_TX.shape[1] > 0
-    routes_TMA = self.routes_TMA[work.routes_start : self.length - 1]
+    consumed = slice(work.routes_start, self.length - 1)
     return records.Completion(
       session=self.name,
       tokens_T=sampled.tokens_T,
       logprobs_T=sampled.logprobs_T,
       policy_version_T=sampled.policy_version_T,
-      consumed_expert_ids_TMA=routes_TMA.copy(),
+      context_version_T=sampled.context_version_T,
+      consumed_expert_ids_TMA=self.routes_TMA[consumed].copy(),
+      consumed_version_T=self.versions_T[consumed].copy(),
       stopped=work.stopped,
       raw_logprobs_T=sampled.raw_logprobs_T,
       routes_start=work.routes_start,
-      context_version=work.context_version,
       num_cached=work.num_cached,
       top_ids_TX=sampled.top_ids_TX if has_top else None,
       top_logprobs_TX=sampled.top_logprobs_TX if has_top else None,

@@ -122,6 +122,7 @@ class Slots:
         name=name,
         tokens_T=np.zeros(0, np.int32),
         routes_TMA=np.zeros((0, *self._route_shape), np.uint16),
+        versions_T=np.zeros(1, np.int32),
       )
     self._idle.pop(name, None)
     session.start(request, on_tokens, max_len)
@@ -153,8 +154,14 @@ class Slots:
       self.queue.remove(session)
       self.running[session.name] = session
       self.stats.prefix_hit_tokens += session.at_work.num_cached
-      if session.at_work.num_cached:
-        session.at_work.context_version = self.stats.version
+      # Prefixes are those of the version that is served.
+      session.versions_T[: session.at_work.num_cached] = self.stats.version
+
+  @property
+  def is_refreshing(self) -> bool:
+    """True if a swap now would leave caches of several versions despite it."""
+    running = self.running.values()
+    return any(s.at_work.refreshed and s.consumed for s in running)
 
   def prefilling(self) -> list[sessions.Session]:
     """Sessions with context to consume, those put off longest first."""
@@ -167,11 +174,8 @@ class Slots:
 
   def extend(self, session: sessions.Session, count: int) -> None:
     """Counts context as consumed, once its pass is dispatched."""
-    work = session.at_work
-    work.waiting = 0
-    if work.context_version is None:
-      work.context_version = self.stats.version
-    session.consume(count, is_shareable=True)
+    session.at_work.waiting = 0
+    session.consume(count, self.stats.version, is_shareable=True)
     self.stats.context_tokens += count
 
   def extended(
@@ -205,9 +209,11 @@ class Slots:
         self._finish(session)
 
   def _take_tokens(self, session, work, report, row, count) -> None:
-    session.consume(count, is_shareable=self._share_sampled)
-    position = session.length
-    work.pieces.append((report, row, count))
+    version, position = report.version, session.length
+    session.consume(count, version, is_shareable=self._share_sampled)
+    # Versions rise within a cache: its first token has the oldest.
+    piece = row, count, int(session.versions_T[0])
+    work.pieces.append((report, piece))
     session.length += count
     work.remaining -= count
     work.refreshed = False
@@ -216,7 +222,7 @@ class Slots:
     if len(work.pieces) == sessions.MAX_PIECES:
       session.settle()
     if work.on_tokens is not None:
-      work.on_tokens(report.tokens(session.name, position, row, count))
+      work.on_tokens(report.tokens(session.name, position, piece))
 
   def _finish(self, session: sessions.Session) -> None:
     session.settle()

@@ -24,7 +24,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # and at most 2e-5 without (studies/mismatch); a GPU may round more. A band so
   # wide overlooks a rollout that names a wrong policy version, if the step
   # between the two versions was small.
-  c.rl.gate.max_kl_fresh = 1e-4
+  c.rl.gate.max_kl_exact = 1e-4
+  c.rl.gate.min_exact_agreement = 0.97  # some near ties go the other way
+  c.rl.gate.max_kl_afresh = 1e-3
   if arg == 'smoke':
     return c
   c.delta.threads = 4

@@ -34,7 +34,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if folder:
     c.model = _model(folder)
     if c.model.compute_dtype == 'bfloat16':
-      c.rl.gate.max_kl_fresh = 1e-4  # depends on the dtype, see gpu.py
+      # These depend on the dtype, see gpu.py.
+      c.rl.gate.max_kl_exact, c.rl.gate.max_kl_afresh = 1e-4, 1e-3
+      c.rl.gate.min_exact_agreement = 0.97
   if variant == 'smoke':
     # For a CPU; an import sets bfloat16 and recomputation, for accelerators.
     c.model.compute_dtype, c.model.remat = 'float32', False

@@ -55,9 +55,10 @@ class TapePolicy:
       tokens_T=trajectory.tokens_T[sampled],
       logprobs_T=trajectory.logprobs_T[sampled],
       policy_version_T=trajectory.policy_version_T[sampled],
+      context_version_T=trajectory.context_version_T[sampled],
       consumed_expert_ids_TMA=trajectory.expert_ids_TMA[first : turn.stop - 1],
+      consumed_version_T=trajectory.consumed_version_T[first : turn.stop - 1],
       stopped=int(trajectory.tokens_T[turn.stop - 1]) == self._end,
-      context_version=int(trajectory.policy_version_T[turn.start - 1]),
     )
 
   def close(self, session: str) -> None:

@@ -26,7 +26,12 @@ def test_routes_of_tokens_consumed_anew_replace_those_before():
   window.append(
     context_T,
     completion(
-      [7], range(11, 19), version=4, routes_start=0, context_version=3
+      [7],
+      range(11, 19),
+      version=4,
+      routes_start=0,
+      context_version_T=np.array([3], np.int32),
+      consumed_version_T=np.array([3] * 5 + [4] * 3, np.int32),
     ),
   )
   window.append(
@@ -37,9 +42,12 @@ def test_routes_of_tokens_consumed_anew_replace_those_before():
     trajectory.expert_ids_TMA[:, 0, 0],
     [*range(11, 19), 21, 22, 23, records.NO_ROUTE],
   )
-  # Context has the oldest version that consumed any of it.
-  assert (
-    trajectory.policy_version_T.tolist() == [1] * 5 + [3] * 3 + [4] + [5] * 3
-  )
+  # Context has the versions of the next sampled token.
+  sampled_by, read = trajectory.policy_version_T, trajectory.context_version_T
+  assert sampled_by.tolist() == [1] * 5 + [4] * 4 + [5] * 3
+  assert read.tolist() == [1] * 5 + [3] * 4 + [5] * 3
+  # The versions of routes are replaced with them.
+  consumed = trajectory.consumed_version_T.tolist()
+  assert consumed == [3] * 5 + [4] * 3 + [5] * 4
   with pytest.raises(ValueError, match='from token 12 on.*only those of 11'):
     window.append(context_T, completion([7], [1], version=5, routes_start=12))

@@ -22,6 +22,8 @@ def make_trajectory(num_tokens, seed=0, temperature=1.0, num_experts=8):
     logprobs_T=-rng.random(num_tokens).astype(np.float32),
     expert_ids_TMA=ids_TMA,
     policy_version_T=np.arange(num_tokens, dtype=np.int32),
+    context_version_T=np.zeros(num_tokens, np.int32),
+    consumed_version_T=np.full(num_tokens, 3, np.int32),
     temperature=temperature,
   )
 

@@ -13,6 +13,8 @@ TRAJECTORY = records.Trajectory(
   logprobs_T=np.array([0, -1, -2], np.float32),
   expert_ids_TMA=np.zeros((3, 2, 1), np.uint16),
   policy_version_T=np.array([4, 4, 5], np.int32),
+  context_version_T=np.array([4, 4, 5], np.int32),
+  consumed_version_T=np.array([4, 4, 5], np.int32),
   temperature=1.0,
 )
 VERDICT = records.Verdict(

@@ -15,7 +15,6 @@ class LayerStats(NamedTuple):
   z_loss: jax.Array
   replay_agreement: jax.Array
   replay_replaced: jax.Array
-  no_route: jax.Array
 
 
 def statistics(sums, config):
@@ -26,7 +25,6 @@ def statistics(sums, config):
     stats.z_loss_M[0],
     stats.replay_agreement_M[0],
     stats.replay_replaced_M[0],
-    stats.no_route_M[0],
   )
 
 

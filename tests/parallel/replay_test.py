@@ -95,7 +95,7 @@ def test_replay_on_a_mesh_is_replay_on_one_device(case):
   recorded_MZA = batch.expert_ids_MBTA[:, valid_BT]
   known_MZ = (recorded_MZA != records.NO_ROUTE).all(-1)
   np.testing.assert_array_equal(ids_MZA[known_MZ], recorded_MZA[known_MZ])
-  for name in ('replay_agreement_M', 'no_route_M'):
+  for name in ('replay_agreement_M',):
     np.testing.assert_allclose(
       getattr(sums, name), getattr(want, name), rtol=1e-6
     )

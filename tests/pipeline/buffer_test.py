@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
 from tests.rl import advantage_test
 
@@ -24,7 +25,10 @@ def make_group(number, version=0):
       r,
       group=number,
       trajectories=tuple(
-        dataclasses.replace(t, policy_version_T=t.policy_version_T + version)
+        dataclasses.replace(
+          t,
+          **{name: getattr(t, name) + version for name in records.VERSIONS},
+        )
         for t in r.trajectories
       ),
     )

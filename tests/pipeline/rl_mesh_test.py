@@ -54,6 +54,6 @@ def test_a_trainer_on_a_mesh_agrees_with_the_engine(spec, tokenizer, tmp_path):
   rows = [r for r in writers.read(tmp_path) if r['stage'] == 'rl']
   assert [r['step'] for r in rows] == [1, 2]
   for row in rows:
-    assert row['fresh_tokens'] > 0
-    assert row['mismatch_kl_fresh'] < 1e-9 < row['grad_norm']
+    assert row['tokens_exact'] > 0
+    assert row['mismatch_kl_exact'] < 1e-9 < row['grad_norm']
   assert any(np.any(before[name] != variables[name]) for name in before)

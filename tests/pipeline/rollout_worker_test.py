@@ -12,7 +12,9 @@ from tests.pipeline import buffer_test
 
 
 class Engine(types.SimpleNamespace):
-  """The three members of an engine that `Served` uses."""
+  """The four members of an engine that `Served` uses."""
+
+  is_refreshing = False
 
   def switch(self, weights):
     before, self.weights, self.version = self.weights, weights, weights.version

@@ -74,18 +74,14 @@ def test_numerics_are_those_of_rollouts_and_rl():
   assert fast.batch_shape().align == 1 < spec.batch_shape().align
 
 
-def test_a_refreshed_cache_gives_each_token_its_own_age():
-  assert not make().update_options().refreshed
-  assert make(rollout__on_swap='refresh').update_options().refreshed
-
-
 def test_bfloat16_has_a_wider_band():
   gates = [
     dataclasses.asdict(wiring.spec_of(c.get_config().to_dict()).rl.gate)
     for c in (tiny, gpu)
   ]
   differing = {k for k in gates[0] if gates[0][k] != gates[1][k]}
-  assert differing == {'max_kl_fresh'}
+  exact = {'max_kl_exact', 'min_exact_agreement', 'max_kl_afresh'}
+  assert differing == exact
 
 
 def test_a_run_goes_on_under_another_gate(tmp_path):

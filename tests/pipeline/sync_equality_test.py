@@ -278,7 +278,7 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   with opened(workdir, spec, tokenizer) as job:
     with pytest.raises(
       mismatch.OutOfBand,
-      match=r'rl step 3: mismatch_kl_fresh is .*, its band is at most 1e-09.*'
+      match=r'rl step 3: mismatch_kl_exact is .*, its band is at most 1e-09.*'
       r'Of its groups, [45] is the worst',
     ):
       reinforce.reinforce(job)

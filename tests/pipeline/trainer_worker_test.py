@@ -23,6 +23,8 @@ def make_group(group, *versions):
           logprobs_T=np.zeros(3, np.float32),
           expert_ids_TMA=np.zeros((3, 1, 1), np.uint16),
           policy_version_T=np.array([before, before, last], np.int32),
+          context_version_T=np.array([before, before, last], np.int32),
+          consumed_version_T=np.array([before, before, last], np.int32),
           temperature=1.0,
         ),
       ),

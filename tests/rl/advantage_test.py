@@ -16,6 +16,8 @@ def make_rollout(member, reward, *, length=3, status=records.GRADED, gap=0.0):
     logprobs_T=np.full(length, gap - 1.0, np.float32),
     expert_ids_TMA=np.zeros((length, 1, 1), np.uint16),
     policy_version_T=np.zeros(length, np.int32),
+    context_version_T=np.zeros(length, np.int32),
+    consumed_version_T=np.zeros(length, np.int32),
     temperature=1.0,
   )
   passed = status == records.GRADED and reward > 0.5

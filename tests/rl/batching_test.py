@@ -28,6 +28,8 @@ def make_trajectory(length, seed, layers=3):
     logprobs_T=-rng.random(length).astype(np.float32),
     expert_ids_TMA=ids,
     policy_version_T=np.zeros(length, np.int32),
+    context_version_T=np.zeros(length, np.int32),
+    consumed_version_T=np.zeros(length, np.int32),
     temperature=0.5 + seed,
   )
 

@@ -77,6 +77,8 @@ def episode(status, *, passed=False, turns=4, invalid=0):
         logprobs_T=np.zeros(1, np.float32),
         expert_ids_TMA=np.zeros((1, 1, 1), np.uint16),
         policy_version_T=np.zeros(1, np.int32),
+        context_version_T=np.zeros(1, np.int32),
+        consumed_version_T=np.zeros(1, np.int32),
         temperature=1.0,
       ),
     ),

@@ -77,6 +77,8 @@ def rollout(member, arm, reward):
     logprobs_T=np.array([0.0, logprob], np.float32),
     expert_ids_TMA=np.zeros((2, 1, 1), np.uint16),
     policy_version_T=np.zeros(2, np.int32),
+    context_version_T=np.zeros(2, np.int32),
+    consumed_version_T=np.zeros(2, np.int32),
     temperature=1.0,
   )
   return records.Rollout(

@@ -1,4 +1,4 @@
-"""Mismatch against closed forms, below float32's resolution; bands and ages."""
+"""Mismatch against closed forms, below float32's resolution; and bands."""
 
 import dataclasses
 import math
@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
+from composer_jax.gate import bands, routes
 from composer_jax.rl import mismatch
 
 GATE = mismatch.GateOptions(
   action='flag',
-  max_kl_fresh=1e-9,
+  max_kl_exact=1e-9,
+  max_unrecorded=0.01,
   max_kl=0.1,
   max_p99=1.0,
   max_large_ratio_share=0.1,
@@ -29,6 +31,8 @@ def make_trajectory(logprobs, versions=None, mask=None, ids_TMA=None):
     logprobs_T=np.array(logprobs, np.float32),
     expert_ids_TMA=ids_TMA,
     policy_version_T=np.array(versions or [0] * T, np.int32),
+    context_version_T=np.array(versions or [0] * T, np.int32),
+    consumed_version_T=np.array(versions or [0] * T, np.int32),
     temperature=1.0,
   )
 
@@ -90,38 +94,6 @@ def test_context_has_no_say_and_lengths_weigh_by_tokens():
   assert [len(x) for x in ratios] == [2, 1] and measures['mismatch_max'] == 0.5
   mean = (math.exp(-0.5) - 0.5) / 3
   assert measures['mismatch_kl'] == pytest.approx(mean, rel=1e-6)
-  assert mismatch.worst([4, 7], ratios) == (7, pytest.approx(3 * mean))
-  assert mismatch.worst([4, 4], ratios) == (4, pytest.approx(mean))
-
-
-def test_a_kept_cache_makes_every_later_token_as_old_as_the_oldest():
-  t = make_trajectory([-1.0] * 4, versions=[3, 3, 4, 5])
-  kept_ages = mismatch.ages(t, 5, refreshed=False)
-  refreshed_ages = mismatch.ages(t, 5, refreshed=True)
-  assert kept_ages.tolist() == [2, 2, 2, 2]
-  assert refreshed_ages.tolist() == [2, 2, 1, 0]
-  fresh = make_trajectory([-1.0] * 2, versions=[5, 5])
-  assert mismatch.ages(fresh, 5, refreshed=False).tolist() == [0, 0]
-
-
-def test_fresh_tokens_are_measured_apart():
-  stale = make_trajectory([-1.0, -1.0], versions=[4, 5])
-  fresh = make_trajectory([-1.0], versions=[5])
-  train = [np.float32([-1.0, -2.0]), np.float32([-1.25])]
-  measures = mismatch.measure([stale, fresh], train, 5, refreshed=False)
-  assert measures['fresh_tokens'] == 1
-  assert (measures['mismatch_max'], measures['mismatch_max_fresh']) == (
-    1.0,
-    0.25,
-  )
-  assert measures['mismatch_large'] == pytest.approx(1 / 3)
-  measures = mismatch.measure([stale, fresh], train, 5, refreshed=True)
-  assert measures['fresh_tokens'] == 2 and measures['mismatch_max_fresh'] == 1.0
-  # Without fresh tokens the measures of fresh tokens are absent and not judged.
-  measures = mismatch.measure([stale], train[:1], 5, refreshed=False)
-  assert measures['fresh_tokens'] == 0 and 'mismatch_kl_fresh' not in measures
-  # Of kl, p99 and large the second is in its band.
-  assert len(mismatch.breaches(measures, GATE)) == 2
 
 
 def test_routes_agree_as_sets_layer_by_layer():
@@ -139,15 +111,19 @@ def test_routes_agree_as_sets_layer_by_layer():
   own_TMA[1, 1] = [2, 4]
   own_TMA[2, 1] = [6, 0]
   own_TMA[3] = 1  # no record: not compared
-  agreement = mismatch.route_agreement([recorded_TMA], [own_TMA])
+  agreement = routes.route_agreement([recorded_TMA], [own_TMA])
   assert agreement['route_agreement_layers'] == [1.0, pytest.approx(1 / 3)]
   assert agreement['routed_differently'] == pytest.approx(2 / 3)
   assert agreement['route_agreement'] == agreement['route_agreement_layers'][1]
-  assert mismatch.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) == {}
+  assert routes.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) == {}
 
 
 HEALTHY = {
-  'mismatch_kl_fresh': 1e-9,
+  'mismatch_kl_exact': 1e-9,
+  'exact_agreement': 0.999,
+  'mismatch_kl_afresh': 1e-4,
+  'unrecorded': 0.01,
+  'mismatch_kl_hints': 0.1,
   'mismatch_kl': 0.1,
   'mismatch_p99': 1.0,
   'mismatch_large': 0.1,
@@ -158,14 +134,15 @@ HEALTHY = {
 
 @pytest.mark.parametrize('name', HEALTHY)
 def test_each_measure_has_its_band_and_ends_belong_to_it(name):
-  assert mismatch.breaches(HEALTHY, GATE) == []
-  beyond = 0.499 if name.endswith('agreement') else 1.01 * HEALTHY[name]
+  assert bands.breaches(HEALTHY, GATE) == []
+  is_low = name.endswith('agreement')
+  beyond = (0.99 if is_low else 1.01) * HEALTHY[name]
   for value in (beyond, math.nan):
-    (message,) = mismatch.breaches(HEALTHY | {name: value}, GATE)
+    (message,) = bands.breaches(HEALTHY | {name: value}, GATE)
     assert message.startswith(f'{name} is {value:.3g}, its band is at ')
-    assert '(--config.rl.gate.m' in message and ': check ' in message
+    assert '(--config.rl.gate.m' in message and 'check ' in message
   off = dataclasses.replace(GATE, action='off')
-  assert mismatch.breaches(HEALTHY | {name: math.nan}, off) == []
+  assert bands.breaches(HEALTHY | {name: math.nan}, off) == []
 
 
 @pytest.mark.parametrize(
@@ -179,7 +156,7 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
       'max_large_ratio_share must be .* at most 1; got 1.5',
     ),
     ({'min_agreement': 2}, 'min_agreement must be .* at most 1; got 2'),
-    ({'max_kl_fresh': 'tight'}, "GateOptions.max_kl_fresh.*got 'tight'"),
+    ({'max_kl_exact': 'tight'}, "GateOptions.max_kl_exact.*got 'tight'"),
   ],
 )
 def test_a_gate_that_cannot_be_is_refused_by_name_and_value(change, message):

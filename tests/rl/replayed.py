@@ -118,6 +118,8 @@ def trajectory(length, seed, num_experts):
     logprobs_T=-3 - rng.random(length).astype(np.float32),
     expert_ids_TMA=ids_TMA,
     policy_version_T=np.zeros(length, np.int32),
+    context_version_T=np.zeros(length, np.int32),
+    consumed_version_T=np.zeros(length, np.int32),
     temperature=0.7 + 0.1 * seed,
   )
 

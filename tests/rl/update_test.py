@@ -11,6 +11,7 @@ import pytest
 
 from composer_jax.core import records, trees
 from composer_jax.core import turns as turns_lib
+from composer_jax.gate import health
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.rl import (
@@ -66,7 +67,6 @@ P, R, LENGTH = 2, 3, 24
 SHAPE = batching.BatchShape(
   rows=2, seq_len=2 * LENGTH, num_moe_layers=2, num_active=2, num_experts=8
 )
-GATE = mismatch.GateOptions()
 OPTIONS = update.UpdateOptions(
   prompts=P, rollouts_per_prompt=R, mismatch_every=0
 )
@@ -132,6 +132,8 @@ def _rollout(completion, context_T, group, member):
           [completion.consumed_expert_ids_TMA, unrouted]
         ),
         policy_version_T=np.zeros(len(tokens_T), np.int32),
+        context_version_T=np.zeros(len(tokens_T), np.int32),
+        consumed_version_T=np.zeros(len(tokens_T), np.int32),
         temperature=TEMPERATURE,
       ),
     ),
@@ -516,10 +518,14 @@ def test_kl_penalty_is_the_divergence_from_the_reference(
 
 
 def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
-  gate = dataclasses.replace(GATE, action='off')
-  options = dataclasses.replace(OPTIONS, mismatch_every=1, gate=gate)
-  state = make_state(reroute(variables, 0.1))
-  _, metrics = update.update(state, groups, functions, options, SHAPE)
+  def learn(replay):
+    options = dataclasses.replace(OPTIONS, mismatch_every=1, replay=replay)
+    state = make_state(reroute(variables, 0.1))
+    flag = mismatch.GateOptions(action='flag')
+    gate = health.HealthGate(functions, SHAPE, flag, replay=replay)
+    return update.update(state, groups, functions, options, SHAPE, gate=gate)
+
+  _, metrics = learn(replay=True)
   assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']
   assert metrics['replay_agreement'] < 1
   # A separate pass measures the same, whichever routes were trained on.
@@ -529,9 +535,7 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
     'mismatch_kl_replay': mean_k3(functions, values, packed(groups)),
     'mismatch_kl_no_replay': mean_k3(functions, values, fresh),
   }
-  state = make_state(reroute(variables, 0.1))
-  options = dataclasses.replace(options, replay=False)
-  _, afresh = update.update(state, groups, functions, options, SHAPE)
+  _, afresh = learn(replay=False)
   for name in ('kl', 'p99', 'max', 'large'):
     pair = f'mismatch_{name}_replay', f'mismatch_{name}_no_replay'
     assert metrics[f'mismatch_{name}'] == metrics[pair[0]]

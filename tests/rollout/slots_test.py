@@ -185,7 +185,7 @@ def test_a_session_of_two_versions_is_not_shared():
     tables.extend(table, table.prefilling()[0])
     table.swap(1, refresh=False)
     outcome = tables.finish(table)['a']
-    assert outcome.context_version == 0
+    assert set(outcome.context_version_T.tolist()) == {0}
     table.submit(tables.request('b', context=11))
     assert tables.finish(table)['b'].num_cached == 0
 
@@ -201,7 +201,9 @@ def test_refresh_consumes_anew_and_replaces_the_routes():
   assert session.consumed == 0 and session.pages == []
   outcome = tables.finish(table)['a']
   assert outcome.tokens_T.tolist() == [5, 6, 5, 5]
-  assert outcome.routes_start == 0 and outcome.context_version == 1
+  assert outcome.routes_start == 0
+  assert outcome.context_version_T.tolist() == [0, 0, 1, 1]
+  assert outcome.consumed_version_T[:5].tolist() == [1] * 5
   assert outcome.consumed_expert_ids_TMA[:, 0, 0].tolist() == list(range(7))
   assert session.tokens_T[:8].tolist() == [0, 1, 2, 3, 5, 6, 5, 5]
 
@@ -229,7 +231,10 @@ def test_a_session_is_refreshed_once_between_two_tokens():
   assert seen[:9] == list(zip(consumed, lengths, strict=True))
   (outcome,) = table.take_finished()
   assert outcome.policy_version_T.tolist() == [4, 8]
-  assert outcome.context_version == 5 and outcome.routes_start == 0
+  # Three versions consumed the context of the first token, four of the second.
+  assert outcome.context_version_T.tolist() == [1, 5]
+  assert outcome.consumed_version_T.tolist() == [5, 5, 5, 6, 6, 6, 7, 7, 8]
+  assert outcome.routes_start == 0
   # Pages that several weights computed are not shared.
   table.submit(tables.request('c', context=8))
   assert tables.finish(table)['c'].num_cached == 0

@@ -41,6 +41,7 @@ class _Engine(serving.ScriptedEngine):
       end,
       routes_start=start,
       consumed_expert_ids_TMA=_routes(start, stop),
+      consumed_version_T=np.repeat(end.context_version_T[:1], stop - start),
     )
 
 
@@ -90,6 +91,8 @@ def test_an_episode_over_tokens_has_everything_a_trainer_needs(
   (trajectory,) = rollout.trajectories
   sampled_T = trajectory.loss_mask_T
   assert (trajectory.policy_version_T == served.engine.version).all()
+  for name in ('context_version_T', 'consumed_version_T'):
+    assert (getattr(trajectory, name) == served.engine.version - 1).all()
   assert (trajectory.logprobs_T == np.where(sampled_T, -0.25, 0)).all()
   np.testing.assert_array_equal(
     trajectory.expert_ids_TMA[:-1], _routes(0, len(trajectory) - 1)

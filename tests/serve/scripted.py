@@ -136,6 +136,7 @@ class ScriptedEngine:
       records.Completion(
         session=name,
         consumed_expert_ids_TMA=np.ascontiguousarray(ids_TMA),
+        consumed_version_T=np.full(consumed, self.version - 1, np.int32),
         stopped=bool(stops),
         routes_start=self.held[name] - consumed - 1,
         num_cached=3,
@@ -168,6 +169,7 @@ def _arrays(tokens, version):
     'logprobs_T': np.full(len(tokens), -0.25, np.float32),
     'raw_logprobs_T': np.full(len(tokens), -0.5, np.float32),
     'policy_version_T': np.full(len(tokens), version, np.int32),
+    'context_version_T': np.full(len(tokens), version - 1, np.int32),
     'top_ids_TX': top_ids_TX.astype(np.int32),
     'top_logprobs_TX': np.full((len(tokens), 2), -0.5, np.float32),
   }

@@ -310,7 +310,8 @@ def test_an_agents_policy_over_http_is_the_engine_itself(
     ends = []
     while made.num_unfinished:
       ends += made.step()
-    for field in ('tokens_T', 'policy_version_T', 'consumed_expert_ids_TMA'):
+    names = ('policy_version_T', 'context_version_T', 'consumed_version_T')
+    for field in ('tokens_T', 'consumed_expert_ids_TMA', *names):
       np.testing.assert_array_equal(
         getattr(sampled, field), getattr(ends[0], field)
       )

@@ -181,6 +181,8 @@ def rollout(member, passed, flags=(), status=records.GRADED):
     logprobs_T=np.zeros(5, np.float32),
     expert_ids_TMA=np.zeros((5, 1, 1), np.uint16),
     policy_version_T=np.zeros(5, np.int32),
+    context_version_T=np.zeros(5, np.int32),
+    consumed_version_T=np.zeros(5, np.int32),
     temperature=1.0,
   )
   verdict = records.Verdict(

@@ -67,9 +67,10 @@ def forward(variables, batch, *, model, plan, with_max_logits):
     z_loss_M=jnp.stack([jnp.float32(4.0), 9.0 + 10.0 * x]),
     replay_agreement_M=jnp.ones(2),
     replay_replaced_M=jnp.zeros(2),
-    no_route_M=jnp.zeros(2),
   )
-  output = decoder.DecoderOutput(hidden_BTD=x, expert_ids_MBTA=x, stats=stats)
+  output = decoder.DecoderOutput(
+    hidden_BTD=x, expert_ids_MBTA=x, agrees_MBT=x, stats=stats
+  )
   return 6.0 + 4.0 * x, output
 
 

@@ -182,7 +182,7 @@ def _until(window: records.Trajectory, stop: int) -> records.Trajectory:
   """The window's first tokens, as context; the last one has no route."""
   ids_TMA = window.expert_ids_TMA[:stop].copy()
   ids_TMA[-1] = records.NO_ROUTE
-  names = ('tokens_T', 'logprobs_T', 'policy_version_T')
+  names = ('tokens_T', 'logprobs_T', *records.VERSIONS)
   return dataclasses.replace(
     window,
     **{name: getattr(window, name)[:stop] for name in names},

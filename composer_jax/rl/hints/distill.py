@@ -79,6 +79,7 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
     gap: teacher's minus student's log-probability of the written token; well
       below 0 where the hint speaks against it.
     truncated: number of tokens whose importance ratio met its cap.
+    k3: sum of `mismatch.k3` of the written tokens, in float32.
   """
 
   loss: jax.Array
@@ -86,6 +87,7 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
   divergence: jax.Array
   gap: jax.Array
   truncated: jax.Array
+  k3: jax.Array
 
 
 def parts_of(plan: exchange.ExchangePlan | None) -> int:
@@ -297,6 +299,7 @@ def _sums_of(weights, tokens, teacher_XD, options, config) -> HintStats:
     divergence=fixed(total(divergence_Z)),
     gap=total(teacher_Z - student_Z),
     truncated=total(ratio_Z >= options.ratio_cap),
+    k3=total(ratio_Z - 1 - (student_Z - logprobs_Z)),
   )
 
 
@@ -340,4 +343,5 @@ def metrics(stats: HintStats, scale: float) -> dict[str, float]:
     'hint_divergence': float(stats.divergence) / tokens,
     'hint_gap': float(stats.gap) / tokens,
     'hint_truncated': float(stats.truncated) / tokens,
+    'mismatch_kl_hints': float(stats.k3) / tokens,
   }

@@ -25,6 +25,8 @@ Answer:
      "logprobs":        log-probs of the distribution that was sampled from,
      "raw_logprobs":    log-probs of the model at temperature 1, untruncated,
      "policy_versions": version of the weights that sampled each token,
+     "context_versions": oldest version in the cache that each pass read,
+     "consumed_versions": version that computed each route and cache entry,
      "finish_reason":   "stop" or "length",
      "cached_tokens":   number of context tokens that were in the cache already,
      "top_logprobs":    null, or for each token [[id, raw log-prob], ...],
@@ -160,6 +162,8 @@ class TokensApi:
     self, index: int, end: records.Completion, asked: requests.TokensRequest
   ) -> dict[str, Any]:
     assert end.raw_logprobs_T is not None
+    assert end.context_version_T is not None
+    assert end.consumed_version_T is not None
     top = routes = None
     if asked.top_logprobs:
       assert end.top_ids_TX is not None
@@ -187,6 +191,8 @@ class TokensApi:
       'logprobs': end.logprobs_T.tolist(),
       'raw_logprobs': end.raw_logprobs_T.tolist(),
       'policy_versions': end.policy_version_T.tolist(),
+      'context_versions': end.context_version_T.tolist(),
+      'consumed_versions': end.consumed_version_T.tolist(),
       'finish_reason': 'stop' if end.stopped else 'length',
       'cached_tokens': end.num_cached,
       'top_logprobs': top,

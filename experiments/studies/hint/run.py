@@ -24,7 +24,7 @@ from composer_jax.agent import episode, rewards
 from composer_jax.core import batches, records, turns
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.rl import batching, collect, mismatch, policy_loss, update
+from composer_jax.rl import batching, collect, policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
@@ -193,14 +193,6 @@ def hint_options(arm: Arm) -> distill.HintLossOptions:
 OPTIMIZER = optax.chain(
   optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE)
 )
-_GATE = mismatch.GateOptions(
-  action='off',
-  max_kl_fresh=1.0,
-  max_kl=1.0,
-  max_p99=1.0,
-  max_large_ratio_share=1.0,
-  min_agreement=0.0,
-)
 
 
 @functools.cache
@@ -253,8 +245,6 @@ def run_arm(name: str, seed: int, variables: Any) -> list[results.Row]:
     kl_coefficient=0.0,
     loss=policy_loss.LossOptions(),
     mismatch_every=0,
-    refreshed=False,
-    gate=_GATE,
     seed=seed,
     hints=hints,
   )

@@ -15,6 +15,7 @@ import numpy as np
 
 from composer_jax.agent import episode
 from composer_jax.core import checks, files, records
+from composer_jax.gate import routes
 from composer_jax.models import decoder
 from composer_jax.rl import batching, collect, comparison, mismatch
 from composer_jax.rl import step as steps
@@ -110,7 +111,7 @@ def compare(
     shape: shape of the microbatches.
 
   Returns:
-    The metrics of `comparison.both_ways`, and for scale those of a replay of
+    The metrics of `routes.both_ways`, and for scale those of a replay of
     `shifted` routes.
   """
 
@@ -122,10 +123,10 @@ def compare(
   afresh = scored(map(comparison.fresh, packed.microbatches))
   wrong = batching.pack([shifted(t) for t in trajectories], zeros, shape)
   ratios = comparison.ratios(wrong, scored(wrong.microbatches))
-  agreement = comparison.both_ways(wrong, [], afresh).get('route_agreement')
+  agreement = routes.both_ways(wrong, [], afresh).get('route_agreement')
   return {
     'sampled_tokens': int(sum(t.loss_mask_T.sum() for t in trajectories)),
-    **comparison.both_ways(packed, scored(packed.microbatches), afresh),
+    **routes.both_ways(packed, scored(packed.microbatches), afresh),
     **mismatch.gap(np.concatenate(ratios), '_shifted'),
     'route_agreement_shifted': agreement,
   }

@@ -15,6 +15,7 @@ from composer_jax.agent import environment
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.data import stream as streams
+from composer_jax.gate import health
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
@@ -282,9 +283,6 @@ def reinforce(
     kl_coefficient=0.0,
     loss=policy_loss.LossOptions(),
     mismatch_every=0,
-    refreshed=False,
-    # The default bands: windows of a chain are replayed like any other.
-    gate=mismatch.GateOptions(),
     seed=seed,
   )
   collector = collector_of(
@@ -294,6 +292,8 @@ def reinforce(
     masked=masked,
   )
   shape = batching.shape_of(MODEL, rows=16, seq_len=ROW)
+  # The default bands: windows of a chain are replayed like any other.
+  gate = health.HealthGate(functions, shape, mismatch.GateOptions())
   # Copied, because the update donates its state.
   state = train_state.create(jax.tree.map(jnp.copy, variables), optimizer)
   for stop in range(10, sizes.steps + 10, 10):
@@ -305,6 +305,7 @@ def reinforce(
       options,
       shape,
       num_steps=min(stop, sizes.steps),
+      gate=gate,
     )
     yield state.variables(), history
 

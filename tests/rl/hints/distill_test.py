@@ -530,6 +530,7 @@ def recorder(values=VALUES):
       divergence=zero + 2,
       gap=zero - 8,
       truncated=zero + 1,
+      k3=zero + 2,
     )
     return sums, stats
 
@@ -538,9 +539,11 @@ def recorder(values=VALUES):
 
   functions = steps.Functions(
     policy=unused,
+    compact=unused,
     add_microbatch=unused,
     apply=unused,
     score=unused,
+    chain=unused,
     add_hints=add_hints,
     parts=1,
   )
@@ -578,6 +581,7 @@ def test_a_step_adds_and_measures_its_hints():
     'hint_divergence': 0.5,
     'hint_gap': -2.0,
     'hint_truncated': 0.25,
+    'mismatch_kl_hints': 0.5,
   }
 
 
@@ -704,7 +708,6 @@ def nothing_but(grads):
     num_routed=np.float32(1),
     replay_agreement_M=np.zeros(replayed.M, np.float32),
     replay_replaced_M=np.zeros(replayed.M, np.float32),
-    no_route_M=np.zeros(replayed.M, np.float32),
   )
 
 

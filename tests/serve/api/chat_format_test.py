@@ -105,6 +105,7 @@ def _tokens(ids):
     logprobs_T=zeros_T,
     raw_logprobs_T=zeros_T,
     policy_version_T=zeros_T.astype(np.int32),
+    context_version_T=zeros_T.astype(np.int32),
     top_ids_TX=none_TX.astype(np.int32),
     top_logprobs_TX=none_TX.astype(np.float32),
   )

@@ -9,63 +9,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from composer_jax.core import batches, records
-from composer_jax.models import decoder
+from composer_jax.core import records
+from composer_jax.gate import health
 from composer_jax.rl import mismatch, update
-from composer_jax.rl import step as steps
-from composer_jax.train import state as train_state
 from tests.rl import update_test
 
 MODEL, SHAPE = update_test.MODEL, update_test.SHAPE
 OPTIONS = dataclasses.replace(update_test.OPTIONS, mismatch_every=1)
-
-
-def sentences(rng):
-  """Returns a batch whose next token mostly follows from the last one."""
-  B, T = SHAPE.rows, SHAPE.seq_len
-  tokens_BT = rng.integers(0, MODEL.vocab_size, (B, T), dtype=np.int32)
-  for t in range(1, T):
-    rule_B = (3 * tokens_BT[:, t - 1] + 1) % MODEL.vocab_size
-    is_noise_B = rng.random(B) < 0.1
-    tokens_BT[:, t] = np.where(is_noise_B, tokens_BT[:, t], rule_B)
-  return batches.RLBatch(
-    tokens_BT=tokens_BT,
-    segment_ids_BT=np.ones((B, T), np.int32),
-    positions_BT=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
-    loss_weights_BT=np.ones((B, T), np.float32),
-    # So unlikely that the ratio stays at its cap: the policy gradient is then
-    # the gradient of the likelihood.
-    rollout_logprobs_BT=np.full((B, T), -50, np.float32),
-    advantages_BT=np.ones((B, T), np.float32),
-    temperatures_BT=np.ones((B, T), np.float32),
-    expert_ids_MBTA=np.full((2, B, T, 2), records.NO_ROUTE, np.uint16),
-  )
-
-
-@pytest.fixture(scope='module')
-def functions():
-  # The same programs as those of update_test, so the XLA cache has them.
-  return steps.build(decoder.Decoder(MODEL), optax.sgd(0.1))
-
-
-@pytest.fixture(scope='module')
-def trained(functions):
-  """Training state of a model that learnt a little."""
-  state = train_state.create(update_test.draw(0), optax.sgd(0.1))
-  rng = np.random.default_rng(0)
-  losses = []
-  for _ in range(60):
-    batch = sentences(rng)
-    sums, _ = functions.add_microbatch(functions.policy(state), None, batch)
-    num_tokens = batch.loss_weights_BT.sum()
-    losses.append(float(sums.loss) / num_tokens)
-    # The capped ratio doubles the gradient, so this is a step of rate 1.
-    state, _ = functions.apply(state, sums, jnp.float32(5 / num_tokens))
-  assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5]), losses
-  return state
 
 
 @pytest.fixture(scope='module')
@@ -77,9 +29,9 @@ def groups(functions, trained):
   sampled = update_test.with_rewards(sampled, rewards)
   return with_trajectories(
     sampled,
-    lambda t: {
-      'policy_version_T': np.full(len(t), int(trained.step), np.int32)
-    },
+    lambda t: dict.fromkeys(
+      records.VERSIONS, np.full(len(t), int(trained.step), np.int32)
+    ),
   )
 
 
@@ -116,26 +68,32 @@ def swapped(t):
 
 def newer(t):
   """Returns versions one newer than those that sampled the tokens."""
-  return {'policy_version_T': t.policy_version_T + 1}
+  return {name: getattr(t, name) + 1 for name in records.VERSIONS}
 
 
 def copied(state):
   return jax.tree.map(jnp.copy, state)
 
 
-def run(functions, state, groups, **changes):
+def gate_of(functions, action='stop', replay=True):
+  options = mismatch.GateOptions(action=action)
+  return health.HealthGate(functions, SHAPE, options, replay=replay)
+
+
+def run(functions, state, groups, action='stop', **changes):
   options = dataclasses.replace(OPTIONS, **changes)
-  return update.update(copied(state), groups, functions, options, SHAPE)
-
-
-def acting(action):
-  return {'gate': dataclasses.replace(OPTIONS.gate, action=action)}
+  gate = None
+  if action != 'off':
+    gate = gate_of(functions, action, options.replay)
+  return update.update(
+    copied(state), groups, functions, options, SHAPE, gate=gate
+  )
 
 
 @pytest.fixture(scope='module')
 def honest(functions, trained, groups):
   """State and metrics of `update` on honest records, under the default gate."""
-  assert OPTIONS.gate.action == 'stop'
+  assert mismatch.GateOptions().action == 'stop'
   return run(functions, trained, groups)
 
 
@@ -143,15 +101,16 @@ def test_honest_records_pass(trained, honest):
   state, metrics = honest
   assert metrics['gate'] == [] and metrics['gate_breaches'] == 0
   assert int(state.step) == int(trained.step) + 1
-  assert metrics['fresh_tokens'] == metrics['sampled_tokens']
-  assert metrics['mismatch_kl_fresh'] < 1e-12
+  assert metrics['tokens_exact'] == metrics['sampled_tokens']
+  assert metrics['mismatch_kl_exact'] < 1e-12
+  assert metrics['exact_agreement'] == 1 and metrics['unrecorded'] == 0
   assert metrics['route_agreement'] == metrics['replay_agreement'] == 1
 
 
 def test_honest_records_of_an_older_policy_pass(functions, groups, honest):
   state, _ = honest
   _, metrics = run(functions, state, groups)
-  assert metrics['fresh_tokens'] == 0 and metrics['staleness'] == 1
+  assert metrics['tokens_exact'] == 0 and metrics['staleness'] == 1
   assert metrics['mismatch_kl'] > 1e-3 and metrics['gate'] == []
 
 
@@ -165,12 +124,13 @@ def test_a_lie_stops_the_step_before_it_is_applied(
   before = copied(state)
   wrong = with_trajectories(groups, lie, members)
   with pytest.raises(mismatch.OutOfBand) as stopped:
-    update.update(state, wrong, functions, OPTIONS, SHAPE)
+    gate = gate_of(functions)
+    update.update(state, wrong, functions, OPTIONS, SHAPE, gate=gate)
   message = str(stopped.value)
   assert message.startswith(
-    f'rl step {int(state.step) + 1}: mismatch_kl_fresh is '
-    f'{stopped.value.metrics["mismatch_kl_fresh"]:.3g}, its band is at most '
-    '1e-09 (--config.rl.gate.max_kl_fresh): '
+    f'rl step {int(state.step) + 1}: mismatch_kl_exact is '
+    f'{stopped.value.metrics["mismatch_kl_exact"]:.3g}, its band is at most '
+    '1e-09 (--config.rl.gate.max_kl_exact): '
   )
   assert '--config.rl.gate.action=flag' in message and 'groups/' in message
   # The state was neither donated nor changed.
@@ -182,7 +142,7 @@ def test_the_group_that_lies_is_named(functions, trained, groups):
   with pytest.raises(
     mismatch.OutOfBand, match=r'Of its groups, 1 is the worst'
   ):
-    update.update(copied(trained), wrong, functions, OPTIONS, SHAPE)
+    run(functions, trained, wrong)
 
 
 @pytest.mark.parametrize('lie', [shifted, swapped])
@@ -190,9 +150,9 @@ def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
   functions, honest, groups, lie
 ):
   _, metrics = run(
-    functions, honest[0], with_trajectories(groups, lie), **acting('flag')
+    functions, honest[0], with_trajectories(groups, lie), action='flag'
   )
-  assert metrics['fresh_tokens'] == 0
+  assert metrics['tokens_exact'] == 0
   assert any(s.startswith('replay_agreement is ') for s in metrics['gate'])
   # Without replay the tape changes no loss, but its disagreement still shows.
   _, afresh = run(
@@ -200,7 +160,7 @@ def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
     honest[0],
     with_trajectories(groups, lie),
     replay=False,
-    **acting('flag'),
+    action='flag',
   )
   assert [s.split()[0] for s in afresh['gate']] == ['route_agreement']
 
@@ -209,16 +169,16 @@ def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
   functions, trained, groups
 ):
   wrong = with_trajectories(groups, shifted)
-  flagged, metrics = run(functions, trained, wrong, **acting('flag'))
-  passed, without = run(functions, trained, wrong, **acting('off'))
+  flagged, metrics = run(functions, trained, wrong, action='flag')
+  passed, without = run(functions, trained, wrong, action='off')
   assert metrics['gate_breaches'] == len(metrics['gate']) > 1
   jax.tree.map(np.testing.assert_array_equal, flagged.params, passed.params)
-  gate_fields = {'gate', 'gate_breaches'}
-  assert without == {k: v for k, v in metrics.items() if k not in gate_fields}
+  assert without == {k: metrics[k] for k in without}
+  assert 'gate' not in without
 
 
 def test_looking_first_changes_no_bit(functions, trained, groups, honest):
   stopping, metrics = honest
-  flagging, flagging_metrics = run(functions, trained, groups, **acting('flag'))
+  flagging, flagging_metrics = run(functions, trained, groups, action='flag')
   jax.tree.map(np.testing.assert_array_equal, stopping.params, flagging.params)
   assert metrics == flagging_metrics

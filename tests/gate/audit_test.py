@@ -1,0 +1,254 @@
+"""Chains of passes are what the engine computed, on any mesh, in a share."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from composer_jax.agent import window as windows
+from composer_jax.core import records
+from composer_jax.gate import audit
+from composer_jax.kernels.attention import grouped_query
+from composer_jax.models import decoder
+from composer_jax.parallel import layouts, topology
+from composer_jax.rl import batching, mismatch
+from composer_jax.rl import step as steps
+from composer_jax.rollout import engine as engines
+from composer_jax.train import placement, state
+from tests.rl import mismatch_test, replayed
+from tests.rollout import serving
+
+
+def labelled(sampled_by, read, consumed):
+  trajectory = mismatch_test.make_trajectory(
+    [-1.0] * len(sampled_by), mask=[False] + [True] * (len(sampled_by) - 1)
+  )
+  arrays = (sampled_by, read, consumed)
+  fields = {
+    name: np.array(array, np.int32)
+    for name, array in zip(records.VERSIONS, arrays, strict=True)
+  }
+  return dataclasses.replace(trajectory, **fields)
+
+
+@pytest.mark.parametrize(
+  'versions, want',
+  [
+    # A kept cache: one chain for all tokens.
+    (
+      ([1, 1, 1, 2, 2], [1] * 5, [1, 1, 2, 2, 2]),
+      [([1, 1, 2, 2, 2], [0, 1, 1, 1, 1], True)],
+    ),
+    # Version 2 consumed all anew; the routes of before are lost.
+    (
+      ([1, 1, 1, 2, 2], [1, 1, 1, 2, 2], [2] * 5),
+      [
+        ([2] * 5, [0, 0, 0, 1, 1], True),
+        ([1] * 5, [0, 1, 1, 0, 0], False),
+      ],
+    ),
+    # A cache of two versions, consumed anew: two tokens that nothing scores.
+    (
+      ([2, 2, 2, 3, 3], [1, 1, 1, 3, 3], [3] * 5),
+      [([3] * 5, [0, 0, 0, 1, 1], True)],
+    ),
+  ],
+)
+def test_parts_are_the_caches_that_the_versions_name(versions, want):
+  parts = list(audit.parts_of(7, labelled(*versions), replay=True))
+  assert len(parts) == len(want)
+  for part, (consumed, compared, is_recorded) in zip(parts, want, strict=True):
+    assert part.index == 7 and part.is_recorded == is_recorded
+    assert part.consumed_T.tolist() == consumed
+    assert part.compared_T.tolist() == [bool(c) for c in compared]
+    ids_TMA = part.trajectory.expert_ids_TMA
+    assert (ids_TMA == records.NO_ROUTE).all() != is_recorded
+
+
+SHAPE = batching.BatchShape(
+  rows=8, seq_len=8, num_moe_layers=1, num_active=1, num_experts=4
+)
+
+
+def test_a_share_of_the_rows_is_scored_the_suspects_first():
+  passes = []
+
+  def chain(values, batch, entries):
+    del entries
+    passes.append(values)
+    zeros_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+    scores = steps.Scores(
+      logprobs_BT=zeros_BT, expert_ids_MBTA=None, differing_BT=zeros_BT
+    )
+    return scores, None
+
+  functions = types.SimpleNamespace(parts=1, compact=lambda v: v, chain=chain)
+  auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=0.15)
+  for version in range(4):
+    auditor.keep(version, f'policy {version}')
+  assert set(auditor.policies) == {1, 2, 3}
+  # Each fills a row: of two versions, of one, and of one that is forgotten.
+  kinds = [[1] * 4 + [2] * 4, [2] * 8, [0] * 8]
+  parts = []
+  for i in range(30):
+    consumed = kinds[i % 3]
+    sampled_by = [consumed[0], *consumed[:-1]]
+    window = labelled(sampled_by, consumed[:1] * 8, consumed)
+    parts += audit.parts_of(i, window, replay=True)
+  assert len(parts) == 30
+  suspicion = [float(i == 13) for i in range(30)]
+  seen = [auditor.choose(parts, suspicion, 20, step) for step in range(40)]
+  assert all(scores[0].part.index == 13 for scores in seen if scores)
+  assert sum(map(bool, seen)) > 15
+  scored = {s.part.index for scores in seen for s in scores}
+  assert len(scored) > 10 and not any(i % 3 == 2 for i in scored)
+  # 3 of 20 rows a step; one chain may be more than what is left.
+  assert 0.9 * 3 * 40 < len(passes) <= 3 * 40 + 1
+
+
+def policies_of(config, count=3):
+  """Returns policies a small step apart."""
+  rng = np.random.default_rng(0)
+  made = [replayed.variables(config)]
+  for _ in range(count - 1):
+    made.append(
+      jax.tree.map(
+        lambda x: (x + 0.03 * rng.normal(size=x.shape)).astype(np.float32),
+        made[-1],
+      )
+    )
+  return [decoder.policy(jax.tree.map(jnp.asarray, v)) for v in made]
+
+
+def sample(config, policies, on_swap):
+  """Returns trajectories of sessions whose weights were swapped meanwhile."""
+  options = engines.EngineOptions(
+    num_slots=4,
+    max_len=serving.LENGTH,
+    prefill_chunk=5,
+    decode_steps=2,
+    page_size=4 if config.numerics == 'fast' else grouped_query.KEY_BLOCK,
+    on_swap=on_swap,
+  )
+  engine = engines.Engine(config, policies[0], 0, options)
+  contexts = [
+    np.random.default_rng(i).integers(0, replayed.V, 4 + 5 * i)
+    for i in range(4)
+  ]
+  for i, context in enumerate(contexts):
+    engine.submit(serving.request(i, context, new=12))
+  outcomes, version = {}, 0
+  while engine.num_unfinished:
+    outcomes |= {c.session: c for c in engine.step()}
+    if engine.stats().dispatches % 4 == 0 and not engine.is_refreshing:
+      version = min(version + 1, len(policies) - 1)
+      if version > engine.version:
+        engine.swap(policies[version], version)
+  made = []
+  for i, context in enumerate(contexts):
+    window = windows.Window()
+    window.append(context.astype(np.int32), outcomes[f'session {i}'])
+    made.append(window.trajectory(1.3))
+  return made
+
+
+def auditor_of(config, policies, shape, where=None):
+  model = decoder.Decoder(config, where.plan if where else None)
+  functions = steps.build(
+    model,
+    optax.sgd(0.1),
+    placement=where,
+    compiler_options=replayed.OPTIONS if config.numerics == 'fast' else None,
+  )
+  auditor = audit.Auditor(functions, shape, max_staleness=len(policies))
+  for version, policy in enumerate(policies):
+    values = {**policy, 'params': state.policy_values(policy['params'])}
+    if where:
+      values = jax.device_put(values, where.variables)
+    auditor.keep(version, values)
+  return auditor
+
+
+@pytest.mark.parametrize(
+  'name, numerics, on_swap',
+  [
+    pytest.param('mla_sigmoid', 'fast', 'keep', marks=pytest.mark.slow),
+    pytest.param('mla_sigmoid', 'fast', 'refresh', marks=pytest.mark.slow),
+    pytest.param(
+      'gqa_softmax', 'batch_invariant', 'keep', marks=pytest.mark.slow
+    ),
+    pytest.param(
+      'gqa_softmax', 'batch_invariant', 'refresh', marks=pytest.mark.slow
+    ),
+    pytest.param(
+      'mla_sigmoid', 'batch_invariant', 'keep', marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_swapped_sessions_are_what_a_chain_of_passes_computes(
+  name, numerics, on_swap
+):
+  config = dataclasses.replace(replayed.CONFIGS[name], numerics=numerics)
+  policies = policies_of(config)
+  made = sample(config, policies, on_swap)
+  shape = batching.shape_of(config, rows=2, seq_len=4 * grouped_query.KEY_BLOCK)
+  auditor = auditor_of(config, policies, shape)
+  parts = [
+    part
+    for i, t in enumerate(made)
+    for part in audit.parts_of(i, t, replay=True)
+  ]
+  assert len({v for p in parts for v in p.consumed_T.tolist()}) > 1
+  scores = auditor.score(parts)
+  compared = sum(part.compared_T.sum() for part in parts)
+  assert compared == sum(t.loss_mask_T.sum() for t in made)
+  for score in scores:
+    assert not score.differing_T.any()
+    if numerics == 'batch_invariant':
+      np.testing.assert_array_equal(score.log_ratios, 0)
+    assert mismatch.k3(score.log_ratios).mean() < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name, axes', [('gqa_softmax', (2, 2, 2)), ('mla_sigmoid', (1, 4, 2))]
+)
+def test_a_chain_on_a_mesh_is_that_of_one_device(name, axes):
+  """Tokens in zigzag order over two context shards; padding rows."""
+  config = replayed.CONFIGS[name]
+  policies = policies_of(config)
+  trajectories = replayed.trajectories(config)
+  parts = [
+    audit.Part(
+      i, t, np.arange(len(t)) * 3 // len(t), t.loss_mask_T, is_recorded=True
+    )
+    for i, t in enumerate(trajectories)
+  ]
+  for part in parts:  # What the version before consumed samples a token.
+    before_T = np.insert(part.consumed_T[:-1], 0, 0).astype(np.int32)
+    part.trajectory.policy_version_T[:] = before_T
+  where = placement.build(
+    config, mesh=topology.make_mesh(*axes), layout=layouts.TRAIN
+  )
+  shape = replayed.shape(config, rows=8, seq_len=16)
+  alone = auditor_of(config, policies, shape).score(parts)
+  sharded = auditor_of(config, policies, shape, where).score(parts)
+  for have, want in zip(sharded, alone, strict=True):
+    np.testing.assert_array_equal(have.differing_T, want.differing_T)
+    # Values of up to 9 nats, whose sums run in another order.
+    np.testing.assert_allclose(
+      have.logprobs_T, want.logprobs_T, rtol=0, atol=6e-6
+    )
+  single = auditor_of(config, policies[2:], shape)
+  whole = [
+    p._replace(consumed_T=np.zeros(len(p.consumed_T), int)) for p in parts
+  ]
+  others = single.score(whole)
+  assert any(
+    np.abs(a.log_ratios - b.log_ratios).max() > 1e-2
+    for a, b in zip(alone, others, strict=True)
+  )
