@@ -145,16 +145,14 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     open_runner=open_runner,
     curriculum=_curriculum(spec),
     hints=spec.systems['hints'].write if spec.hints.weight else None,
+    transport=functools.partial(_transport, spec),
+    gate=functools.partial(
       health.HealthGate,
-      max_staleness=spec.rl.max_staleness,
       options=spec.rl.gate,
       replay=spec.rl.replay,
+      max_staleness=spec.rl.max_staleness,
       seed=spec.seed,
-      workdir, spec.model, spec.systems['delta']
     ),
-    gate=functools.partial(
-    transport=functools.partial(_transport, spec),
-    transport=lambda workdir: transport.StoreTransport(
     write_report=_write_report,
   )
 

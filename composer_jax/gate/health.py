@@ -112,6 +112,6 @@ class HealthGate:
     if self._folder is None:
       return ''
     path, content = self._folder / 'stopped.npz', io.BytesIO()
-    np.savez(content, **explain.evidence(worst))
+    np.savez(content, allow_pickle=False, **explain.evidence(worst))
     files.write_atomic(path, content.getvalue())
     return f' Its worst trajectory: ./run.sh mismatch --group={path}'

@@ -130,8 +130,11 @@ def _layer(variables, x_BTD, context, given, config, plan):
   )
   if entry is not None:
     is_own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
-    pairs = zip(kept, entry, strict=True)
-    kept = tuple(jnp.where(is_own(new), new, old) for new, old in pairs)
+    (first, second), (old_first, old_second) = kept, entry
+    kept = (
+      jnp.where(is_own(first), first, old_first),
+      jnp.where(is_own(second), second, old_second),
+    )
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,

@@ -52,7 +52,8 @@ def packed(
     for r, a in zip(g.rollouts, advantage_of(g), strict=True)
     for t in r.trajectories
   ]
-  return batching.pack(*(list(x) for x in zip(*windows, strict=True)), shape)
+  trajectories, advantages = zip(*windows, strict=True)
+  return batching.pack([*trajectories], [*advantages], shape)
 
 
 def advantage_of(group: records.Group) -> np.ndarray:
