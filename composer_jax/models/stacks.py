@@ -130,8 +130,10 @@ def _layer(variables, x_BTD, context, given, config, plan):
   )
   if entry is not None:
     is_own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
-    pairs = zip(kept, entry, strict=True)
-    kept = tuple(jnp.where(is_own(new), new, old) for new, old in pairs)
+    first, second = (
+      jnp.where(is_own(x), x, entry[i]) for i, x in enumerate(kept)
+    )
+    kept = first, second
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class World:
 
 
 # (trajectories, number of the one to change, its world, draws) -> fields.
-Change = Callable[..., dict[str, np.ndarray]]
+Change = Callable[..., dict[str, Any]]
 
 
 def _chosen(ids_TMA, share, rng):

@@ -52,7 +52,7 @@ def packed(
     for r, a in zip(g.rollouts, advantage_of(g), strict=True)
     for t in r.trajectories
   ]
-  return batching.pack(*(list(x) for x in zip(*windows, strict=True)), shape)
+  return batching.pack([t for t, _ in windows], [a for _, a in windows], shape)
 
 
 def advantage_of(group: records.Group) -> np.ndarray:
