@@ -6,6 +6,7 @@ none is proof.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -115,7 +116,7 @@ def explain(auditor: audit.Auditor, score: audit.Score) -> str:
   return f'{text}; it fits best if {words} (mean k3 {after:.3g} then)'
 
 
-def evidence(score: audit.Score) -> dict[str, np.ndarray]:
+def evidence(score: audit.Score) -> dict[str, Any]:
   """Arrays about each token of a trajectory, for `experiments.mismatch`."""
   t = score.part.trajectory
   return {

@@ -129,12 +129,9 @@ def _layer(variables, x_BTD, context, given, config, plan):
     params, x_BTD, context.cos_sin, config
   )
   if entry is not None:
-    is_own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
-    (first, second), (old_first, old_second) = kept, entry
-    kept = (
-      jnp.where(is_own(first), first, old_first),
-      jnp.where(is_own(second), second, old_second),
-    )
+    own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
+    one, two = (jnp.where(own(x), x, entry[i]) for i, x in enumerate(kept))
+    kept = one, two
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,

@@ -52,8 +52,7 @@ def packed(
     for r, a in zip(g.rollouts, advantage_of(g), strict=True)
     for t in r.trajectories
   ]
-  trajectories, advantages = zip(*windows, strict=True)
-  return batching.pack([*trajectories], [*advantages], shape)
+  return batching.pack([t for t, _ in windows], [a for _, a in windows], shape)
 
 
 def advantage_of(group: records.Group) -> np.ndarray:

@@ -66,7 +66,8 @@ def _begun(root: pathlib.Path, seed: str) -> pathlib.Path:
   """Returns a workdir whose SFT is finished."""
   workdir = root / f'{seed}_start'
   if not (workdir / 'evaluation_sft.json').exists():
-    _called('sft', workdir, [f'seed={seed}'])
+    for program in ('pretrain', 'sft'):  # A finished stage does nothing.
+      _called(program, workdir, [f'seed={seed}'])
   return workdir
 
 
