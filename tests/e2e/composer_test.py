@@ -96,7 +96,7 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
 ELSEWHERE = {
   'cpt': 'transport shard_load_max needed_rows received_rows retry '
   'retry_needed_rows retry_capacity executed_share',
-  'rl': 'repeated_microbatches difficulty solved_labels',
+  'rl': 'repeated_microbatches difficulty solved_labels mismatch_kl_afresh',
 }
 ELSEWHERE['sft'] = ELSEWHERE['cpt']
 

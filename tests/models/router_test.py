@@ -220,7 +220,7 @@ def test_padding_counts_in_no_statistic():
   jax.tree.map(
     np.testing.assert_array_equal,
     statistics(logits, np.zeros_like(valid), replay),
-    routing.LayerStats(np.zeros(4), 0.0, 0.0, 1.0, 0.0, 0.0),
+    routing.LayerStats(np.zeros(4), 0.0, 0.0, 1.0, 0.0),
   )
 
 
