@@ -5,7 +5,8 @@
       --workdir=runs/tiny
 
 Names are open, so that SFT must teach copying before RL has anything to choose
-from. A run takes about 12 minutes on two quiet cores; README has its figures.
+from. A run takes about 12 minutes on two quiet cores; README has its figures,
+and says of which commit they are.
 
 The file shows the fields that one changes first. `./run.sh config` prints every
 field with its default and meaning; --config.SECTION.FIELD=VALUE sets any.

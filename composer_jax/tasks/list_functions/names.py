@@ -9,7 +9,6 @@ task has no stem that a name of an unseen-names task can have, on any machine.
 import keyword
 import pathlib
 import random
-import re
 import string
 import zlib
 
@@ -83,11 +82,6 @@ def _any_stem(draw: random.Random, kind: str) -> str:
       _letters(draw, draw.choice((2, 3))),
     )
   )
-
-
-def stems_of(name: str) -> list[str]:
-  """Returns the stems of a name, in lower case."""
-  return [s.lower() for s in re.findall('[A-Z]?[a-z]+', name)]
 
 
 def _join(stems: list[str], kind: str, draw: random.Random) -> str:
