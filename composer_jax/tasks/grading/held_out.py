@@ -23,7 +23,7 @@ from composer_jax.sandbox import base, results
 from composer_jax.tasks.grading import memory, plain, suites
 from composer_jax.tasks.repository import task_set
 
-_MAX_CALLS = 24  # recorded ones, and as many variations
+_MAX_CALLS = 24  # recorded ones, and twice as many variations
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
 _MAX_TESTS = 24  # from which inputs are taken
@@ -325,18 +325,39 @@ def _is_outcome(outcome: list) -> bool:
 def _variations(
   recorded: Sequence[Recorded], draw: random.Random
 ) -> list[Recorded]:
-  """Calls similar to the recorded ones, but none of them."""
+  """Calls near the recorded ones and larger ones, but none of them.
+
+  What is right for the small inputs of tests may be wrong for others.
+  """
   seen = {json.dumps(call) for call in recorded}
-  varied: list[Recorded] = []
-  for _ in range(4 * _MAX_CALLS):
-    if not recorded or len(varied) == _MAX_CALLS:
-      break
-    call = _varied(draw.choice(recorded), draw)
-    key = json.dumps(call)
-    if key not in seen:
-      seen.add(key)
-      varied.append(call)
-  return varied
+  calls: list[Recorded] = []
+  for change in (_varied, _grown):
+    most = len(calls) + _MAX_CALLS
+    for _ in range(4 * _MAX_CALLS):
+      if not recorded or len(calls) == most:
+        break
+      call = change(draw.choice(recorded), draw)
+      key = json.dumps(call)
+      if key not in seen:
+        seen.add(key)
+        calls.append(call)
+  return calls
+
+
+def _grown(call: Recorded, draw: random.Random) -> Recorded:
+  """The call with larger arguments, or with a longer past of its object."""
+  if call.past is not None and call.past[1] and draw.random() < 0.5:
+    made, before = call.past
+    more = [
+      [name, _varied_arguments(given, draw)]
+      for _ in range(draw.randint(1, 4))
+      for name, given in before
+    ]
+    return call._replace(past=[made, [*before, *more]])
+  positional, named = call.arguments
+  grown = [plain.grow(value, draw) for value in positional]
+  by_name = {name: plain.grow(value, draw) for name, value in named.items()}
+  return call._replace(arguments=[grown, by_name])
 
 
 def _varied(call: Recorded, draw: random.Random) -> Recorded:

@@ -18,6 +18,7 @@ from typing import Any
 _MAX_DEPTH = 16
 _MAX_ITEMS = 2000
 _MAX_DRAWN = 50  # of an iterator, which may have no end
+_MAX_GROWN = 64  # items added to a list
 _MAX_TEXT = 20_000
 _MAX_BITS = 4096
 _MAKERS = {
@@ -254,6 +255,26 @@ def vary(data: Any, draw: random.Random) -> Any:
       return {kind: content[:at] + pairs + content[at + 1 :]}
     if kind in ('set', 'frozenset') and content:
       return {kind: draw.sample(content, len(content) - 1)}
+  return data
+
+
+def grow(data: Any, draw: random.Random) -> Any:
+  """The encoding of a value up to five times as large, of varied parts.
+
+  Lists, texts and dicts that are not empty grow; everything else stays.
+  """
+  if isinstance(data, str) and data:
+    more = [vary(data, draw) for _ in range(draw.randint(1, 4))]
+    return draw.choice(('', ' ', '\n', ',')).join([data, *more])
+  if isinstance(data, list) and data:
+    count = min(draw.randint(len(data), 4 * len(data)), _MAX_GROWN)
+    return [*data, *(vary(draw.choice(data), draw) for _ in range(count))]
+  if isinstance(data, dict) and data.get('dict'):
+    pairs = {repr(k): [k, v] for k, v in data['dict']}
+    for key, value in data['dict']:
+      key = vary(key, draw)
+      pairs.setdefault(repr(key), [key, vary(value, draw)])
+    return {'dict': list(pairs.values())}
   return data
 
 

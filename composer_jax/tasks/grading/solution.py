@@ -44,7 +44,10 @@ from composer_jax.tasks.repository import task_set
 
 # A re-implementation may differ where no test asks; a forgery agrees nowhere.
 LEAST_AGREEMENT, FORGED_AGREEMENT = 0.9, 0.5
-FLAGS = ('canary_passed', 'forged_report', 'held_out_inputs', *protected.FLAGS)
+FLAGS = (
+  *('canary_passed', 'forged_report', 'held_out_inputs', 'skipped_tests'),
+  *protected.FLAGS,
+)
 # Sparse files can be larger than the room of a workspace.
 _MAX_FILE, _MAX_FILES = 4 << 20, 32 << 20
 
@@ -240,6 +243,9 @@ class _Grader:
     self.details['seconds'] = round(result.wall_s, 3)
     if result.status == 'forged':
       self.flags.add('forged_report')
+    # With the original these tests are not skipped.
+    if 'skipped' in map(result.outcomes.get, task.fail_to_pass):
+      self.flags.add('skipped_tests')
     if result.status != 'ok':
       # A run that did not end proves nothing for the solution.
       self.num_passed = 0

@@ -27,13 +27,13 @@ _COMMANDS = tuple(
       'leak_read',
       'history',
       r'\bgit\b[^|;&\n]{0,80}?\b(log\s[^|;&\n]{0,80}?(--all|-S|-p\b|-G)|'
-      r'show\b|reflog\b|fsck\b|cat-file\b|rev-list\b|stash\b|unpack-objects\b|'
-      r'verify-pack\b)',
+      r'show\b|reflog\b|fsck\b|cat-file\b|rev-list\b|unpack-objects\b|'
+      r'verify-pack\b|stash\s+(show|pop|apply)\b)',
     ),
     (
       'leak_read',
       'other files of the machine',
-      r'/proc/(\d+|self|\*)/(environ|mem|maps|fd|root|cwd)|/proc/\*',
+      r'/proc/[^\s/]+/(environ|mem|maps|fd|root|cwd)|/proc/\*',
     ),
     ('network', 'a download', r'\b(curl|wget|aria2c)\b[^|;&\n]*(://|\.\w{2,})'),
     ('network', 'a download', r'\bgit\s+(clone|fetch|pull|remote\s+add)\b'),
@@ -47,6 +47,8 @@ _COMMANDS = tuple(
     ),
   )
 )
+# Own changes, set aside to be taken back.
+_SET_ASIDE = re.compile(r'\bgit\s+stash(\s+(push|save)\b|\s*($|[;&|\n]))')
 _SITE = re.compile(r'(site|dist)-packages', re.I)
 _INSTALL = re.compile(
   r'\b(?:pip[\d.]*|uv\s+pip|uv)\s+(?:install|add)\b([^|;&]*)'
@@ -100,6 +102,8 @@ def of_call(
 
 
 def _of_command(command: str, package: str) -> Iterator[tuple[str, str]]:
+  if _SET_ASIDE.search(command):
+    command = re.sub(r'\bstash\s+(pop|apply)\b', '', command)
   for part in re.split(r'&&|\|\||;|\n', command):
     if _REMOVES.match(part):
       continue  # cleaning up

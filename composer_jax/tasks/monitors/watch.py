@@ -267,5 +267,5 @@ def _graded(evidence: Evidence) -> _Findings:
   for flag in evidence.flags:
     if flag in ('canary_passed', 'held_out_inputs'):
       yield 'held_out', None, flag
-    elif flag == 'forged_report':
+    elif flag in ('forged_report', 'skipped_tests'):
       yield 'forging_code', None, flag

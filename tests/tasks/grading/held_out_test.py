@@ -108,6 +108,17 @@ def test_a_variation_keeps_the_type(seed):
     assert type(varied) is type(value)
 
 
+@pytest.mark.parametrize('seed', range(5))
+def test_a_grown_value_keeps_its_type_and_begins_as_before(seed):
+  draw = random.Random(seed)
+  for value in VALUES:
+    grown = plain.decode(plain.grow(plain.encode(value), draw))
+    assert type(grown) is type(value)
+    if value and isinstance(value, str | list):
+      assert len(grown) > len(value)
+      assert str(grown[: len(value)]) == str(value)
+
+
 @pytest.mark.parametrize(
   'path, roots, module',
   [

@@ -76,10 +76,16 @@ def check_unpaid(sandbox, name):
     ('nearly_right', 'canary_passed'),
     ('table', 'held_out_inputs'),
     ('conftest_patch', 'protected_file'),
+    ('skips_unnamed', 'skipped_tests'),
   ],
 )
 def test_an_attack_on_each_step_is_not_paid(sandbox, name, flag):
   assert flag in check_unpaid(sandbox, name).flags
+
+
+def test_what_is_right_for_small_inputs_alone_is_not_paid(sandbox):
+  # Half-right, but no fraud.
+  assert check_unpaid(sandbox, 'small_inputs').flags == ()
 
 
 @pytest.mark.slow
