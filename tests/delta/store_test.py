@@ -45,8 +45,6 @@ def test_an_object_comes_back_by_its_hash(url, data):
   again = store.Store(url)
   assert again.get(name) == again.get(name, length=len(data)) == data
   assert again.sizes() == {name: len(data)}
-  assert again.length(name) == len(data)
-  assert again.exists(name) and not again.exists(ABSENT)
   assert again.traffic.bytes_read == 2 * len(data)
   assert places.traffic.bytes_written in (len(data), 2 * len(data))
   with pytest.raises(FileNotFoundError, match=ABSENT):
@@ -160,9 +158,6 @@ def test_messages_are_verified_and_dropped(url):
   assert place.get_message('run', 'v8/0') == b''
   place.drop_messages('run')
   assert place.get_message('run', 'v8/0') is None
-  for bad in '../x', 'a//b', '', '/a', 'a/.b':
-    with pytest.raises(ValueError, match='message'):
-      place.put_message('run', bad, b'')
 
 
 def test_young_objects_outlive_a_deletion(url):

@@ -100,26 +100,20 @@ class Traffic:
       self.requests += requests
 
 
-class Reader(Protocol):
-  """Reads values under keys; FileNotFoundError where there is none."""
+class Backend(Protocol):
+  """Values under keys, each written whole; without writing, reads alone."""
 
   @property
   def is_writable(self) -> bool: ...
 
   def read(self, key: str, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) as far as there are."""
-
-  def stat(self, key: str) -> Found: ...
+    """Bytes [start, stop) as far as there are; FileNotFoundError for none."""
 
   def read_tagged(self, key: str) -> tuple[bytes, str] | None:
     """A pointer, or the start of what is too long for one, and its mark.
 
     What is there and cannot be a pointer, such as a folder, is b''.
     """
-
-
-class Backend(Reader, Protocol):
-  """Also writes whole values, each atomically."""
 
   def put(self, key: str, data: bytes) -> None:
     """Makes `key` hold `data`, and its modification time recent.
@@ -194,11 +188,6 @@ class FolderBackend:
         raise
       return _NO_FILE
     return data, _mark(data)
-
-  def stat(self, key: str) -> Found:
-    self._traffic.count(requests=1)
-    found = self.path(key).stat()
-    return Found(found.st_size, found.st_mtime)
 
   def put(self, key: str, data: bytes) -> None:
     self._traffic.count(requests=1)

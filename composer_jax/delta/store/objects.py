@@ -35,9 +35,6 @@ _MOST_MESSAGE_BYTES = 2**36
 Conflict = folder.Conflict
 CutShort = folder.CutShort
 
-_MESSAGE = re.compile(
-  '[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*'
-)
 _REMOTE = dict.fromkeys(('http', 'https'), remote.WebBackend) | (
   dict.fromkeys(remote.KINDS, remote.BucketBackend)
 )
@@ -86,10 +83,7 @@ class Store:
   """
 
   def __init__(
-    self,
-    url: str | os.PathLike,
-    *,
-    options: dict[str, Any] | None = None,
+    self, url: str | os.PathLike, *, options: dict[str, Any] | None = None
   ):
     """Opens a place; nothing is asked of it before the first use.
 
@@ -109,7 +103,7 @@ class Store:
   def __repr__(self) -> str:
     return f'Store({self.url!r})'
 
-  def _open(self, options: dict[str, Any]) -> folder.Reader:
+  def _open(self, options: dict[str, Any]) -> folder.Backend:
     protocol, mark, path = self.url.partition('://')
     if mark and protocol in _REMOTE:
       return _REMOTE[protocol](self.url, self.traffic, options)
@@ -192,17 +186,6 @@ class Store:
       )
     return data
 
-  def length(self, name: str) -> int:
-    """Bytes of an object; FileNotFoundError when there is none."""
-    return self._backend.stat(_object(name)).length
-
-  def exists(self, name: str) -> bool:
-    try:
-      self.length(name)
-    except FileNotFoundError:
-      return False
-    return True
-
   def sizes(self) -> dict[str, int]:
     """Bytes of every object, by name."""
     found = self._writer().find('objects')
@@ -265,13 +248,16 @@ class Store:
   # Messages.
 
   def put_message(self, run_id: str, key: str, data: bytes) -> None:
-    """Leaves bytes for another process of the same publisher."""
+    """Leaves bytes for another process of the same publisher.
+
+    Run and key are the caller's, who has checked them; they become a path.
+    """
     sealed = hashlib.sha256(data).digest() + data
-    self._writer().put(self._message(run_id, key), sealed)
+    self._writer().put(f'messages/{run_id}/{key}', sealed)
 
   def get_message(self, run_id: str, key: str) -> bytes | None:
     """Reads what `put_message` left, None if nothing; ValueError if damaged."""
-    key = self._message(run_id, key)
+    key = f'messages/{run_id}/{key}'
     try:
       sealed = self._backend.read(key, 0, _MOST_MESSAGE_BYTES)
     except FileNotFoundError:
@@ -282,17 +268,7 @@ class Store:
 
   def drop_messages(self, run_id: str, but: str | None = None) -> None:
     """Deletes a run's messages, except those whose keys begin with `but`."""
-    manifest.check_run_id(run_id)
     top, writer = f'messages/{run_id}', self._writer()
     kept = f'{top}/{but}' if but else '/'
     found = [key for key in writer.find(top) if not key.startswith(kept)]
     writer.delete(found, 0.0)
-
-  def _message(self, run_id: str, key: str) -> str:
-    if not _MESSAGE.fullmatch(key):
-      raise ValueError(
-        f'message {key!r} must be names of letters, digits, ".", "_" and "-" '
-        'with "/" between them.'
-      )
-    manifest.check_run_id(run_id)
-    return f'messages/{run_id}/{key}'
