@@ -229,10 +229,7 @@ def weights_of(held: rebuild.Held) -> HostWeights:
   """Takes verified weights, whole or a part."""
   made = HostWeights(target_id=held.target_id, specs=held.signature())
   for name, tensor in held.tensors.items():
-    numbers = tensor.numbers
-    if numbers is None:
-      numbers = np.arange(tensor.grid.num_chunks)
-    for at, number in enumerate(numbers.tolist()):
+    for at, number in enumerate(tensor.numbers.tolist()):
       made.chunks[name, number] = _flat(tensor.chunk(number))
       made.posts[name, number] = tensor.posts[at].tobytes()
   return made
@@ -396,15 +393,11 @@ def _rows(rows: dict[Key, tuple], places: dict[Key, int]):
 
 def _flat(chunk: np.ndarray) -> np.ndarray:
   """Returns the values of a chunk in C order, a view where they lie so."""
-  # As integers: numpy copies the types of ml_dtypes element by element and
-  # under the interpreter's lock.
-  bits = chunk.view(identity.bits_dtype(chunk.dtype))
-  return np.ascontiguousarray(bits).reshape(-1).view(chunk.dtype)
+  return identity.flat_bits(chunk).view(chunk.dtype)
 
 
 def _same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-  bits = identity.bits_dtype(left.dtype)
-  return np.array_equal(left.view(bits), right.view(bits))
+  return np.array_equal(identity.flat_bits(left), identity.flat_bits(right))
 
 
 class Packer(contextlib.AbstractContextManager):

@@ -183,11 +183,9 @@ class _Walk:
     coming = None
     for edge, following in itertools.zip_longest(way.edges, way.edges[1:]):
       bundle = self._read(edge) if coming is None else coming.result()
-      coming = (
-        None
-        if following is None
-        else self._fetcher.submit(self._read, following)
-      )
+      coming = None
+      if following is not None:
+        coming = self._fetcher.pool.submit(self._read, following)
       reached = None if bundle is None else self._step(edge, bundle, held)
       if reached is None:
         return None

@@ -160,7 +160,7 @@ def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
   encode = coding.encode
 
   def wrong(values, base, **options):
-    bits = values.view(identity.bits_dtype(values.dtype)).copy()
+    bits = identity.flat_bits(values).copy()
     bits[-1] ^= 1
     return encode(bits.view(values.dtype), base, **options)
 
