@@ -132,8 +132,7 @@ class BundleWriter:
   Args:
     store: where to write.
     run_id: name of the run and of its pointer.
-    signer: signs the pointer.
-    verifier: reads it back; None if the signer verifies, too.
+    signer: signs the pointer, and verifies what it reads back.
     options: how versions are encoded and kept.
     peers: which of several processes this is; None if it is alone. All call
       `publish` and `rewind` alike, each with its own blocks; the other methods
@@ -147,7 +146,6 @@ class BundleWriter:
     run_id: str,
     signer: keys.Signer,
     *,
-    verifier: keys.Verifier | None = None,
     options: BundleOptions | None = None,
     peers: team.Peers | None = None,
     now: Callable[[], float] = time.time,
@@ -155,12 +153,7 @@ class BundleWriter:
     self._store, self._options = store, options or BundleOptions()
     self._team = team.Team(store, run_id, peers or team.ALONE)
     self._run = runs.Run(
-      store,
-      run_id,
-      signer,
-      verifier or signer,  # pyrefly: ignore
-      expires_s=self._options.expires_s,
-      now=now,
+      store, run_id, signer, expires_s=self._options.expires_s, now=now
     )
     self._encoder = chunking.Encoder(
       store=store,

@@ -14,7 +14,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -30,6 +30,13 @@ from composer_jax.delta.store import objects
 PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4
+# As `manifest.CHUNK`, with hashes as bytes.
+_OF_BYTES = np.dtype(
+  [
+    (name, f'V{size.itemsize}' if size.shape else size)
+    for name, (size, _) in manifest.CHUNK.fields.items()
+  ]
+)
 # In place of a codec, of a chunk that is hashed and not encoded.
 _UNCODED = 255
 
@@ -119,13 +126,14 @@ class Cutter:
 
   def check_whole(self) -> None:
     """Refuses tensors of which elements were in no block."""
-    for name, (_, shape) in self.specs.items():
-      begun = {
-        key[1]: int(missing.sum())
-        for key, (_, missing, _) in self._waiting.items()
-        if key[0] == name
-      }
-      _check_cover(name, shape, self._done[name], begun)
+    lost = {
+      name: np.where(self._done[name], 0, identity.of(shape).sizes)
+      for name, (_, shape) in self.specs.items()
+    }
+    for (name, number), (_, missing, _) in self._waiting.items():
+      lost[name][number] = missing.sum()
+    for name, elements in lost.items():
+      _check_none(name, elements)
 
   def _check(self, name, dtype, shape, index, values) -> None:
     identity.check_dtype(name, dtype)
@@ -161,21 +169,10 @@ def _overlap(name: str, index: identity.Index) -> ValueError:
   return ValueError(f'{name}: the block at {index} overlaps another block.')
 
 
-def _check_cover(
-  name: str,
-  shape: tuple[int, ...],
-  covered: np.ndarray,
-  begun: Mapping[int, int],
-) -> None:
-  """Refuses a tensor some of whose chunks nobody has, or has in part.
-
-  `begun` is {number: elements missing} of those in part.
-  """
-  if not covered.all():
-    sizes = identity.of(shape).sizes
-    missing = np.flatnonzero(~covered).tolist()
-    lost = sum(begun.get(n, int(sizes[n])) for n in missing)
-    raise ValueError(f'{name}: {lost} elements are in no block.')
+def _check_none(name: str, lost: np.ndarray) -> None:
+  """Refuses a tensor of whose chunks so many elements are missing."""
+  if lost.any():
+    raise ValueError(f'{name}: {lost.sum()} elements are in no block.')
 
 
 def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
@@ -378,15 +375,12 @@ def _rows(rows: dict[Key, tuple], places: dict[Key, int]):
     numbers.setdefault(name, []).append(number)
   result = {}
   for name, found in numbers.items():
-    table = np.zeros(len(found), manifest.CHUNK)
-    codecs, lengths, blobs, posts = zip(
-      *(rows[name, number] for number in found), strict=True
-    )
-    table['codec'], table['length'] = codecs, lengths
-    table['pack'] = [places.get((name, n), manifest.NO_PACK) for n in found]
-    for field, hashes in (('blob', blobs), ('post', posts)):
-      joined = np.frombuffer(b''.join(hashes), np.uint8)
-      table[field] = joined.reshape(len(found), -1)
+    table = []
+    for number in found:
+      codec, length, short, post = rows[name, number]
+      pack = places.get((name, number), manifest.NO_PACK)
+      table.append((codec, pack, length, short, post))
+    table = np.array(table, _OF_BYTES).view(manifest.CHUNK)
     result[name] = np.array(found, np.uint32), table
   return result
 
@@ -577,7 +571,7 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
       covered[name][numbers] = True
     packs += table.packs
   for name, (_, shape) in specs.items():
-    _check_cover(name, shape, covered[name], {})
+    _check_none(name, np.where(covered[name], 0, identity.of(shape).sizes))
   # A process that had to ask the store where the run stands may have no base.
   bases = {table.base_id for table in tables}
   starts = set.intersection(*(set(table.starts.items()) for table in tables))

@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -223,10 +224,12 @@ def _peers() -> team.Peers | None:
   if jax.process_count() == 1:
     return None
   # Messages of an earlier launch must not be taken for those of this one.
+  launch = np.frombuffer(secrets.token_bytes(8), np.uint8).astype(np.int32)
+  launch = multihost_utils.broadcast_one_to_all(launch)
   return team.Peers(
     process=jax.process_index(),
     count=jax.process_count(),
-    attempt=f'{_agreed(time.time_ns() >> 10):016x}',
+    attempt=np.asarray(launch).astype(np.uint8).tobytes().hex(),
     timeout_s=_TIMEOUT_S,
   )
 
@@ -282,10 +285,3 @@ def blocks(tree: Any) -> Iterator[identity.Block]:
     for index, values in weights.array_blocks(leaf):
       dtype, shape = str(values.dtype), tuple(np.shape(leaf))
       yield identity.Block(name, dtype, shape, index, values)
-
-
-def _agreed(number: int) -> int:
-  """Returns the number of process 0, of 62 bits; collective."""
-  words = np.array([number >> 31 & 0x7FFFFFFF, number & 0x7FFFFFFF], np.int32)
-  high, low = multihost_utils.broadcast_one_to_all(words)
-  return int(high) << 31 | int(low)

@@ -32,15 +32,13 @@ class Run:
     store: objects.Store,
     run_id: str,
     signer: keys.Signer,
-    verifier: keys.Verifier,
     *,
     expires_s: float,
     now: Callable[[], float],
   ):
     manifest.check_run_id(run_id)
     self._store, self.run_id = store, run_id
-    self._signer, self._verifier = signer, verifier
-    self._expires_s, self._now = expires_s, now
+    self._signer, self._expires_s, self._now = signer, expires_s, now
     # Packs of the manifests that are known here.
     self._packs: dict[str, tuple[tuple[str, int], ...]] = {}
     self.open()
@@ -60,7 +58,7 @@ class Run:
       return
     self._sealed, self._tag = found
     try:
-      head = manifest.unseal(self._sealed, self._verifier, self.run_id)
+      head = manifest.unseal(self._sealed, self._signer, self.run_id)
     except manifest.OtherFormat as error:
       raise ValueError(f'{self._store.url}: {error}.') from error
     except ValueError as error:
@@ -99,7 +97,7 @@ class Run:
     if data == self._sealed:
       return True
     try:
-      other = manifest.unseal(data, self._verifier, self.run_id)
+      other = manifest.unseal(data, self._signer, self.run_id)
     except ValueError as error:
       # What is in memory is about to replace the damaged one.
       _log.warning('%s: %s. The pointer is written anew.', self.run_id, error)
@@ -294,7 +292,7 @@ class Run:
     if found is None:
       return set()
     try:
-      pointer = manifest.unseal(found[0], self._verifier, run_id)
+      pointer = manifest.unseal(found[0], self._signer, run_id)
     except ValueError as error:
       raise ValueError(
         f'the pointer of run {run_id!r} cannot be read, so nothing is deleted: '

@@ -11,7 +11,6 @@ import logging
 import os
 import pathlib
 import secrets
-from typing import Protocol
 
 from composer_jax.core import files
 
@@ -22,20 +21,8 @@ _MIN_KEY_BYTES = 16
 _log = logging.getLogger(__name__)
 
 
-class Signer(Protocol):
-  """Signs; `algorithm` is part of what is signed."""
-
-  algorithm: str
-
-  def sign(self, data: bytes) -> bytes: ...
-
-
-class Verifier(Protocol):
-  """Raises ValueError for a signature that is not of exactly this data."""
-
-  algorithm: str
-
-  def verify(self, data: bytes, signature: bytes) -> None: ...
+# `algorithm` is part of what is signed; `verify` raises ValueError for a
+# signature that is not of exactly this data. Who signs can verify, too.
 
 
 class Hmac:
@@ -105,7 +92,8 @@ class Ed25519Signer:
     return f'{ED25519}-private {self._private.hex()}\n'
 
 
-Key = Hmac | Ed25519Signer | Ed25519Verifier
+Signer = Hmac | Ed25519Signer
+Verifier = Signer | Ed25519Verifier
 
 _KINDS = {
   HMAC: Hmac,
@@ -130,7 +118,7 @@ def make_ed25519() -> Ed25519Signer:
   return Ed25519Signer(secrets.token_bytes(32))
 
 
-def open_key(path: str | os.PathLike) -> Key:
+def open_key(path: str | os.PathLike) -> Verifier:
   """Reads a key of any kind.
 
   Raises:
@@ -156,7 +144,7 @@ def open_key(path: str | os.PathLike) -> Key:
     raise ValueError(f'{path}: {error}') from error
 
 
-def open_signer(path: str | os.PathLike) -> Hmac | Ed25519Signer:
+def open_signer(path: str | os.PathLike) -> Signer:
   """Opens a key that signs; ValueError for one that can only verify."""
   key = open_key(path)
   if isinstance(key, Ed25519Verifier):
@@ -166,7 +154,7 @@ def open_signer(path: str | os.PathLike) -> Hmac | Ed25519Signer:
   return key
 
 
-def write_key(path: str | os.PathLike, key: Key) -> None:
+def write_key(path: str | os.PathLike, key: Verifier) -> None:
   """Writes a key file of mode 0600; FileExistsError if there is one."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
