@@ -48,7 +48,6 @@ class BundleOptions:
       renewed; 0 for never.
     keep: number of last versions that stay listed whole.
     grace_s: seconds for which `gc` deletes no object.
-    verify: decodes every chunk again before it is committed.
     threads: number of threads that encode.
   """
 
@@ -58,7 +57,6 @@ class BundleOptions:
   expires_s: float = 7 * 86400.0
   keep: int = 64
   grace_s: float = objects.GRACE_S
-  verify: bool = True
   threads: int = 2
 
   def __post_init__(self):
@@ -156,10 +154,7 @@ class BundleWriter:
       store, run_id, signer, expires_s=self._options.expires_s, now=now
     )
     self._encoder = chunking.Encoder(
-      store=store,
-      tier=self._options.tier,
-      verify=self._options.verify,
-      threads=self._options.threads,
+      store=store, tier=self._options.tier, threads=self._options.threads
     )
     # The last committed version, the one on its way, and by level the version
     # from which the next skip starts.
@@ -320,17 +315,24 @@ class BundleWriter:
     table = dataclasses.replace(
       table, specs=cutter.specs, cut_bytes=cutter.cut_bytes, starts=starts
     )
-    return self._gather(table)
+    return self._gather(lambda: table)
 
-  def _gather(self, table: chunking.ChunkTable) -> chunking.ChunkTable:
-    found = self._team.exchange(
-      table.to_bytes() if self._team.count > 1 else b''
-    )
+  def _gather(
+    self, encode: Callable[[], chunking.ChunkTable]
+  ) -> chunking.ChunkTable:
+    """Returns the table of all processes; an OSError of one is one of all."""
     if self._team.count == 1:
-      return chunking.merge([table])
-    return chunking.merge(
-      [chunking.ChunkTable.from_bytes(data) for data in found]
-    )
+      return chunking.merge([encode()])
+    try:
+      data = b'+' + encode().to_bytes()
+    except OSError as error:
+      data = b'!' + str(error).encode()
+    found = self._team.exchange(data)
+    failed = [part[1:].decode() for part in found if part[:1] == b'!']
+    if failed:
+      raise OSError('; '.join(failed))
+    tables = [chunking.ChunkTable.from_bytes(part[1:]) for part in found]
+    return chunking.merge(tables)
 
   def _read_base(self, wanted: rebuild.Wanted | None) -> bool:
     """Reads what is wanted of the last version; False if it is damaged."""
@@ -428,7 +430,7 @@ class BundleWriter:
     """Encodes what is staged, or else the base, to stand alone."""
     weights = self._staged or self._base
     assert weights is not None
-    made = self._gather(self._encoder.encode(weights, None))
+    made = self._gather(lambda: self._encoder.encode(weights, None))
     cut_bytes = 0 if table is None else table.cut_bytes
     return dataclasses.replace(made, cut_bytes=cut_bytes)
 
@@ -528,11 +530,15 @@ class BundleWriter:
     for is left out, since the version is committed all the same: a skip for
     good, a keyframe until the next version.
     """
-    run, added = self._run, []
-    assert run.head is not None
+    run, weights, added = self._run, self._base, []
+    assert run.head is not None and weights is not None
+    older = {None: None, **dict(self._snapshots.values())}
     for base in [*starts, None][: len(starts) + due]:
       with _forgiven(run.head.version):
-        table = self._other(base)
+        start = older[base and base[0]]
+        table = self._gather(
+          lambda start=start: self._encoder.encode(weights, start)
+        )
         if self._team.leads:
           base = base and tuple(base)
           added.append(run.write(table, run.head.version, base))
@@ -544,24 +550,6 @@ class BundleWriter:
       name = 'keyframe' if edge.kind == manifest.KEY else 'skip'
       sizes[f'{name}_bytes'] += edge.bytes if edge in run.edges else 0
     return sizes
-
-  def _other(self, base: Any) -> chunking.ChunkTable:
-    """Encodes the head against a snapshot, or to stand alone, in all."""
-    assert self._base is not None
-    weights = None
-    if base is not None:
-      weights = dict(self._snapshots.values())[base[0]]
-    try:
-      table = self._encoder.encode(self._base, weights)
-      data = b'+' + table.to_bytes()
-    except OSError as error:
-      data = b'!' + str(error).encode()
-    found = self._team.exchange(data)
-    failed = [part[1:].decode() for part in found if part[:1] == b'!']
-    if failed:
-      raise OSError('; '.join(failed))
-    tables = [chunking.ChunkTable.from_bytes(part[1:]) for part in found]
-    return chunking.merge(tables)
 
 
 @contextlib.contextmanager

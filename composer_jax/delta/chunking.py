@@ -245,18 +245,16 @@ class _Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-  """Encodes chunks with threads and uploads their packs.
+  """Encodes chunks with threads, decodes them again and uploads their packs.
 
   Attributes:
     store: where packs go.
     tier: tier of the codec.
-    verify: whether each blob is decoded again and compared.
     threads: number of threads that encode.
   """
 
   store: objects.Store
   tier: str
-  verify: bool
   threads: int
 
   def stage(
@@ -310,15 +308,11 @@ class Encoder:
     base: np.ndarray | None,
     post: bytes | None = None,
   ) -> _Coded:
-    values = _flat(values)
+    values, kept = _flat(values), base
     kind, blob = coding.encode(values, base, tier=self.tier)
-    if kind == coding.SAME and base is not None:
-      kept = base
-    elif self.verify:
+    if kind != coding.SAME or kept is None:
       kept = coding.decode(kind, blob, values.size, values.dtype, base)
-    else:
-      kept = values.copy()
-    if self.verify and not _same_bits(kept, values):
+    if not np.array_equal(identity.flat_bits(kept), identity.flat_bits(values)):
       raise ValueError(
         f'{key[0]} (chunk {key[1]}): codec {kind} does not decode to what it '
         "encoded; nothing was published. This machine's memory may be at "
@@ -388,10 +382,6 @@ def _rows(rows: dict[Key, tuple], places: dict[Key, int]):
 def _flat(chunk: np.ndarray) -> np.ndarray:
   """Returns the values of a chunk in C order, a view where they lie so."""
   return identity.flat_bits(chunk).view(chunk.dtype)
-
-
-def _same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-  return np.array_equal(identity.flat_bits(left), identity.flat_bits(right))
 
 
 class Packer(contextlib.AbstractContextManager):
