@@ -444,10 +444,13 @@ class BundleWriter:
       run, head = self._run, self._run.head
       base = (head.version, head.target_id) if table.base_id and head else None
       edge = run.write(table, version, base)
-      last = runs.last_keyframe((*run.edges, edge))
+      edges = *run.edges, edge
+      last = max(
+        (e.version for e in edges if e.kind == manifest.KEY), default=None
+      )
       due = last is None or version - last >= self._options.keyframe_every
       run.point(
-        runs.pruned((*run.edges, edge), self._options.keep),
+        runs.pruned(edges, self._options.keep),
         edge,
         table.target_id,
         table.base_id,

@@ -34,13 +34,6 @@ MAX_UNREACHED = 3
 _log = logging.getLogger(__name__)
 
 
-class Start(NamedTuple):
-  """Weights that a way may begin at."""
-
-  version: int
-  target_id: str
-
-
 class Way(NamedTuple):
   """The bundles to rebuild.apply, in order.
 
@@ -58,7 +51,7 @@ class Way(NamedTuple):
 def cheapest(
   edges: Iterable[manifests.Edge],
   version: int,
-  starts: Sequence[Start] = (),
+  starts: Sequence[rebuild.Held] = (),
   banned: Collection[str] = (),
 ) -> Way | None:
   """Returns the way of fewest bytes to a version; of equal ones the shortest.
@@ -169,8 +162,7 @@ class _Walk:
       self._note(error)
       raise self._no_way(version) from error
     while len(self._failures) < MAX_FAILURES:
-      starts = [Start(held.version, held.target_id) for held in self._starts]
-      way = cheapest(index.edges, version, starts, self._banned)
+      way = cheapest(index.edges, version, self._starts, self._banned)
       if way is None:
         break
       reached = self._walk(way)

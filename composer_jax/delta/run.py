@@ -334,23 +334,13 @@ def pruned(edges: Iterable[manifest.Edge], keep: int) -> Edges:
   )
 
 
-def last_keyframe(edges: Iterable[manifest.Edge]) -> int | None:
-  """Returns the newest version that has a keyframe."""
-  found = (e.version for e in edges if e.kind == manifest.KEY)
-  return max(found, default=None)
-
-
 def head_of(
   edges: Sequence[manifest.Edge], version: int
 ) -> manifest.Edge | None:
   """Returns the bundle of a version that a follower would take."""
   found = [e for e in edges if e.version == version]
   # The shortest delta; a keyframe starts nowhere.
-  return max(found, key=_base, default=None)
-
-
-def _base(edge: manifest.Edge) -> int:
-  return -1 if edge.base_version is None else edge.base_version
+  return max(found, key=lambda e: e.order[1], default=None)
 
 
 def _start(edge: manifest.Edge) -> int:
@@ -359,5 +349,6 @@ def _start(edge: manifest.Edge) -> int:
 
 
 def _spans(longer: manifest.Edge, edge: manifest.Edge) -> bool:
-  ends, inner = (_base(longer), longer.version), (_base(edge), edge.version)
-  return ends != inner and ends[0] <= inner[0] and inner[1] <= ends[1]
+  (end, start, _), (inner_end, inner_start, _) = longer.order, edge.order
+  is_other = (start, end) != (inner_start, inner_end)
+  return is_other and start <= inner_start and inner_end <= end

@@ -253,6 +253,7 @@ class Edge:
 
   @property
   def order(self) -> tuple[int, int, str]:
+    """Its end, its start (a keyframe's is -1) and its name."""
     base = -1 if self.base_version is None else self.base_version
     return self.version, base, self.manifest
 
