@@ -321,8 +321,7 @@ class DirectTransport:
   """
 
   def __init__(self, workdir: pathlib.Path):
-    self._workdir = workdir
-    self._handover = _Handover()
+    self._workdir, self._handover = workdir, _Handover()
 
   def publisher(self, writer: writers.Writer, first: int) -> Publication:
     Received.truncate(self._workdir, first)

@@ -38,22 +38,18 @@ CutShort = folder.CutShort
 _REMOTE = dict.fromkeys(('http', 'https'), remote.WebBackend) | (
   dict.fromkeys(remote.KINDS, remote.BucketBackend)
 )
+# A query would end up in the middle of each object's address.
+_URL = re.compile(
+  '(file|local)://.*[^/].*|https?://[^/?#]+(/[^/?#]+)*/*'
+  f'|({"|".join(remote.KINDS)})://[^/]+(/[^/]+)*/*'
+)
 # What was meant as a URL must not become a folder of that name.
-_ALMOST_A_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):')
+_MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):|.*://')
 
 
 def _clean(url: str) -> str:
   """The URL without what makes two spellings of one place; checked."""
-  protocol, mark, path = url.partition('://')
-  is_web = protocol in ('http', 'https')
-  if not mark:
-    bad = not url or _ALMOST_A_URL.match(url)
-  else:
-    # A query would end up in the middle of each object's address.
-    bad = not path.strip('/') or (is_web and {'?', '#'} & set(path))
-    bad = bad or protocol not in (*_REMOTE, 'file', 'local')
-    bad = bad or (protocol in _REMOTE and '//' in f'/{path.rstrip("/")}')
-  if bad:
+  if not url or (_MEANT_AS_URL.match(url) and not _URL.fullmatch(url)):
     raise ValueError(
       f'{url!r} names no store; take a directory, s3://BUCKET/PREFIX, '
       'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
