@@ -336,23 +336,28 @@ class Encoder:
   def _gather(
     self, encode, items, order, made: HostWeights | None
   ) -> 'ChunkTable':
-    coded, rows, changed, elements, is_coded = None, {}, 0, 0, True
-    with Packer(self.store, order) as packer:
-      # Closed here where a pack fails, its threads with it: whoever drops the
-      # error later may be one of them, or hold what they wait for.
-      coded = rebuild.in_order(encode, items, self.threads)
-      with contextlib.closing(coded):
-        for one in coded:
-          if made is not None:
-            made.chunks[one.key], made.posts[one.key] = one.values, one.post
-          is_coded = is_coded and one.codec != _UNCODED
-          changed += one.changed
-          elements += one.values.size
-          short = identity.short_hash(one.blob) if one.blob else bytes(16)
-          rows[one.key] = one.codec, len(one.blob), short, one.post
-          packer.add(one.key, one.blob)
-      # Packs of chunks that do not make a bundle are left to `gc`.
-      packs, places = packer.finish() if is_coded else ((), {})
+    rows, changed, elements = {}, 0, 0
+
+    def blobs() -> Iterator[tuple[Key, bytes]]:
+      nonlocal changed, elements
+      for one in coded:
+        if made is not None:
+          made.chunks[one.key], made.posts[one.key] = one.values, one.post
+        changed += one.changed
+        elements += one.values.size
+        short = identity.short_hash(one.blob) if one.blob else bytes(16)
+        rows[one.key] = one.codec, len(one.blob), short, one.post
+        yield one.key, one.blob
+
+    # Closed here where a pack fails, its threads with it: whoever drops the
+    # error later may be one of them, or hold what they wait for.
+    with contextlib.closing(
+      rebuild.in_order(encode, items, self.threads)
+    ) as coded:
+      packs, places = upload(self.store, blobs(), order)
+    is_coded = all(codec != _UNCODED for codec, *_ in rows.values())
+    if not is_coded:
+      packs, places = (), {}  # left to `gc`: they do not make a bundle
     return ChunkTable(
       changed=changed,
       elements=elements,
@@ -384,61 +389,57 @@ def _flat(chunk: np.ndarray) -> np.ndarray:
   return identity.flat_bits(chunk).view(chunk.dtype)
 
 
-class Packer(contextlib.AbstractContextManager):
-  """Gathers blobs into objects of bounded size and uploads them.
+def upload(
+  store: objects.Store,
+  blobs: Iterable[tuple[Key, bytes]],
+  order: Iterable[Key],
+) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
+  """Uploads blobs in objects of bounded size, in the order of their keys.
 
   Args:
     store: where to put them.
-    order: keys of the blobs to come, if they are known: packs are then
-      uploaded while later chunks are encoded.
+    blobs: blobs by key, in any order; what is empty is in no pack.
+    order: keys of the blobs to come, if they are known: packs are then uploaded
+      while later blobs are made.
+
+  Returns:
+    Name and length of each pack, and the number of the pack of each blob.
   """
+  places: dict[Key, int] = {}
+  lengths: list[int] = []
 
-  def __init__(self, store: objects.Store, order: Iterable[Key] = ()):
-    self._store = store
-    self._order = iter(order)
-    self._next = next(self._order, None)
-    self._waiting: dict[Key, bytes] = {}
-    self._buffer = bytearray()
-    self._uploads: list[futures.Future[str]] = []
-    self._lengths: list[int] = []
-    self._places: dict[Key, int] = {}
-    self._pool = futures.ThreadPoolExecutor(_UPLOADS, 'delta-upload')
+  def packs() -> Iterator[bytes]:
+    pack = bytearray()
+    for key, blob in _by_key(blobs, order):
+      if pack and len(pack) + len(blob) > PACK_BYTES:
+        lengths.append(len(pack))
+        yield bytes(pack)
+        pack.clear()
+      if blob:
+        places[key] = len(lengths)
+        pack += blob
+    if pack:
+      lengths.append(len(pack))
+      yield bytes(pack)
 
-  def __exit__(self, *_) -> None:
-    self._pool.shutdown(cancel_futures=True)
+  with futures.ThreadPoolExecutor(_UPLOADS, 'delta-upload') as pool:
+    names = list(rebuild.in_flight(pool, store.put, packs(), _UPLOADS))
+  return tuple(zip(names, lengths, strict=True)), places
 
-  def add(self, key: Key, blob: bytes) -> None:
-    self._waiting[key] = blob
-    while self._next is not None and self._next in self._waiting:
-      self._pack(self._next)
-      self._next = next(self._order, None)
 
-  def finish(self) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
-    """Waits for the uploads; returns packs and the pack of each blob."""
-    for key in sorted(self._waiting):
-      self._pack(key)
-    self._flush()
-    names = [upload.result() for upload in self._uploads]
-    return tuple(zip(names, self._lengths, strict=True)), self._places
-
-  def _pack(self, key: Key) -> None:
-    blob = self._waiting.pop(key)
-    if not blob:
-      return
-    if self._buffer and len(self._buffer) + len(blob) > PACK_BYTES:
-      self._flush()
-    self._places[key] = len(self._lengths)
-    self._buffer += blob
-
-  def _flush(self) -> None:
-    if not self._buffer:
-      return
-    if len(self._uploads) >= _UPLOADS:
-      self._uploads[-_UPLOADS].result()
-    data = bytes(self._buffer)
-    self._uploads.append(self._pool.submit(self._store.put, data))
-    self._lengths.append(len(data))
-    self._buffer.clear()
+def _by_key(
+  blobs: Iterable[tuple[Key, bytes]], order: Iterable[Key]
+) -> Iterator[tuple[Key, bytes]]:
+  """Sorts by key; yields those first whose turn is known when they come."""
+  waiting: dict[Key, bytes] = {}
+  turns = iter(order)
+  due = next(turns, None)
+  for key, blob in blobs:
+    waiting[key] = blob
+    while due is not None and due in waiting:
+      yield due, waiting.pop(due)
+      due = next(turns, None)
+  yield from sorted(waiting.items())
 
 
 # Tables of several processes.
