@@ -33,8 +33,9 @@ _UPLOADS = 4
 # As `manifest.CHUNK`, with hashes as bytes.
 _OF_BYTES = np.dtype(
   [
-    (name, f'V{size.itemsize}' if size.shape else size)
-    for name, (size, _) in manifest.CHUNK.fields.items()
+    (name, f'V{field.itemsize}' if field.shape else field)
+    for name in manifest.CHUNK.names or ()
+    for field in [manifest.CHUNK[name]]
   ]
 )
 # In place of a codec, of a chunk that is hashed and not encoded.

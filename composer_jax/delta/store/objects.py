@@ -99,7 +99,8 @@ class Store:
   def __repr__(self) -> str:
     return f'Store({self.url!r})'
 
-  def _open(self, options: dict[str, Any]) -> folder.Backend:
+  def _open(self, options: dict[str, Any]) -> Any:
+    """Returns a `folder.Backend`, or what can only read like one."""
     protocol, mark, path = self.url.partition('://')
     if mark and protocol in _REMOTE:
       return _REMOTE[protocol](self.url, self.traffic, options)
