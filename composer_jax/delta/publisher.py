@@ -6,6 +6,7 @@ Woken by: `publish` and `gc`; the clock, before the pointer expires.
 Produces: a `BundleInfo` for each version; an error at the next call.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -241,26 +242,26 @@ def _open_or_make_key(
   run_id: str,
 ) -> keys.Signer:
   """Opens or makes the key; of several processes the first one makes it."""
-  path = pathlib.Path(path)
-  if peers is not None and peers.process:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not path.exists():
-      if time.monotonic() > deadline:
-        raise ValueError(
-          f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
-          'must see the same file, which the first one makes.'
-        )
-      time.sleep(0.05)
-  if path.exists():
-    return keys.open_signer(path)
-  # To a publisher a pointer of another key is a damaged one, to be replaced:
-  # two jobs at one store would do that to each other without end.
-  if store.read_pointer(run_id) is not None:
-    raise ValueError(
-      f'{store.url} has a run {run_id!r} already, and {path} is no key of it: '
-      'there is none. Bring the key of that run, or choose another store.'
-    )
-  return keys.load_or_make_key(path)
+  path, deadline = pathlib.Path(path), time.monotonic() + _TIMEOUT_S
+  while peers is not None and peers.process and not path.exists():
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
+        'must see the same file, which the first one makes.'
+      )
+    time.sleep(0.05)
+  if not path.exists():
+    # To a publisher a pointer of another key is a damaged one, to be replaced:
+    # two jobs at one store would do that to each other without end.
+    if store.read_pointer(run_id) is not None:
+      raise ValueError(
+        f'{store.url} has a run {run_id!r} already, and {path} is no key of '
+        'it: there is none. Bring the key of that run, or choose another store.'
+      )
+    # Two that start together must end with one key.
+    with contextlib.suppress(FileExistsError):
+      keys.write_key(path, keys.make_hmac())
+  return keys.open_signer(path)
 
 
 def copy(tree: Any) -> Any:

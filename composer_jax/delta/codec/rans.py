@@ -129,8 +129,16 @@ def operations(changes, levels, guesses, ops, symbols, bits):
     count = 0
     before = -1
     for n in range(begin, end):
-      gap = (ranks_W[n] - before - 1) >> plain
+      gap = ranks_W[n] - before - 1
       before = ranks_W[n]
+      held |= (gap & ((1 << plain) - 1)) << num_held
+      num_held += plain
+      while num_held >= 8:
+        bits[num_bytes] = held & 255
+        num_bytes += 1
+        held >>= 8
+        num_held -= 8
+      gap >>= plain
       while gap >= model.GAP_ESCAPE:
         if count >= symbols.size:
           return -1
@@ -146,18 +154,6 @@ def operations(changes, levels, guesses, ops, symbols, bits):
     num_ops = _symbol_operations(
       symbols, count, gaps[level].copy(), ops, num_ops
     )
-    if plain:
-      before = -1
-      for n in range(begin, end):
-        gap = (ranks_W[n] - before - 1) & ((1 << plain) - 1)
-        before = ranks_W[n]
-        held |= gap << num_held
-        num_held += plain
-        while num_held >= 8:
-          bits[num_bytes] = held & 255
-          num_bytes += 1
-          held >>= 8
-          num_held -= 8
     guess = leaning(nears[level], negatives, changed)
     num_far = negatives = 0
     for n in range(begin, end):

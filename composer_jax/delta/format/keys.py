@@ -4,7 +4,6 @@ With HMAC every subscriber could also publish; where subscribers are not to be
 trusted so far, they get the public half of an Ed25519 pair instead.
 """
 
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -25,6 +24,9 @@ _log = logging.getLogger(__name__)
 # signature that is not of exactly this data. Who signs can verify, too.
 
 
+_WRONG = 'the signature is wrong: damaged, or of another key'
+
+
 class Hmac:
   """Signs and verifies with one secret key."""
 
@@ -43,7 +45,7 @@ class Hmac:
 
   def verify(self, data: bytes, signature: bytes) -> None:
     if not hmac.compare_digest(self.sign(data), signature):
-      raise ValueError('the signature is wrong: damaged, or of another key')
+      raise ValueError(_WRONG)
 
   def to_text(self) -> str:
     return f'{HMAC} {self._key.hex()}\n'
@@ -63,9 +65,7 @@ class Ed25519Verifier:
     try:
       self._key.verify(signature, data)
     except self._invalid as error:
-      raise ValueError(
-        'the signature is wrong: damaged, or of another key'
-      ) from error
+      raise ValueError(_WRONG) from error
 
   def to_text(self) -> str:
     return f'{ED25519}-public {self._public.hex()}\n'
@@ -102,16 +102,8 @@ _KINDS = {
 }
 
 
-def load_or_make_key(path: str | os.PathLike) -> Hmac:
-  """Reads the HMAC key of a file, which is made when there is none."""
-  if not os.path.lexists(path):
-    # Two processes that start together must end with one key.
-    with contextlib.suppress(FileExistsError):
-      write_key(path, Hmac(secrets.token_bytes(32)))
-  key = open_key(path)
-  if not isinstance(key, Hmac):
-    raise ValueError(f'{path}: holds a key of {key.algorithm}, not {HMAC}.')
-  return key
+def make_hmac() -> Hmac:
+  return Hmac(secrets.token_bytes(32))
 
 
 def make_ed25519() -> Ed25519Signer:
