@@ -189,7 +189,11 @@ class _Walk:
   def _read(self, named) -> manifests.Manifest | None:
     try:
       bundle = rebuild.read_manifest(self._fetcher, named)
-      self._check(bundle, named)
+      for what, found, said in mismatches(bundle, named, self._pointer):
+        raise ValueError(
+          f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
+          f'to it says {said!r}.'
+        )
       return bundle
     except (ValueError, OSError) as error:
       self._banned.add(named.manifest)
@@ -218,13 +222,6 @@ class _Walk:
       return None
     self._fetcher.tally.steps.append(name_of(bundle))
     return reached
-
-  def _check(self, bundle, named) -> None:
-    for what, found, said in mismatches(bundle, named, self._pointer):
-      raise ValueError(
-        f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
-        f'to it says {said!r}.'
-      )
 
   def _note(self, error: Exception) -> None:
     self._unreached += isinstance(error, rebuild.UNREACHED)

@@ -36,8 +36,7 @@ class _Backend:
     return data.hex()
 
   def find(self, folder):
-    sizes = {key: len(data) for key, data in self.store.files.items()}
-    return {k: folders.Found(n, None) for k, n in sizes.items() if folder in k}
+    return {k: len(data) for k, data in self.store.files.items() if folder in k}
 
   def delete(self, keys, older_than_s):
     return [key for key in keys if self.store.files.pop(key, None) is not None]

@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
 from composer_jax.core import files
 
@@ -71,13 +71,6 @@ def refusal(
       url,
     )
   return OSError(errno.EIO, f'{doing} failed: {text}', url)
-
-
-class Found(NamedTuple):
-  """One key of a listing; `modified` is in unix seconds, None if unknown."""
-
-  length: int
-  modified: float | None
 
 
 class Traffic:
@@ -131,8 +124,8 @@ class Backend(Protocol):
       Conflict: the content is another one.
     """
 
-  def find(self, folder: str) -> dict[str, Found]:
-    """Keys below a folder, without the half-written."""
+  def find(self, folder: str) -> dict[str, int]:
+    """Length by key of what lies below a folder, without the half-written."""
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
     """Deletes keys that are old enough; returns those that are gone."""
@@ -226,16 +219,15 @@ class FolderBackend:
       files.write_atomic(path, data)
     return _mark(data)
 
-  def find(self, folder: str) -> dict[str, Found]:
+  def find(self, folder: str) -> dict[str, int]:
     self._traffic.count(requests=1)
     found = {}
     # Not rglob, which fails when a folder goes meanwhile.
     for parent, _, names in os.walk(self.path(folder), onerror=_unless_gone):
       for path in (pathlib.Path(parent, n) for n in names if n[0] != '.'):
         with contextlib.suppress(FileNotFoundError):
-          info = path.stat()
           key = path.relative_to(self.root).as_posix()
-          found[key] = Found(info.st_size, info.st_mtime)
+          found[key] = path.stat().st_size
     return found
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:

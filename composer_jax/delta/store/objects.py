@@ -186,8 +186,8 @@ class Store:
   def sizes(self) -> dict[str, int]:
     """Bytes of every object, by name."""
     found = self._writer().find('objects')
-    named = {key.removeprefix('objects/'): f for key, f in found.items()}
-    return {n: f.length for n, f in named.items() if identity.is_hash(n)}
+    named = {key.removeprefix('objects/'): n for key, n in found.items()}
+    return {name: n for name, n in named.items() if identity.is_hash(name)}
 
   def delete(
     self, names: Iterable[str], *, grace_s: float = GRACE_S

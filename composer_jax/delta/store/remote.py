@@ -224,19 +224,23 @@ class BucketBackend:
     )
     return False
 
-  def find(self, top: str) -> dict[str, folder.Found]:
+  def find(self, top: str) -> dict[str, int]:
+    return {meta['path']: meta['size'] for meta in self._list(top)}
+
+  def _list(self, top: str) -> Iterator[Any]:
     with self._asking('listing', top) as obstore:
-      pages = obstore.list(self.store, top, chunk_size=1000)
-      return {meta['path']: _found(meta) for page in pages for meta in page}
+      for page in obstore.list(self.store, top, chunk_size=1000):
+        yield from page
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
     keys = list(keys)
     if older_than_s > 0:
       newest = time.time() - older_than_s
-      found: dict[str, folder.Found] = {}
-      for top in {key.split('/')[0] for key in keys}:
-        found |= self.find(top)
-      young = {k for k, f in found.items() if (f.modified or 0) > newest}
+      tops = {key.split('/')[0] for key in keys}
+      found = [meta for top in tops for meta in self._list(top)]
+      young = {
+        m['path'] for m in found if m['last_modified'].timestamp() > newest
+      }
       keys = [key for key in keys if key not in young]
     if not keys:
       return []
@@ -278,10 +282,6 @@ def _status(error: BaseException | None) -> int | None:
   """Status of the server's answer, None where it did not answer."""
   answered = re.search(r'status code: (\d+)', str(error))
   return int(answered[1]) if answered else None
-
-
-def _found(meta: dict[str, Any]) -> folder.Found:
-  return folder.Found(meta['size'], meta['last_modified'].timestamp())
 
 
 class WebBackend:
