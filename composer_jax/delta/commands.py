@@ -259,10 +259,8 @@ def _changed(manifest: manifests.Manifest) -> str:
   """Says how many chunks a delta changes: less is not in a manifest."""
   if manifest.kind == manifests.KEY:
     return ''
-  codecs = [tensor.chunks['codec'] for tensor in manifest.tensors]
-  total = sum(len(c) for c in codecs)
-  changed = sum(int(np.count_nonzero(c != coding.SAME)) for c in codecs)
-  return f'{changed}/{total}'
+  codecs = np.concatenate([[], *(t.chunks['codec'] for t in manifest.tensors)])
+  return f'{np.count_nonzero(codecs != coding.SAME)}/{codecs.size}'
 
 
 def gc(

@@ -242,13 +242,26 @@ def ranges(blobs: list[Blob]) -> list[list[Blob]]:
   return found
 
 
-class Tally:
-  """Counts what moved, as `follower.UpdateCost` tells it; threads share it."""
+@dataclasses.dataclass
+class UpdateCost:
+  """What an update took; its threads count together.
 
-  def __init__(self):
-    self.steps: list[str] = []
-    self.bytes = 0
-    self.fetch_s = self.decode_s = 0.0
+  Attributes:
+    route: bundles applied, such as 'key 0', 'delta 0-8', 'delta 8-9'; none
+      where the weights were held under another version.
+    bytes: bytes read from the store for them, failed ways included.
+    fetch_s: seconds of reading, summed over the requests.
+    decode_s: seconds of decoding and hashing, summed over the threads.
+    wall_s: seconds from the pointer to the swap.
+  """
+
+  route: tuple[str, ...] = ()
+  bytes: int = 0
+  fetch_s: float = 0.0
+  decode_s: float = 0.0
+  wall_s: float = 0.0
+
+  def __post_init__(self):
     self._lock = threading.Lock()
 
   def add(self, *, moved: int = 0, fetch_s: float = 0, decode_s: float = 0):
@@ -264,8 +277,8 @@ class Fetcher:
   Use it as a context; leaving it drops requests that did not start.
   """
 
-  def __init__(self, store: objects.Store, tally: Tally | None = None):
-    self.tally = Tally() if tally is None else tally
+  def __init__(self, store: objects.Store, cost: UpdateCost | None = None):
+    self.cost = cost or UpdateCost()
     self._store = store
     self.pool = futures.ThreadPoolExecutor(IN_FLIGHT, 'fetch')
 
@@ -316,7 +329,7 @@ class Fetcher:
   def _moved(self, read: Callable[[], bytes]) -> bytes:
     begun = time.perf_counter()
     data = read()
-    self.tally.add(moved=len(data), fetch_s=time.perf_counter() - begun)
+    self.cost.add(moved=len(data), fetch_s=time.perf_counter() - begun)
     return data
 
 
@@ -465,7 +478,7 @@ def apply(
     begun = time.perf_counter()
     for slot, at, blob in turn:
       slot.decode(at, blob)
-    fetcher.tally.add(decode_s=time.perf_counter() - begun)
+    fetcher.cost.add(decode_s=time.perf_counter() - begun)
 
   for _ in in_order(decode, _turns(fetcher, slots), threads):
     pass

@@ -77,16 +77,9 @@ class Team:
 
   def __init__(self, store: objects.Store, run_id: str, peers: Peers):
     self._store, self._run_id, self._peers = store, run_id, peers
+    self.leads, self.count = peers.process == 0, peers.count
     self._round = self._sent = self._swept = 0
     self._is_told = False
-
-  @property
-  def leads(self) -> bool:
-    return self._peers.process == 0
-
-  @property
-  def count(self) -> int:
-    return self._peers.count
 
   @contextlib.contextmanager
   def round(self) -> Iterator[None]:

@@ -294,7 +294,7 @@ class Receiver:
       version=version,
       target_id=self._subscriber.target_id,
       variables=variables,
-      received={**stats._asdict(), 'transfer_s': transfer_s},
+      received={**dataclasses.asdict(stats), 'transfer_s': transfer_s},
     )
 
   def first(self, within_s: float) -> seams.ReceivedPolicy:
@@ -328,11 +328,7 @@ class DirectTransport:
     return Publication(self._handover, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
-    if in_background:
-      raise ValueError(
-        f'--config.delta.store={DIRECT!r} needs trainer and engine in one '
-        "process: set --config.rl.placement='colocated', or another store."
-      )
+    assert not in_background, 'wiring refuses rollouts in another process'
     return InTurn(self._handover, Received(self._workdir))
 
 

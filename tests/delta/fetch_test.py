@@ -64,7 +64,7 @@ def test_a_range_damaged_on_its_way_is_asked_for_again(tmp_path):
   ]
   with rebuild.Fetcher(store) as fetcher:
     assert fetcher.range(blobs) == data
-    assert fetcher.tally.bytes == 200
+    assert fetcher.cost.bytes == 200
     store.left = 2
     with pytest.raises(ValueError, match=r'v \(chunk 0.*blob is damaged'):
       fetcher.range(blobs)

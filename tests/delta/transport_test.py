@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import chain, subscriber
 from composer_jax.delta import publisher as bundles
@@ -150,10 +151,16 @@ def test_what_is_handed_over_directly_has_the_identity_of_its_bundle(
       assert_equal(policy.variables, policies[version])
     assert receiving.take() is None
     publication.wait()
-    with pytest.raises(ValueError, match="placement='colocated'"):
-      direct.receiver(in_background=True)
   rows = writers.read(tmp_path)
   assert [row['target_id'] for row in rows] == [ids[0], ids[1]]
+
+
+@pytest.mark.parametrize('store', ['direct:', 'memory://x'])
+def test_what_lives_in_a_process_is_not_for_two(store):
+  config = tiny.get_config('smoke')
+  config.delta.store, config.rl.placement = store, 'processes'
+  with pytest.raises(ValueError, match="single.*placement='colocated'"):
+    wiring.spec_of(config.to_dict())
 
 
 def test_before_a_trainer_there_is_nothing_and_it_is_told(
