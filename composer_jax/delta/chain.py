@@ -424,15 +424,12 @@ class BundleWriter:
       self._base = base
     return True
 
-  def _keyframe(
-    self, table: chunking.ChunkTable | None = None
-  ) -> chunking.ChunkTable:
-    """Encodes what is staged, or else the base, to stand alone."""
-    weights = self._staged or self._base
+  def _keyframe(self, table: chunking.ChunkTable) -> chunking.ChunkTable:
+    """Encodes what is staged, whose table this is, to stand alone."""
+    weights = self._staged
     assert weights is not None
     made = self._gather(lambda: self._encoder.encode(weights, None))
-    cut_bytes = 0 if table is None else table.cut_bytes
-    return dataclasses.replace(made, cut_bytes=cut_bytes)
+    return dataclasses.replace(made, cut_bytes=table.cut_bytes)
 
   def _commit(
     self, version: int, table: chunking.ChunkTable, started: float
@@ -449,12 +446,7 @@ class BundleWriter:
         (e.version for e in edges if e.kind == manifest.KEY), default=None
       )
       due = last is None or version - last >= self._options.keyframe_every
-      run.point(
-        runs.pruned(edges, self._options.keep),
-        edge,
-        table.target_id,
-        table.base_id,
-      )
+      run.point(runs.pruned(edges, self._options.keep), edge, table)
       run.specs = table.specs
       times['upload_s'] = time.monotonic() - encoded
       starts = {

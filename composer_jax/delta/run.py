@@ -148,30 +148,21 @@ class Run:
     self,
     edges: Iterable[manifest.Edge],
     edge: manifest.Edge | None = None,
-    target_id: str = '',
-    base_id: str = '',
+    bundle: chunking.ChunkTable | manifest.Manifest | None = None,
   ) -> None:
     """Moves the pointer: this commits.
 
     Args:
       edges: bundles listed from now on.
       edge: bundle of the head; None for the same head, to expire later.
-      target_id: identity of the head's weights.
-      base_id: identity of what its bundle starts from.
+      bundle: says what the head's weights are, and what they start from.
 
     Raises:
       ValueError: another publisher moved it first.
       OSError: the store failed; the pointer stands where it stood.
     """
-    if edge is None:
-      assert self.head is not None
-      head, target_id, base_id = (
-        self.head,
-        self.head.target_id,
-        self.head.base_id,
-      )
-    else:
-      head = edge
+    head, weights = edge or self.head, bundle or self.head
+    assert head is not None and weights is not None
     index = manifest.Index(run_id=self.run_id, edges=tuple(edges))
     listed = index.to_bytes()
     expires = int(self._now() + self._expires_s) if self._expires_s else 0
@@ -180,8 +171,8 @@ class Run:
       sequence=self._sequence + 1,
       rewinds=self.rewinds,
       version=head.version,
-      target_id=target_id,
-      base_id=base_id,
+      target_id=weights.target_id,
+      base_id=weights.base_id,
       manifest=head.manifest,
       manifest_bytes=head.manifest_bytes,
       index=self._store.put(listed),
@@ -239,7 +230,7 @@ class Run:
       self.start_afresh(error)
       return
     self.rewinds += 1
-    self.point(edges, edge, bundle.target_id, bundle.base_id)
+    self.point(edges, edge, bundle)
     self.specs = bundle.signature()
 
   def lost(self) -> Edges:
