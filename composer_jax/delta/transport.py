@@ -102,6 +102,8 @@ class Publication:
   ):
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
+    # What a killed run received after `first` became void with it.
+    Received.truncate(workdir, first)
     self._publisher, self._writer = sender, writer
     # Every version before the first was published, else there would be no
     # checkpoint of the first.
@@ -324,7 +326,6 @@ class DirectTransport:
     self._workdir, self._handover = workdir, _Handover()
 
   def publisher(self, writer: writers.Writer, first: int) -> Publication:
-    Received.truncate(self._workdir, first)
     return Publication(self._handover, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
@@ -414,8 +415,6 @@ class StoreTransport:
     if sender.version is None:
       # A store that is new, or was deleted: older pointers are no measure.
       self._memory.unlink(missing_ok=True)
-    # What a killed run received after `first` became void with it.
-    Received.truncate(self._workdir, first)
     return Publication(sender, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:

@@ -30,7 +30,6 @@ WORD = 64  # weights that an integer has a bit for
 BLOCK = 256
 PIECE = 4096  # weights that stay in the nearest cache
 NEVER = 1 << 30  # more than a chunk can count down
-_U8 = types.Array(types.uint8, 1, 'C', readonly=True)
 _I64 = types.Array(types.int64, 1, 'C', readonly=True)
 _one = np.uint64(1)
 _i1, _i8, _i32, _i64 = (ir.IntType(width) for width in (1, 8, 32, 64))
