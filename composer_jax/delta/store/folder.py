@@ -177,7 +177,8 @@ class FolderBackend:
     except FileNotFoundError:
       return None
     except OSError:
-      if self.path(key).is_file():
+      # What is not there could not be read for another reason.
+      if self.path(key).is_file() or not os.path.lexists(self.path(key)):
         raise
       return _NO_FILE
     return data, _mark(data)
