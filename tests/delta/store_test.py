@@ -1,6 +1,7 @@
 """Laws of every store, and what a directory adds: locks, links and sweeping."""
 
 import concurrent.futures
+import errno
 import hashlib
 import os
 import pathlib
@@ -12,6 +13,7 @@ import time
 import obstore
 import pytest
 
+from composer_jax.delta.store import folder
 from composer_jax.delta.store import objects as store
 from tests.delta import s3_server
 
@@ -267,6 +269,19 @@ def test_a_pointer_that_is_no_file_is_replaced(local):
     local.move_pointer('run', b'sound', tag)
     assert local.read_pointer('run')[0] == b'sound'
     path.unlink()
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_pointer(
+  local, monkeypatch
+):
+  def fail(path, flags):
+    raise OSError(errno.EIO, 'Input/output error', path)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(folder, '_no_wait', fail)
+    with pytest.raises(OSError, match='Input/output'):
+      local.read_pointer('run')
+  assert local.read_pointer('run') is None
 
 
 def test_a_folder_that_goes_during_a_look_is_no_trouble(local, monkeypatch):
