@@ -255,7 +255,7 @@ def test_every_field_can_be_set_on_the_command_line():
     ('cpt.muon.rolez=1', r'cpt\.muon has no field rolez\. .* mean roles\?'),
     ('seeed=1', r'config has no field seeed\. Did you mean seed\?'),
     ('sandbox.file_bytes=big', r'file_bytes must be a whole number, not .big'),
-    ('delta.verify=perhaps', 'verify must be true or false'),
+    ('rollout.share_prefixes=perhaps', 'share_prefixes must be true or false'),
     ('model.embed=9', r'has no field embed\b.*embed_dim'),
   ],
 )

@@ -48,7 +48,6 @@ class BundleOptions:
       renewed; 0 for never.
     keep: number of last versions that stay listed whole.
     grace_s: seconds for which `gc` deletes no object.
-    verify: decodes every chunk again before it is committed.
     threads: number of threads that encode.
   """
 
@@ -58,7 +57,6 @@ class BundleOptions:
   expires_s: float = 7 * 86400.0
   keep: int = 64
   grace_s: float = objects.GRACE_S
-  verify: bool = True
   threads: int = 2
 
   def __post_init__(self):
@@ -132,8 +130,7 @@ class BundleWriter:
   Args:
     store: where to write.
     run_id: name of the run and of its pointer.
-    signer: signs the pointer.
-    verifier: reads it back; None if the signer verifies, too.
+    signer: signs the pointer, and verifies what it reads back.
     options: how versions are encoded and kept.
     peers: which of several processes this is; None if it is alone. All call
       `publish` and `rewind` alike, each with its own blocks; the other methods
@@ -147,7 +144,6 @@ class BundleWriter:
     run_id: str,
     signer: keys.Signer,
     *,
-    verifier: keys.Verifier | None = None,
     options: BundleOptions | None = None,
     peers: team.Peers | None = None,
     now: Callable[[], float] = time.time,
@@ -155,18 +151,10 @@ class BundleWriter:
     self._store, self._options = store, options or BundleOptions()
     self._team = team.Team(store, run_id, peers or team.ALONE)
     self._run = runs.Run(
-      store,
-      run_id,
-      signer,
-      verifier or signer,  # pyrefly: ignore
-      expires_s=self._options.expires_s,
-      now=now,
+      store, run_id, signer, expires_s=self._options.expires_s, now=now
     )
     self._encoder = chunking.Encoder(
-      store=store,
-      tier=self._options.tier,
-      verify=self._options.verify,
-      threads=self._options.threads,
+      store=store, tier=self._options.tier, threads=self._options.threads
     )
     # The last committed version, the one on its way, and by level the version
     # from which the next skip starts.
@@ -327,17 +315,24 @@ class BundleWriter:
     table = dataclasses.replace(
       table, specs=cutter.specs, cut_bytes=cutter.cut_bytes, starts=starts
     )
-    return self._gather(table)
+    return self._gather(lambda: table)
 
-  def _gather(self, table: chunking.ChunkTable) -> chunking.ChunkTable:
-    found = self._team.exchange(
-      table.to_bytes() if self._team.count > 1 else b''
-    )
+  def _gather(
+    self, encode: Callable[[], chunking.ChunkTable]
+  ) -> chunking.ChunkTable:
+    """Returns the table of all processes; an OSError of one is one of all."""
     if self._team.count == 1:
-      return chunking.merge([table])
-    return chunking.merge(
-      [chunking.ChunkTable.from_bytes(data) for data in found]
-    )
+      return chunking.merge([encode()])
+    try:
+      data = b'+' + encode().to_bytes()
+    except OSError as error:
+      data = b'!' + str(error).encode()
+    found = self._team.exchange(data)
+    failed = [part[1:].decode() for part in found if part[:1] == b'!']
+    if failed:
+      raise OSError('; '.join(failed))
+    tables = [chunking.ChunkTable.from_bytes(part[1:]) for part in found]
+    return chunking.merge(tables)
 
   def _read_base(self, wanted: rebuild.Wanted | None) -> bool:
     """Reads what is wanted of the last version; False if it is damaged."""
@@ -429,15 +424,12 @@ class BundleWriter:
       self._base = base
     return True
 
-  def _keyframe(
-    self, table: chunking.ChunkTable | None = None
-  ) -> chunking.ChunkTable:
-    """Encodes what is staged, or else the base, to stand alone."""
-    weights = self._staged or self._base
+  def _keyframe(self, table: chunking.ChunkTable) -> chunking.ChunkTable:
+    """Encodes what is staged, whose table this is, to stand alone."""
+    weights = self._staged
     assert weights is not None
-    made = self._gather(self._encoder.encode(weights, None))
-    cut_bytes = 0 if table is None else table.cut_bytes
-    return dataclasses.replace(made, cut_bytes=cut_bytes)
+    made = self._gather(lambda: self._encoder.encode(weights, None))
+    return dataclasses.replace(made, cut_bytes=table.cut_bytes)
 
   def _commit(
     self, version: int, table: chunking.ChunkTable, started: float
@@ -449,14 +441,12 @@ class BundleWriter:
       run, head = self._run, self._run.head
       base = (head.version, head.target_id) if table.base_id and head else None
       edge = run.write(table, version, base)
-      last = runs.last_keyframe((*run.edges, edge))
-      due = last is None or version - last >= self._options.keyframe_every
-      run.point(
-        runs.pruned((*run.edges, edge), self._options.keep),
-        edge,
-        table.target_id,
-        table.base_id,
+      edges = *run.edges, edge
+      last = max(
+        (e.version for e in edges if e.kind == manifest.KEY), default=None
       )
+      due = last is None or version - last >= self._options.keyframe_every
+      run.point(runs.pruned(edges, self._options.keep), edge, table)
       run.specs = table.specs
       times['upload_s'] = time.monotonic() - encoded
       starts = {
@@ -535,11 +525,15 @@ class BundleWriter:
     for is left out, since the version is committed all the same: a skip for
     good, a keyframe until the next version.
     """
-    run, added = self._run, []
-    assert run.head is not None
+    run, weights, added = self._run, self._base, []
+    assert run.head is not None and weights is not None
+    older = {None: None, **dict(self._snapshots.values())}
     for base in [*starts, None][: len(starts) + due]:
       with _forgiven(run.head.version):
-        table = self._other(base)
+        start = older[base and base[0]]
+        table = self._gather(
+          lambda start=start: self._encoder.encode(weights, start)
+        )
         if self._team.leads:
           base = base and tuple(base)
           added.append(run.write(table, run.head.version, base))
@@ -551,24 +545,6 @@ class BundleWriter:
       name = 'keyframe' if edge.kind == manifest.KEY else 'skip'
       sizes[f'{name}_bytes'] += edge.bytes if edge in run.edges else 0
     return sizes
-
-  def _other(self, base: Any) -> chunking.ChunkTable:
-    """Encodes the head against a snapshot, or to stand alone, in all."""
-    assert self._base is not None
-    weights = None
-    if base is not None:
-      weights = dict(self._snapshots.values())[base[0]]
-    try:
-      table = self._encoder.encode(self._base, weights)
-      data = b'+' + table.to_bytes()
-    except OSError as error:
-      data = b'!' + str(error).encode()
-    found = self._team.exchange(data)
-    failed = [part[1:].decode() for part in found if part[:1] == b'!']
-    if failed:
-      raise OSError('; '.join(failed))
-    tables = [chunking.ChunkTable.from_bytes(part[1:]) for part in found]
-    return chunking.merge(tables)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,12 @@ values (80 of 80 were restored), so what is written here is read again and
 compared.
 """
 
+import collections
 import contextlib
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -101,35 +103,26 @@ def _restore(reader: ocp.Checkpointer, folder: pathlib.Path, like: Any) -> Any:
 
 def _nested(named: dict[str, np.ndarray]) -> dict[str, Any]:
   """Returns nested dictionaries of the arrays that have elements."""
+  named = {name: leaf for name, leaf in named.items() if math.prod(leaf.shape)}
+  # As orbax joins keys.
+  folders = collections.Counter(name.replace('/', '.') for name in named)
+  inner = {n[: mark.start()] for n in named for mark in re.finditer('/', n)}
   nested: dict[str, Any] = {}
-  folders: dict[str, str] = {}
   for name, leaf in named.items():
-    if not math.prod(leaf.shape):
-      continue
     if str(leaf.dtype) in _REFUSED:
       raise ValueError(
         f'{name} is {leaf.dtype}, which orbax cannot write; follow the bundles '
         'instead.'
       )
-    # As orbax joins keys.
-    folder = name.replace('/', '.')
-    if folder in folders:
+    if folders[name.replace('/', '.')] > 1 or name in inner:
       raise ValueError(
-        f'{name!r} and {folders[folder]!r} would both lie in the folder '
-        f'{folder!r} of an orbax checkpoint; rename one.'
+        f'{name!r} would lie in the folder of another leaf in an orbax '
+        'checkpoint, which joins keys with "."; rename one.'
       )
-    folders[folder] = name
     *path, last = name.split('/')
     place = nested
     for key in path:
       place = place.setdefault(key, {})
-      if not isinstance(place, dict):
-        break
-    if not isinstance(place, dict) or last in place:
-      raise ValueError(
-        f'{name!r} lies inside another leaf of the tree, which an orbax '
-        'checkpoint cannot hold; rename one.'
-      )
     place[last] = leaf
   return nested
 

@@ -14,7 +14,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -30,6 +30,14 @@ from composer_jax.delta.store import objects
 PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4
+# As `manifest.CHUNK`, with hashes as bytes.
+_OF_BYTES = np.dtype(
+  [
+    (name, f'V{field.itemsize}' if field.shape else field)
+    for name in manifest.CHUNK.names or ()
+    for field in [manifest.CHUNK[name]]
+  ]
+)
 # In place of a codec, of a chunk that is hashed and not encoded.
 _UNCODED = 255
 
@@ -119,13 +127,14 @@ class Cutter:
 
   def check_whole(self) -> None:
     """Refuses tensors of which elements were in no block."""
-    for name, (_, shape) in self.specs.items():
-      begun = {
-        key[1]: int(missing.sum())
-        for key, (_, missing, _) in self._waiting.items()
-        if key[0] == name
-      }
-      _check_cover(name, shape, self._done[name], begun)
+    lost = {
+      name: np.where(self._done[name], 0, identity.of(shape).sizes)
+      for name, (_, shape) in self.specs.items()
+    }
+    for (name, number), (_, missing, _) in self._waiting.items():
+      lost[name][number] = missing.sum()
+    for name, elements in lost.items():
+      _check_none(name, elements)
 
   def _check(self, name, dtype, shape, index, values) -> None:
     identity.check_dtype(name, dtype)
@@ -161,21 +170,10 @@ def _overlap(name: str, index: identity.Index) -> ValueError:
   return ValueError(f'{name}: the block at {index} overlaps another block.')
 
 
-def _check_cover(
-  name: str,
-  shape: tuple[int, ...],
-  covered: np.ndarray,
-  begun: Mapping[int, int],
-) -> None:
-  """Refuses a tensor some of whose chunks nobody has, or has in part.
-
-  `begun` is {number: elements missing} of those in part.
-  """
-  if not covered.all():
-    sizes = identity.of(shape).sizes
-    missing = np.flatnonzero(~covered).tolist()
-    lost = sum(begun.get(n, int(sizes[n])) for n in missing)
-    raise ValueError(f'{name}: {lost} elements are in no block.')
+def _check_none(name: str, lost: np.ndarray) -> None:
+  """Refuses a tensor of whose chunks so many elements are missing."""
+  if lost.any():
+    raise ValueError(f'{name}: {lost.sum()} elements are in no block.')
 
 
 def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
@@ -229,10 +227,7 @@ def weights_of(held: rebuild.Held) -> HostWeights:
   """Takes verified weights, whole or a part."""
   made = HostWeights(target_id=held.target_id, specs=held.signature())
   for name, tensor in held.tensors.items():
-    numbers = tensor.numbers
-    if numbers is None:
-      numbers = np.arange(tensor.grid.num_chunks)
-    for at, number in enumerate(numbers.tolist()):
+    for at, number in enumerate(tensor.numbers.tolist()):
       made.chunks[name, number] = _flat(tensor.chunk(number))
       made.posts[name, number] = tensor.posts[at].tobytes()
   return made
@@ -251,18 +246,16 @@ class _Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-  """Encodes chunks with threads and uploads their packs.
+  """Encodes chunks with threads, decodes them again and uploads their packs.
 
   Attributes:
     store: where packs go.
     tier: tier of the codec.
-    verify: whether each blob is decoded again and compared.
     threads: number of threads that encode.
   """
 
   store: objects.Store
   tier: str
-  verify: bool
   threads: int
 
   def stage(
@@ -316,15 +309,11 @@ class Encoder:
     base: np.ndarray | None,
     post: bytes | None = None,
   ) -> _Coded:
-    values = _flat(values)
+    values, kept = _flat(values), base
     kind, blob = coding.encode(values, base, tier=self.tier)
-    if kind == coding.SAME and base is not None:
-      kept = base
-    elif self.verify:
+    if kind != coding.SAME or kept is None:
       kept = coding.decode(kind, blob, values.size, values.dtype, base)
-    else:
-      kept = values.copy()
-    if self.verify and not _same_bits(kept, values):
+    if not np.array_equal(identity.flat_bits(kept), identity.flat_bits(values)):
       raise ValueError(
         f'{key[0]} (chunk {key[1]}): codec {kind} does not decode to what it '
         "encoded; nothing was published. This machine's memory may be at "
@@ -348,23 +337,28 @@ class Encoder:
   def _gather(
     self, encode, items, order, made: HostWeights | None
   ) -> 'ChunkTable':
-    coded, rows, changed, elements, is_coded = None, {}, 0, 0, True
-    with Packer(self.store, order) as packer:
-      # Closed here where a pack fails, its threads with it: whoever drops the
-      # error later may be one of them, or hold what they wait for.
-      coded = rebuild.in_order(encode, items, self.threads)
-      with contextlib.closing(coded):
-        for one in coded:
-          if made is not None:
-            made.chunks[one.key], made.posts[one.key] = one.values, one.post
-          is_coded = is_coded and one.codec != _UNCODED
-          changed += one.changed
-          elements += one.values.size
-          short = identity.short_hash(one.blob) if one.blob else bytes(16)
-          rows[one.key] = one.codec, len(one.blob), short, one.post
-          packer.add(one.key, one.blob)
-      # Packs of chunks that do not make a bundle are left to `gc`.
-      packs, places = packer.finish() if is_coded else ((), {})
+    rows, changed, elements = {}, 0, 0
+
+    def blobs() -> Iterator[tuple[Key, bytes]]:
+      nonlocal changed, elements
+      for one in coded:
+        if made is not None:
+          made.chunks[one.key], made.posts[one.key] = one.values, one.post
+        changed += one.changed
+        elements += one.values.size
+        short = identity.short_hash(one.blob) if one.blob else bytes(16)
+        rows[one.key] = one.codec, len(one.blob), short, one.post
+        yield one.key, one.blob
+
+    # Closed here where a pack fails, its threads with it: whoever drops the
+    # error later may be one of them, or hold what they wait for.
+    with contextlib.closing(
+      rebuild.in_order(encode, items, self.threads)
+    ) as coded:
+      packs, places = upload(self.store, blobs(), order)
+    is_coded = all(codec != _UNCODED for codec, *_ in rows.values())
+    if not is_coded:
+      packs, places = (), {}  # left to `gc`: they do not make a bundle
     return ChunkTable(
       changed=changed,
       elements=elements,
@@ -381,87 +375,72 @@ def _rows(rows: dict[Key, tuple], places: dict[Key, int]):
     numbers.setdefault(name, []).append(number)
   result = {}
   for name, found in numbers.items():
-    table = np.zeros(len(found), manifest.CHUNK)
-    codecs, lengths, blobs, posts = zip(
-      *(rows[name, number] for number in found), strict=True
-    )
-    table['codec'], table['length'] = codecs, lengths
-    table['pack'] = [places.get((name, n), manifest.NO_PACK) for n in found]
-    for field, hashes in (('blob', blobs), ('post', posts)):
-      joined = np.frombuffer(b''.join(hashes), np.uint8)
-      table[field] = joined.reshape(len(found), -1)
+    table = []
+    for number in found:
+      codec, length, short, post = rows[name, number]
+      pack = places.get((name, number), manifest.NO_PACK)
+      table.append((codec, pack, length, short, post))
+    table = np.array(table, _OF_BYTES).view(manifest.CHUNK)
     result[name] = np.array(found, np.uint32), table
   return result
 
 
 def _flat(chunk: np.ndarray) -> np.ndarray:
   """Returns the values of a chunk in C order, a view where they lie so."""
-  # As integers: numpy copies the types of ml_dtypes element by element and
-  # under the interpreter's lock.
-  bits = chunk.view(identity.bits_dtype(chunk.dtype))
-  return np.ascontiguousarray(bits).reshape(-1).view(chunk.dtype)
+  return identity.flat_bits(chunk).view(chunk.dtype)
 
 
-def _same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-  bits = identity.bits_dtype(left.dtype)
-  return np.array_equal(left.view(bits), right.view(bits))
-
-
-class Packer(contextlib.AbstractContextManager):
-  """Gathers blobs into objects of bounded size and uploads them.
+def upload(
+  store: objects.Store,
+  blobs: Iterable[tuple[Key, bytes]],
+  order: Iterable[Key],
+) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
+  """Uploads blobs in objects of bounded size, in the order of their keys.
 
   Args:
     store: where to put them.
-    order: keys of the blobs to come, if they are known: packs are then
-      uploaded while later chunks are encoded.
+    blobs: blobs by key, in any order; what is empty is in no pack.
+    order: keys of the blobs to come, if they are known: packs are then uploaded
+      while later blobs are made.
+
+  Returns:
+    Name and length of each pack, and the number of the pack of each blob.
   """
+  places: dict[Key, int] = {}
+  lengths: list[int] = []
 
-  def __init__(self, store: objects.Store, order: Iterable[Key] = ()):
-    self._store = store
-    self._order = iter(order)
-    self._next = next(self._order, None)
-    self._waiting: dict[Key, bytes] = {}
-    self._buffer = bytearray()
-    self._uploads: list[futures.Future[str]] = []
-    self._lengths: list[int] = []
-    self._places: dict[Key, int] = {}
-    self._pool = futures.ThreadPoolExecutor(_UPLOADS, 'delta-upload')
+  def packs() -> Iterator[bytes]:
+    pack = bytearray()
+    for key, blob in _by_key(blobs, order):
+      if pack and len(pack) + len(blob) > PACK_BYTES:
+        lengths.append(len(pack))
+        yield bytes(pack)
+        pack.clear()
+      if blob:
+        places[key] = len(lengths)
+        pack += blob
+    if pack:
+      lengths.append(len(pack))
+      yield bytes(pack)
 
-  def __exit__(self, *_) -> None:
-    self._pool.shutdown(cancel_futures=True)
+  with futures.ThreadPoolExecutor(_UPLOADS, 'delta-upload') as pool:
+    names = list(rebuild.in_flight(pool, store.put, packs(), _UPLOADS))
+  return tuple(zip(names, lengths, strict=True)), places
 
-  def add(self, key: Key, blob: bytes) -> None:
-    self._waiting[key] = blob
-    while self._next is not None and self._next in self._waiting:
-      self._pack(self._next)
-      self._next = next(self._order, None)
 
-  def finish(self) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
-    """Waits for the uploads; returns packs and the pack of each blob."""
-    for key in sorted(self._waiting):
-      self._pack(key)
-    self._flush()
-    names = [upload.result() for upload in self._uploads]
-    return tuple(zip(names, self._lengths, strict=True)), self._places
-
-  def _pack(self, key: Key) -> None:
-    blob = self._waiting.pop(key)
-    if not blob:
-      return
-    if self._buffer and len(self._buffer) + len(blob) > PACK_BYTES:
-      self._flush()
-    self._places[key] = len(self._lengths)
-    self._buffer += blob
-
-  def _flush(self) -> None:
-    if not self._buffer:
-      return
-    if len(self._uploads) >= _UPLOADS:
-      self._uploads[-_UPLOADS].result()
-    data = bytes(self._buffer)
-    self._uploads.append(self._pool.submit(self._store.put, data))
-    self._lengths.append(len(data))
-    self._buffer.clear()
+def _by_key(
+  blobs: Iterable[tuple[Key, bytes]], order: Iterable[Key]
+) -> Iterator[tuple[Key, bytes]]:
+  """Sorts by key; yields those first whose turn is known when they come."""
+  waiting: dict[Key, bytes] = {}
+  turns = iter(order)
+  due = next(turns, None)
+  for key, blob in blobs:
+    waiting[key] = blob
+    while due is not None and due in waiting:
+      yield due, waiting.pop(due)
+      due = next(turns, None)
+  yield from sorted(waiting.items())
 
 
 # Tables of several processes.
@@ -584,7 +563,7 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
       covered[name][numbers] = True
     packs += table.packs
   for name, (_, shape) in specs.items():
-    _check_cover(name, shape, covered[name], {})
+    _check_none(name, np.where(covered[name], 0, identity.of(shape).sizes))
   # A process that had to ask the store where the run stands may have no base.
   bases = {table.base_id for table in tables}
   starts = set.intersection(*(set(table.starts.items()) for table in tables))

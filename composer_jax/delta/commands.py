@@ -17,6 +17,7 @@ from composer_jax.delta import (
   rebuild,
 )
 from composer_jax.delta.codec import coding
+from composer_jax.delta.format import identity
 from composer_jax.delta.format import keys as keys_lib
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
@@ -258,10 +259,8 @@ def _changed(manifest: manifests.Manifest) -> str:
   """Says how many chunks a delta changes: less is not in a manifest."""
   if manifest.kind == manifests.KEY:
     return ''
-  codecs = [tensor.chunks['codec'] for tensor in manifest.tensors]
-  total = sum(len(c) for c in codecs)
-  changed = sum(int(np.count_nonzero(c != coding.SAME)) for c in codecs)
-  return f'{changed}/{total}'
+  codecs = np.concatenate([[], *(t.chunks['codec'] for t in manifest.tensors)])
+  return f'{np.count_nonzero(codecs != coding.SAME)}/{codecs.size}'
 
 
 def gc(
@@ -395,21 +394,16 @@ def _check_same(
   source: str, arrays: dict[str, np.ndarray], held: rebuild.Held
 ) -> None:
   """Raises ValueError, with the tensors that differ, unless they are equal."""
-  other = rebuild.from_arrays(arrays)
-  if other.target_id == held.target_id:
-    return
-  ours, theirs = other.tensors, held.tensors
-  differing = [
-    name
-    for name in sorted({*ours, *theirs})
-    if name not in ours
-    or name not in theirs
-    or (ours[name].dtype, ours[name].shape)
-    != (theirs[name].dtype, theirs[name].shape)
-    or not np.array_equal(ours[name].posts, theirs[name].posts)
-  ]
-  raise ValueError(
-    f'{source} is not version {held.version}: {len(differing)} tensors differ, '
-    f'such as {differing[:_LISTED]}. Name the checkpoint of that version, or '
-    'another --version or --dtype.'
-  )
+  ours = identity.nodes(arrays)
+  theirs = {
+    name: identity.tensor_node(name, t.dtype, t.shape, t.posts.tobytes())
+    for name, t in held.tensors.items()
+  }
+  names = sorted({*ours, *theirs})
+  differing = [name for name in names if ours.get(name) != theirs.get(name)]
+  if differing:
+    raise ValueError(
+      f'{source} is not version {held.version}: {len(differing)} tensors '
+      f'differ, such as {differing[:_LISTED]}. Name the checkpoint of that '
+      'version, or another --version or --dtype.'
+    )

@@ -34,13 +34,6 @@ MAX_UNREACHED = 3
 _log = logging.getLogger(__name__)
 
 
-class Start(NamedTuple):
-  """Weights that a way may begin at."""
-
-  version: int
-  target_id: str
-
-
 class Way(NamedTuple):
   """The bundles to rebuild.apply, in order.
 
@@ -58,7 +51,7 @@ class Way(NamedTuple):
 def cheapest(
   edges: Iterable[manifests.Edge],
   version: int,
-  starts: Sequence[Start] = (),
+  starts: Sequence[rebuild.Held] = (),
   banned: Collection[str] = (),
 ) -> Way | None:
   """Returns the way of fewest bytes to a version; of equal ones the shortest.
@@ -104,7 +97,7 @@ def load(
   held: rebuild.Held | None = None,
   wanted: rebuild.Wanted | None = None,
   threads: int = 2,
-  tally: rebuild.Tally | None = None,
+  cost: rebuild.UpdateCost | None = None,
 ) -> rebuild.Held:
   """Returns the weights of a pointer, or of an older version it leads to.
 
@@ -117,13 +110,13 @@ def load(
     held: weights that may spare a part of the way.
     wanted: regions to hold; None for all.
     threads: number of threads that decode.
-    tally: counts what moves, and by which bundles.
+    cost: counts what moves, and by which bundles.
 
   Raises:
     ValueError: no way leads there; says what is wrong with those tried.
     OSError: the store cannot be reached or what it must have is missing.
   """
-  with rebuild.Fetcher(store, tally) as fetcher:
+  with rebuild.Fetcher(store, cost) as fetcher:
     walk = _Walk(fetcher, pointer, held, wanted, threads)
     if version is None or version == pointer.version:
       return walk.to_head()
@@ -169,8 +162,7 @@ class _Walk:
       self._note(error)
       raise self._no_way(version) from error
     while len(self._failures) < MAX_FAILURES:
-      starts = [Start(held.version, held.target_id) for held in self._starts]
-      way = cheapest(index.edges, version, starts, self._banned)
+      way = cheapest(index.edges, version, self._starts, self._banned)
       if way is None:
         break
       reached = self._walk(way)
@@ -183,11 +175,9 @@ class _Walk:
     coming = None
     for edge, following in itertools.zip_longest(way.edges, way.edges[1:]):
       bundle = self._read(edge) if coming is None else coming.result()
-      coming = (
-        None
-        if following is None
-        else self._fetcher.submit(self._read, following)
-      )
+      coming = None
+      if following is not None:
+        coming = self._fetcher.pool.submit(self._read, following)
       reached = None if bundle is None else self._step(edge, bundle, held)
       if reached is None:
         return None
@@ -199,7 +189,11 @@ class _Walk:
   def _read(self, named) -> manifests.Manifest | None:
     try:
       bundle = rebuild.read_manifest(self._fetcher, named)
-      self._check(bundle, named)
+      for what, found, said in mismatches(bundle, named, self._pointer):
+        raise ValueError(
+          f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
+          f'to it says {said!r}.'
+        )
       return bundle
     except (ValueError, OSError) as error:
       self._banned.add(named.manifest)
@@ -226,15 +220,8 @@ class _Walk:
       self._banned.add(named.manifest)
       self._note(error)
       return None
-    self._fetcher.tally.steps.append(name_of(bundle))
+    self._fetcher.cost.route += (name_of(bundle),)
     return reached
-
-  def _check(self, bundle, named) -> None:
-    for what, found, said in mismatches(bundle, named, self._pointer):
-      raise ValueError(
-        f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
-        f'to it says {said!r}.'
-      )
 
   def _note(self, error: Exception) -> None:
     self._unreached += isinstance(error, rebuild.UNREACHED)
@@ -294,25 +281,6 @@ class Update(NamedTuple):
   weights: rebuild.Held
 
 
-class UpdateCost(NamedTuple):
-  """What the last update took.
-
-  Attributes:
-    route: bundles applied, such as 'key 0', 'delta 0-8', 'delta 8-9'; none
-      where the weights were held under another version.
-    bytes: bytes read from the store for them, failed ways included.
-    fetch_s: seconds of reading, summed over the requests.
-    decode_s: seconds of decoding and hashing, summed over the threads.
-    wall_s: seconds from the pointer to the swap.
-  """
-
-  route: tuple[str, ...]
-  bytes: int
-  fetch_s: float
-  decode_s: float
-  wall_s: float
-
-
 class Follower:
   """Holds the last verified weights of a run on the host.
 
@@ -353,7 +321,7 @@ class Follower:
     self.held: Update | None = None
     self.previous: Update | None = None
     self.problem: str | None = None
-    self.stats: UpdateCost | None = None
+    self.stats: rebuild.UpdateCost | None = None
     self._store, self._run_id, self._verifier = store, run_id, verifier
     self._memory = None if memory is None else pathlib.Path(memory)
     self._wanted, self._threads, self._now = wanted, threads, now
@@ -421,7 +389,7 @@ class Follower:
     pointer = self._read_pointer()
     if pointer is None:
       return None
-    held, tally = self.held, rebuild.Tally()
+    held, cost = self.held, rebuild.UpdateCost()
     named = pointer.version, pointer.target_id
     if held is not None and named == held[:2]:
       return None
@@ -432,15 +400,14 @@ class Follower:
       held=None if held is None else held.weights,
       wanted=self._wanted,
       threads=self._threads,
-      tally=tally,
+      cost=cost,
     )
     update = Update(*named, weights)
     with self._swapping:
       self._check_wanted(named)
       self.held, self.previous = update, self.held
-    wall_s = time.perf_counter() - begun
-    moved = tally.bytes, tally.fetch_s, tally.decode_s, wall_s
-    self.stats = UpdateCost(tuple(tally.steps), *moved)
+    cost.wall_s = time.perf_counter() - begun
+    self.stats = cost
     return update
 
   def _check_wanted(self, named: tuple[int, str]) -> None:

@@ -6,10 +6,12 @@ Woken by: `publish` and `gc`; the clock, before the pointer expires.
 Produces: a `BundleInfo` for each version; an error at the next call.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -223,10 +225,12 @@ def _peers() -> team.Peers | None:
   if jax.process_count() == 1:
     return None
   # Messages of an earlier launch must not be taken for those of this one.
+  launch = np.frombuffer(secrets.token_bytes(8), np.uint8).astype(np.int32)
+  launch = multihost_utils.broadcast_one_to_all(launch)
   return team.Peers(
     process=jax.process_index(),
     count=jax.process_count(),
-    attempt=f'{_agreed(time.time_ns() >> 10):016x}',
+    attempt=np.asarray(launch).astype(np.uint8).tobytes().hex(),
     timeout_s=_TIMEOUT_S,
   )
 
@@ -238,26 +242,26 @@ def _open_or_make_key(
   run_id: str,
 ) -> keys.Signer:
   """Opens or makes the key; of several processes the first one makes it."""
-  path = pathlib.Path(path)
-  if peers is not None and peers.process:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not path.exists():
-      if time.monotonic() > deadline:
-        raise ValueError(
-          f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
-          'must see the same file, which the first one makes.'
-        )
-      time.sleep(0.05)
-  if path.exists():
-    return keys.open_signer(path)
-  # To a publisher a pointer of another key is a damaged one, to be replaced:
-  # two jobs at one store would do that to each other without end.
-  if store.read_pointer(run_id) is not None:
-    raise ValueError(
-      f'{store.url} has a run {run_id!r} already, and {path} is no key of it: '
-      'there is none. Bring the key of that run, or choose another store.'
-    )
-  return keys.load_or_make_key(path)
+  path, deadline = pathlib.Path(path), time.monotonic() + _TIMEOUT_S
+  while peers is not None and peers.process and not path.exists():
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
+        'must see the same file, which the first one makes.'
+      )
+    time.sleep(0.05)
+  if not path.exists():
+    # To a publisher a pointer of another key is a damaged one, to be replaced:
+    # two jobs at one store would do that to each other without end.
+    if store.read_pointer(run_id) is not None:
+      raise ValueError(
+        f'{store.url} has a run {run_id!r} already, and {path} is no key of '
+        'it: there is none. Bring the key of that run, or choose another store.'
+      )
+    # Two that start together must end with one key.
+    with contextlib.suppress(FileExistsError):
+      keys.write_key(path, keys.make_hmac())
+  return keys.open_signer(path)
 
 
 def copy(tree: Any) -> Any:
@@ -282,10 +286,3 @@ def blocks(tree: Any) -> Iterator[identity.Block]:
     for index, values in weights.array_blocks(leaf):
       dtype, shape = str(values.dtype), tuple(np.shape(leaf))
       yield identity.Block(name, dtype, shape, index, values)
-
-
-def _agreed(number: int) -> int:
-  """Returns the number of process 0, of 62 bits; collective."""
-  words = np.array([number >> 31 & 0x7FFFFFFF, number & 0x7FFFFFFF], np.int32)
-  high, low = multihost_utils.broadcast_one_to_all(words)
-  return int(high) << 31 | int(low)

@@ -54,6 +54,30 @@ _Out = TypeVar('_Out')
 _log = logging.getLogger(__name__)
 
 
+def in_flight(
+  pool: futures.Executor,
+  work: Callable[[_In], _Out],
+  items: Iterable[_In],
+  most: int,
+) -> Iterator[_Out]:
+  """Yields work(item) in the order of the items, at most so many ahead.
+
+  The first are on their way when this returns.
+  """
+  rest = iter(items)
+  flying = collections.deque(
+    pool.submit(work, item) for item in itertools.islice(rest, most)
+  )
+
+  def results() -> Iterator[_Out]:
+    while flying:
+      yield flying.popleft().result()
+      for item in itertools.islice(rest, 1):
+        flying.append(pool.submit(work, item))
+
+  return results()
+
+
 def in_order(
   work: Callable[[_In], _Out], items: Iterable[_In], threads: int
 ) -> Generator[_Out, None, None]:
@@ -64,31 +88,22 @@ def in_order(
   """
   if threads < 1:
     raise ValueError(f'threads must be at least 1, not {threads}.')
-  flying: collections.deque[futures.Future] = collections.deque()
   pool = futures.ThreadPoolExecutor(threads, 'delta')
   try:
-    for item in items:
-      flying.append(pool.submit(work, item))
-      if len(flying) >= _AHEAD * threads:
-        yield flying.popleft().result()
-    while flying:
-      yield flying.popleft().result()
+    yield from in_flight(pool, work, items, _AHEAD * threads)
   finally:
     pool.shutdown(cancel_futures=True)
 
 
 def chunks_of(
   wanted: Wanted | None, name: str, dtype: str, shape: tuple[int, ...]
-) -> np.ndarray | None:
-  """Returns the numbers of the chunks that a receiver needs, None for all."""
-  if wanted is None:
-    return None
+) -> np.ndarray:
+  """Returns the numbers of the chunks that a receiver needs, ascending."""
   grid = identity.of(shape)
-  numbers: set[int] = set()
-  for index in wanted(name, dtype, shape):
-    numbers.update(grid.intersecting(index))
-  if len(numbers) == grid.num_chunks:
-    return None
+  if wanted is None:
+    return np.arange(grid.num_chunks)
+  indices = wanted(name, dtype, shape)
+  numbers = {n for index in indices for n in grid.intersecting(index)}
   return np.array(sorted(numbers), np.int64)
 
 
@@ -99,7 +114,7 @@ class HeldTensor:
   Attributes:
     dtype: name in `identity.DTYPES`.
     shape: shape of the whole tensor, and `grid` its grid.
-    numbers: numbers of the chunks, ascending; None for all.
+    numbers: numbers of the chunks, ascending.
     offsets: where each chunk begins in `buffer`, and its end.
     buffer: flat values, chunk after chunk, each in C order.
     posts: uint8 [chunks, 32], what each chunk hashes to.
@@ -108,7 +123,7 @@ class HeldTensor:
   dtype: str
   shape: tuple[int, ...]
   grid: identity.Grid
-  numbers: np.ndarray | None
+  numbers: np.ndarray
   offsets: np.ndarray
   buffer: np.ndarray
   posts: np.ndarray
@@ -118,33 +133,30 @@ class HeldTensor:
     cls,
     dtype: str,
     shape: tuple[int, ...],
-    numbers: np.ndarray | None,
+    numbers: np.ndarray,
     posts: np.ndarray,
   ) -> 'HeldTensor':
     """Makes room for chunks whose values will follow."""
     grid = identity.of(shape)
-    sizes = grid.sizes if numbers is None else grid.sizes[numbers]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = np.concatenate([[0], np.cumsum(grid.sizes[numbers])])
     buffer = np.empty(int(offsets[-1]), identity.DTYPES[dtype])
     fields = dict(numbers=numbers, offsets=offsets, buffer=buffer, posts=posts)
     return cls(dtype=dtype, shape=shape, grid=grid, **fields)
 
   def chunk(self, number: int) -> np.ndarray:
-    at = number
-    if self.numbers is not None:
-      at = int(np.searchsorted(self.numbers, number))
-      if at == self.numbers.size or self.numbers[at] != number:
-        raise ValueError(
-          f'chunk {number} of {self.grid.num_chunks} is not among the '
-          f'{self.numbers.size} that this receiver asked for.'
-        )
+    at = int(np.searchsorted(self.numbers, number))
+    if at == self.numbers.size or self.numbers[at] != number:
+      raise ValueError(
+        f'chunk {number} of {self.grid.num_chunks} is not among the '
+        f'{self.numbers.size} that this receiver asked for.'
+      )
     values = self.buffer[self.offsets[at] : self.offsets[at + 1]]
     return values.reshape([b - a for a, b in self.grid.chunk(number)])
 
   def block(self, index: Index) -> np.ndarray:
     """Returns a region: a view where memory allows, else a copy."""
     numbers = self.grid.intersecting(index)
-    if self.numbers is None and self.grid.is_flat:
+    if self.numbers.size == self.grid.num_chunks and self.grid.is_flat:
       array = self.buffer.reshape(self.shape)
       return array[tuple(slice(*ends) for ends in index)]
     if len(numbers) == 1 and self.grid.chunk(numbers[0]) == tuple(index):
@@ -201,23 +213,6 @@ class Held:
     }
 
 
-def from_arrays(arrays: Mapping[str, np.ndarray], version: int = 0) -> Held:
-  """Copies whole arrays and finds out what they hash to."""
-  tensors, nodes = {}, {}
-  for name, array in sorted(arrays.items()):
-    dtype, shape = str(array.dtype), array.shape
-    posts = np.empty((identity.of(shape).num_chunks, 32), np.uint8)
-    tensor = HeldTensor.empty(dtype, shape, None, posts)
-    for number in range(len(posts)):
-      chunk = tensor.chunk(number)
-      chunk[...] = array[tensor.grid.slices(number)]
-      posts[number] = np.frombuffer(identity.hash_chunk(chunk), np.uint8)
-    tensor.buffer.setflags(write=False)
-    tensors[name] = tensor
-    nodes[name] = identity.tensor_node(name, dtype, shape, posts.tobytes())
-  return Held(version=version, target_id=identity.root(nodes), tensors=tensors)
-
-
 class Blob(NamedTuple):
   """One encoded chunk, where it lies in its pack, and who waits for it."""
 
@@ -247,13 +242,26 @@ def ranges(blobs: list[Blob]) -> list[list[Blob]]:
   return found
 
 
-class Tally:
-  """Counts what moved, as `follower.UpdateCost` tells it; threads share it."""
+@dataclasses.dataclass
+class UpdateCost:
+  """What an update took; its threads count together.
 
-  def __init__(self):
-    self.steps: list[str] = []
-    self.bytes = 0
-    self.fetch_s = self.decode_s = 0.0
+  Attributes:
+    route: bundles applied, such as 'key 0', 'delta 0-8', 'delta 8-9'; none
+      where the weights were held under another version.
+    bytes: bytes read from the store for them, failed ways included.
+    fetch_s: seconds of reading, summed over the requests.
+    decode_s: seconds of decoding and hashing, summed over the threads.
+    wall_s: seconds from the pointer to the swap.
+  """
+
+  route: tuple[str, ...] = ()
+  bytes: int = 0
+  fetch_s: float = 0.0
+  decode_s: float = 0.0
+  wall_s: float = 0.0
+
+  def __post_init__(self):
     self._lock = threading.Lock()
 
   def add(self, *, moved: int = 0, fetch_s: float = 0, decode_s: float = 0):
@@ -264,24 +272,21 @@ class Tally:
 
 
 class Fetcher:
-  """Reads verified bytes of a store, with threads of its own.
+  """Reads verified bytes of a store, with threads of its own, in `pool`.
 
   Use it as a context; leaving it drops requests that did not start.
   """
 
-  def __init__(self, store: objects.Store, tally: Tally | None = None):
-    self.tally = Tally() if tally is None else tally
+  def __init__(self, store: objects.Store, cost: UpdateCost | None = None):
+    self.cost = cost or UpdateCost()
     self._store = store
-    self._pool = futures.ThreadPoolExecutor(IN_FLIGHT, 'fetch')
+    self.pool = futures.ThreadPoolExecutor(IN_FLIGHT, 'fetch')
 
   def __enter__(self) -> 'Fetcher':
     return self
 
   def __exit__(self, *_):
-    self._pool.shutdown(cancel_futures=True)
-
-  def submit(self, read: Callable[..., _Out], *args) -> futures.Future:
-    return self._pool.submit(read, *args)
+    self.pool.shutdown(cancel_futures=True)
 
   def get(self, name: str, length: int | None) -> bytes:
     """Returns an object whose sha256 is its name, of a stated length."""
@@ -297,30 +302,6 @@ class Fetcher:
       raise
     except (ValueError, OSError) as error:
       raise _named(blobs[0].slot.where(blobs[0].at), error) from error
-
-  def stream(
-    self, jobs: Iterable[_In], get: Callable[[_In], memoryview]
-  ) -> Iterator[tuple[_In, memoryview]]:
-    """Yields (job, get(job)) in order and works ahead of the reader.
-
-    The first requests are on their way when this returns.
-    """
-    queue: collections.deque = collections.deque()
-    rest = iter(jobs)
-
-    def ask(count: int) -> None:
-      for job in itertools.islice(rest, count):
-        queue.append((job, self._pool.submit(get, job)))
-
-    def read():
-      while queue:
-        job, future = queue.popleft()
-        data = future.result()
-        ask(1)
-        yield job, data
-
-    ask(IN_FLIGHT)
-    return read()
 
   def _twice(self, read: Callable[[objects.Store], bytes]) -> bytes:
     """Reads; what comes damaged or cut once more, past caches on the way."""
@@ -348,7 +329,7 @@ class Fetcher:
   def _moved(self, read: Callable[[], bytes]) -> bytes:
     begun = time.perf_counter()
     data = read()
-    self.tally.add(moved=len(data), fetch_s=time.perf_counter() - begun)
+    self.cost.add(moved=len(data), fetch_s=time.perf_counter() - begun)
     return data
 
 
@@ -399,8 +380,7 @@ class _Slot:
   Attributes:
     made: the tensor of the new version.
     base: the tensor that it is built on, None for a keyframe.
-    base_at: where the chunks of `made` stand in the base; None where they
-      coincide.
+    base_at: where the chunks of `made` stand in the base.
     rows: rows of the manifest, of the chunks of `made`.
     places: where the blobs of the rows begin in their packs.
   """
@@ -409,13 +389,13 @@ class _Slot:
   name: str
   made: HeldTensor
   base: HeldTensor | None
-  base_at: np.ndarray | None
+  base_at: np.ndarray
   rows: np.ndarray
   places: np.ndarray
 
   def where(self, at: int) -> str:
-    number = at if self.made.numbers is None else self.made.numbers[at]
-    return f'{self.name} (chunk {number}, version {self.bundle.version})'
+    number, version = self.made.numbers[at], self.bundle.version
+    return f'{self.name} (chunk {number}, version {version})'
 
   def size(self, at: int) -> int:
     return int(self.made.offsets[at + 1] - self.made.offsets[at])
@@ -435,7 +415,7 @@ class _Slot:
     """Decodes a chunk to where it stays, and hashes it."""
     low, high = self.made.offsets[at], self.made.offsets[at + 1]
     made = self.made.buffer[low:high]
-    base, there = None, at if self.base_at is None else self.base_at[at]
+    base, there = None, self.base_at[at]
     if self.base is not None:
       base = self.base.buffer[slice(*self.base.offsets[there : there + 2])]
     kind = int(self.rows['codec'][at])
@@ -498,7 +478,7 @@ def apply(
     begun = time.perf_counter()
     for slot, at, blob in turn:
       slot.decode(at, blob)
-    fetcher.tally.add(decode_s=time.perf_counter() - begun)
+    fetcher.cost.add(decode_s=time.perf_counter() - begun)
 
   for _ in in_order(decode, _turns(fetcher, slots), threads):
     pass
@@ -530,43 +510,33 @@ def _check_base(bundle: manifests.Manifest, base: Held | None) -> None:
 def _slot(bundle, tensor, places, base, wanted) -> _Slot:
   name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
   numbers = chunks_of(wanted, name, dtype, shape)
-  rows = tensor.chunks
-  if numbers is not None:
-    rows, places = rows[numbers], places[numbers]
+  rows = tensor.chunks[numbers]
   posts = np.ascontiguousarray(rows['post'])
-  old = base_at = None
+  old, base_at, is_frozen = None, numbers, False
   if base is not None:
     old = base.tensors[name]
-    base_at = _base_places(bundle, name, old, numbers)
-  if old is not None and base_at is None and not rows['codec'].any():
-    # Frozen: both versions hold the same memory, which is still hashed.
+    if not np.isin(numbers, old.numbers).all():
+      raise ValueError(
+        f'{name}: {len(numbers)} chunks are wanted of version '
+        f'{bundle.version}, and its base holds {len(old.numbers)} others.'
+      )
+    base_at = np.searchsorted(old.numbers, numbers)
+    is_frozen = len(numbers) == len(old.numbers) and not rows['codec'].any()
+  if old is not None and is_frozen:
+    # Both versions hold the same memory, which is still hashed.
     made = dataclasses.replace(old, posts=posts)
   else:
     made = HeldTensor.empty(dtype, shape, numbers, posts)
-  return _Slot(bundle, name, made, old, base_at, rows, places)
-
-
-def _base_places(bundle, name, old, numbers) -> np.ndarray | None:
-  if numbers is None and old.numbers is None:
-    return None
-  wanted = np.arange(old.grid.num_chunks) if numbers is None else numbers
-  if old.numbers is None:
-    return wanted
-  if np.array_equal(wanted, old.numbers):
-    return None
-  if not np.isin(wanted, old.numbers).all():
-    raise ValueError(
-      f'{name}: {len(wanted)} chunks are wanted of version '
-      f'{bundle.version}, and its base holds {len(old.numbers)} others.'
-    )
-  return np.searchsorted(old.numbers, wanted)
+  return _Slot(bundle, name, made, old, base_at, rows, places[numbers])
 
 
 def _turns(fetcher: Fetcher, slots: list[_Slot]) -> Iterator[list]:
   """Yields (slot, chunk, blob) for a thread at a time."""
   blobs = [blob for slot in slots for blob in slot.blobs()]
   blobs.sort(key=lambda blob: blob[:2])
-  arriving = fetcher.stream(ranges(blobs), fetcher.range)
+  arriving = in_flight(
+    fetcher.pool, lambda r: (r, fetcher.range(r)), ranges(blobs), IN_FLIGHT
+  )
   bare = (
     (slot, at, memoryview(b''))
     for slot in slots

@@ -32,15 +32,13 @@ class Run:
     store: objects.Store,
     run_id: str,
     signer: keys.Signer,
-    verifier: keys.Verifier,
     *,
     expires_s: float,
     now: Callable[[], float],
   ):
     manifest.check_run_id(run_id)
     self._store, self.run_id = store, run_id
-    self._signer, self._verifier = signer, verifier
-    self._expires_s, self._now = expires_s, now
+    self._signer, self._expires_s, self._now = signer, expires_s, now
     # Packs of the manifests that are known here.
     self._packs: dict[str, tuple[tuple[str, int], ...]] = {}
     self.open()
@@ -60,7 +58,7 @@ class Run:
       return
     self._sealed, self._tag = found
     try:
-      head = manifest.unseal(self._sealed, self._verifier, self.run_id)
+      head = manifest.unseal(self._sealed, self._signer, self.run_id)
     except manifest.OtherFormat as error:
       raise ValueError(f'{self._store.url}: {error}.') from error
     except ValueError as error:
@@ -99,7 +97,7 @@ class Run:
     if data == self._sealed:
       return True
     try:
-      other = manifest.unseal(data, self._verifier, self.run_id)
+      other = manifest.unseal(data, self._signer, self.run_id)
     except ValueError as error:
       # What is in memory is about to replace the damaged one.
       _log.warning('%s: %s. The pointer is written anew.', self.run_id, error)
@@ -150,30 +148,21 @@ class Run:
     self,
     edges: Iterable[manifest.Edge],
     edge: manifest.Edge | None = None,
-    target_id: str = '',
-    base_id: str = '',
+    bundle: chunking.ChunkTable | manifest.Manifest | None = None,
   ) -> None:
     """Moves the pointer: this commits.
 
     Args:
       edges: bundles listed from now on.
       edge: bundle of the head; None for the same head, to expire later.
-      target_id: identity of the head's weights.
-      base_id: identity of what its bundle starts from.
+      bundle: says what the head's weights are, and what they start from.
 
     Raises:
       ValueError: another publisher moved it first.
       OSError: the store failed; the pointer stands where it stood.
     """
-    if edge is None:
-      assert self.head is not None
-      head, target_id, base_id = (
-        self.head,
-        self.head.target_id,
-        self.head.base_id,
-      )
-    else:
-      head = edge
+    head, weights = edge or self.head, bundle or self.head
+    assert head is not None and weights is not None
     index = manifest.Index(run_id=self.run_id, edges=tuple(edges))
     listed = index.to_bytes()
     expires = int(self._now() + self._expires_s) if self._expires_s else 0
@@ -182,8 +171,8 @@ class Run:
       sequence=self._sequence + 1,
       rewinds=self.rewinds,
       version=head.version,
-      target_id=target_id,
-      base_id=base_id,
+      target_id=weights.target_id,
+      base_id=weights.base_id,
       manifest=head.manifest,
       manifest_bytes=head.manifest_bytes,
       index=self._store.put(listed),
@@ -241,7 +230,7 @@ class Run:
       self.start_afresh(error)
       return
     self.rewinds += 1
-    self.point(edges, edge, bundle.target_id, bundle.base_id)
+    self.point(edges, edge, bundle)
     self.specs = bundle.signature()
 
   def lost(self) -> Edges:
@@ -294,7 +283,7 @@ class Run:
     if found is None:
       return set()
     try:
-      pointer = manifest.unseal(found[0], self._verifier, run_id)
+      pointer = manifest.unseal(found[0], self._signer, run_id)
     except ValueError as error:
       raise ValueError(
         f'the pointer of run {run_id!r} cannot be read, so nothing is deleted: '
@@ -336,23 +325,13 @@ def pruned(edges: Iterable[manifest.Edge], keep: int) -> Edges:
   )
 
 
-def last_keyframe(edges: Iterable[manifest.Edge]) -> int | None:
-  """Returns the newest version that has a keyframe."""
-  found = (e.version for e in edges if e.kind == manifest.KEY)
-  return max(found, default=None)
-
-
 def head_of(
   edges: Sequence[manifest.Edge], version: int
 ) -> manifest.Edge | None:
   """Returns the bundle of a version that a follower would take."""
   found = [e for e in edges if e.version == version]
   # The shortest delta; a keyframe starts nowhere.
-  return max(found, key=_base, default=None)
-
-
-def _base(edge: manifest.Edge) -> int:
-  return -1 if edge.base_version is None else edge.base_version
+  return max(found, key=lambda e: e.order[1], default=None)
 
 
 def _start(edge: manifest.Edge) -> int:
@@ -361,5 +340,6 @@ def _start(edge: manifest.Edge) -> int:
 
 
 def _spans(longer: manifest.Edge, edge: manifest.Edge) -> bool:
-  ends, inner = (_base(longer), longer.version), (_base(edge), edge.version)
-  return ends != inner and ends[0] <= inner[0] and inner[1] <= ends[1]
+  (end, start, _), (inner_end, inner_start, _) = longer.order, edge.order
+  is_other = (start, end) != (inner_start, inner_end)
+  return is_other and start <= inner_start and inner_end <= end

@@ -195,10 +195,7 @@ def wanted_by(like: Any) -> rebuild.Wanted:
   """
   leaves = trees.flatten_names(like)
 
-  def indices(
-    name: str, dtype: str, shape: tuple[int, ...]
-  ) -> list[weights.Index]:
-    del dtype
+  def indices(name: str, _: str, shape: tuple[int, ...]) -> list[weights.Index]:
     leaf = leaves.get(name)
     if leaf is None or tuple(leaf.shape) != tuple(shape):
       return []

@@ -23,7 +23,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from composer_jax.delta import chunking
+from composer_jax.delta.format import identity
 from composer_jax.delta.store import objects
 
 _ATTEMPT = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
@@ -74,16 +77,9 @@ class Team:
 
   def __init__(self, store: objects.Store, run_id: str, peers: Peers):
     self._store, self._run_id, self._peers = store, run_id, peers
+    self.leads, self.count = peers.process == 0, peers.count
     self._round = self._sent = self._swept = 0
     self._is_told = False
-
-  @property
-  def leads(self) -> bool:
-    return self._peers.process == 0
-
-  @property
-  def count(self) -> int:
-    return self._peers.count
 
   @contextlib.contextmanager
   def round(self) -> Iterator[None]:
@@ -106,13 +102,15 @@ class Team:
     self._sent += 1
     if not self.leads:
       self._put(self._peers.process, _OK + data)
-      return _split(self._wait('all', 0))
+      _, parts = chunking.from_bytes(self._wait('all', 0))
+      return [part.tobytes() for part in parts]
     found = [data, *(self._wait(p, p) for p in range(1, self.count))]
     if self._swept != self._round:
       self._swept = self._round
       # All have begun this round: nobody reads the last one, nor dead starts.
       self._store.drop_messages(self._run_id, self._prefix())
-    self._put('all', _OK + _join(found))
+    parts = [np.frombuffer(part, np.uint8) for part in found]
+    self._put('all', _OK + chunking.to_bytes(None, parts))
     return found
 
   def lead(self, decide: Callable[[], Any]) -> Any:
@@ -143,7 +141,7 @@ class Team:
         *chunking.from_bytes(found), strict=True
       ):
         if tuple(key) in wanted:
-          values = bits.view(chunking.identity.DTYPES[dtype])
+          values = bits.view(identity.DTYPES[dtype])
           index = tuple(tuple(ends) for ends in index)
           yield from cutter.add_cut((tuple(key), index, values))
 
@@ -186,17 +184,3 @@ class Team:
     self._is_told = not self.leads
     kind = OSError if data[:1] == _FAILED else ValueError
     raise kind(f'run {self._run_id!r}: {data[1:].decode()}')
-
-
-def _join(parts: list[bytes]) -> bytes:
-  lengths = json.dumps([len(part) for part in parts]).encode()
-  return b'\n'.join([lengths, b''.join(parts)])
-
-
-def _split(data: bytes) -> list[bytes]:
-  head, _, rest = data.partition(b'\n')
-  parts = []
-  for length in json.loads(head):
-    parts.append(rest[:length])
-    rest = rest[length:]
-  return parts

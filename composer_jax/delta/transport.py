@@ -7,7 +7,6 @@ otherwise, the bundles themselves in `store`.
 """
 
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -25,7 +24,6 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts
 from composer_jax.rollout import engine as engines
-from composer_jax.rollout import placing
 from composer_jax.telemetry import append
 from composer_jax.telemetry import writer as writers
 from composer_jax.train import state as train_state
@@ -104,6 +102,8 @@ class Publication:
   ):
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
+    # What a killed run received after `first` became void with it.
+    Received.truncate(workdir, first)
     self._publisher, self._writer = sender, writer
     # Every version before the first was published, else there would be no
     # checkpoint of the first.
@@ -285,7 +285,19 @@ class Receiver:
         memory=self._memory,
         threads=self._threads,
       )
-    return self._policy(self._subscriber.poll)
+    began = time.perf_counter()
+    if (variables := self._subscriber.poll()) is None:
+      return None
+    jax.block_until_ready(variables)
+    stats, version = self._subscriber.follower.stats, self._subscriber.version
+    assert stats is not None and version is not None
+    transfer_s = max(0.0, time.perf_counter() - began - stats.wall_s)
+    return seams.ReceivedPolicy(
+      version=version,
+      target_id=self._subscriber.target_id,
+      variables=variables,
+      received={**dataclasses.asdict(stats), 'transfer_s': transfer_s},
+    )
 
   def first(self, within_s: float) -> seams.ReceivedPolicy:
     """Waits for a trainer to publish.
@@ -303,99 +315,6 @@ class Receiver:
       time.sleep(_LOOK_S)
     return policy
 
-  def roll_back(self, version: int) -> seams.ReceivedPolicy:
-    """Goes back from a version to the one received before, from any thread.
-
-    Nothing is fetched. The version is not taken again, a newer one is.
-
-    Raises:
-      ValueError: another version is held, or none from before it.
-    """
-    subscribed = self._subscriber
-    if subscribed is None:
-      raise ValueError(
-        f'Version {version} cannot be left: the newest that was received is '
-        'nothing.'
-      )
-    policy = self._policy(lambda: subscribed.rollback(version))
-    assert policy is not None
-    return dataclasses.replace(policy, received={'route': ('rollback',)})
-
-  def _policy(self, take: Callable[[], Any]) -> seams.ReceivedPolicy | None:
-    subscribed = self._subscriber
-    assert subscribed is not None
-    began = time.perf_counter()
-    if (variables := take()) is None:
-      return None
-    jax.block_until_ready(variables)
-    stats = subscribed.follower.stats
-    assert stats is not None and subscribed.version is not None
-    transfer_s = max(0.0, time.perf_counter() - began - stats.wall_s)
-    return seams.ReceivedPolicy(
-      version=subscribed.version,
-      target_id=subscribed.target_id,
-      variables=variables,
-      received={**stats._asdict(), 'transfer_s': transfer_s},
-    )
-
-
-def place(
-  policy: seams.ReceivedPolicy, engine: engines.Engine
-) -> seams.PlacedPolicy:
-  """Copies a policy to where the engine serves it; from any thread."""
-  began = time.perf_counter()
-  weights_there = engine.place(policy.variables, policy.version)
-  return seams.PlacedPolicy(
-    version=policy.version,
-    target_id=policy.target_id,
-    variables=weights_there,
-    received={**policy.received, 'place_s': time.perf_counter() - began},
-  )
-
-
-class Background:
-  """Fetches, decodes, verifies and places policies beside an engine's steps."""
-
-  def __init__(
-    self, receiver: Receiver, engine: engines.Engine, interval_s: float
-  ):
-    self._receiver, self._engine = receiver, engine
-    self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
-      queue.SimpleQueue()
-    )
-    self._poller = subscriber.Poller(self._look, interval_s)
-    self._poller.thread.start()
-
-  def _look(self) -> seams.PlacedPolicy | None:
-    while not self._dropped.empty():
-      self._dropped.get()
-    policy = self._receiver.poll()
-    if policy is not None:
-      return place(policy, self._engine)
-    if self._receiver.problem is not None:
-      raise ValueError(self._receiver.problem)
-    return None
-
-  def take(self) -> seams.PlacedPolicy | None:
-    """Returns what is newest if nobody took it; waits for nothing.
-
-    Raises:
-      RuntimeError: nothing newer will come.
-    """
-    if not self._poller.thread.is_alive():
-      raise RuntimeError(
-        f'What follows {self._receiver.store} ended: {self._poller.problem}.'
-      )
-    return self._poller.take()
-
-  def drop(self, weights_before: placing.PlacedWeights) -> None:
-    """Has weights freed where no step waits for it."""
-    self._dropped.put(weights_before)
-
-  def close(self) -> None:
-    """Ends the thread after its look, which nobody waits for."""
-    self._poller.stop()
-
 
 class DirectTransport:
   """A `core.seams.WeightTransport` within one process, device to device.
@@ -404,20 +323,14 @@ class DirectTransport:
   """
 
   def __init__(self, workdir: pathlib.Path):
-    self._workdir = workdir
-    self._handover = _Handover()
+    self._workdir, self._handover = workdir, _Handover()
 
   def publisher(self, writer: writers.Writer, first: int) -> Publication:
-    Received.truncate(self._workdir, first)
     return Publication(self._handover, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
-    if in_background:
-      raise ValueError(
-        f'--config.delta.store={DIRECT!r} needs trainer and engine in one '
-        "process: set --config.rl.placement='colocated', or another store."
-      )
-    return _InTurn(self._handover, Received(self._workdir))
+    assert not in_background, 'wiring refuses rollouts in another process'
+    return InTurn(self._handover, Received(self._workdir))
 
 
 class _Handover:
@@ -502,8 +415,6 @@ class StoreTransport:
     if sender.version is None:
       # A store that is new, or was deleted: older pointers are no measure.
       self._memory.unlink(missing_ok=True)
-    # What a killed run received after `first` became void with it.
-    Received.truncate(self._workdir, first)
     return Publication(sender, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
@@ -516,14 +427,14 @@ class StoreTransport:
     )
     lines = Received(self._workdir)
     if in_background:
-      return _InBackground(receiving, lines, self._options.poll_s)
-    return _InTurn(receiving, lines)
+      return InBackground(receiving, lines, self._options.poll_s)
+    return InTurn(receiving, lines)
 
 
-class _InTurn:
+class InTurn:
   """Receives when it is asked to, in the process that also publishes."""
 
-  def __init__(self, receiving: 'Receiver | _Handover', lines: Received):
+  def __init__(self, receiving: Receiver | _Handover, lines: Received):
     self._receiving, self._lines = receiving, lines
     self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
     self._engine: engines.Engine | None = None
@@ -535,14 +446,32 @@ class _InTurn:
     self._engine = engine
 
   def look(self) -> None:
+    # A problem of what this process published a moment ago: waiting would not
+    # mend it, and the policy before it may not sample what is due.
+    policy = self._find()
+    if policy is not None:
+      self._news.append(policy)
+
+  def _find(self) -> seams.PlacedPolicy | None:
+    """Returns what is newer, where the engine serves it.
+
+    Raises:
+      ValueError: what is there cannot be used.
+    """
     assert self._engine is not None
     policy = self._receiving.poll()
     if self._receiving.problem is not None:
-      # Published a moment ago by this process: waiting would not mend it, and
-      # the policy before it may not sample what is due.
       raise ValueError(self._receiving.problem)
-    if policy is not None:
-      self._news.append(place(policy, self._engine))
+    if policy is None:
+      return None
+    began = time.perf_counter()
+    placed = self._engine.place(policy.variables, policy.version)
+    return seams.PlacedPolicy(
+      version=policy.version,
+      target_id=policy.target_id,
+      variables=placed,
+      received={**policy.received, 'place_s': time.perf_counter() - began},
+    )
 
   def take(self) -> seams.PlacedPolicy | None:
     return self._news.popleft() if self._news else None
@@ -558,28 +487,43 @@ class _InTurn:
     self._lines.close()
 
 
-class _InBackground(_InTurn):
-  """Receives in a thread of its own, beside the engine's steps."""
+class InBackground(InTurn):
+  """Receives and places in a thread of its own, beside the engine's steps."""
 
   def __init__(self, receiving: Receiver, lines: Received, interval_s: float):
     super().__init__(receiving, lines)
-    self._interval_s = interval_s
-    self._stack = contextlib.ExitStack()
+    # Weights that the thread frees, so that no step waits for it.
+    self._dropped: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._poller = subscriber.Poller(self._find, interval_s)
 
   def follow(self, engine: engines.Engine) -> None:
-    assert isinstance(self._receiving, Receiver)
-    self._news_of = Background(self._receiving, engine, self._interval_s)
-    self._stack.enter_context(contextlib.closing(self._news_of))
+    super().follow(engine)
+    self._poller.thread.start()
 
   def look(self) -> None:
     """Does nothing: the thread looks."""
 
+  def _find(self) -> seams.PlacedPolicy | None:
+    while not self._dropped.empty():
+      self._dropped.get()
+    return super()._find()
+
   def take(self) -> seams.PlacedPolicy | None:
-    return self._news_of.take()
+    """Returns what is newest if nobody took it; waits for nothing.
+
+    Raises:
+      RuntimeError: nothing newer will come.
+    """
+    if not self._poller.thread.is_alive():
+      raise RuntimeError(
+        f'What follows {self._receiving.store} ended: {self._poller.problem}.'
+      )
+    return self._poller.take()
 
   def drop(self, weights_before: Any) -> None:
-    self._news_of.drop(weights_before)
+    self._dropped.put(weights_before)
 
   def close(self) -> None:
-    self._stack.close()
+    """Ends the thread after its look, which nobody waits for."""
+    self._poller.stop()
     super().close()

@@ -9,8 +9,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.delta import checkpoints, rebuild
+from composer_jax.delta import checkpoints
 from composer_jax.delta.format import identity
+from tests.delta import bundles
 
 
 def random_bits(dtype, shape):
@@ -59,10 +60,10 @@ def test_orbax_alone_reads_the_tree_back(arrays, folder):
 
 
 def test_what_was_written_is_compared(arrays, folder):
-  checkpoints.verify(folder, rebuild.from_arrays(arrays))
+  checkpoints.verify(folder, bundles.from_arrays(arrays))
   other = arrays['selection_bias'].copy()
   other.view(np.uint64)[1, 2] ^= 1
-  changed = rebuild.from_arrays(arrays | {'selection_bias': other})
+  changed = bundles.from_arrays(arrays | {'selection_bias': other})
   with pytest.raises(ValueError, match='made: selection_bias is not what was'):
     checkpoints.verify(folder, changed)
 
@@ -70,7 +71,7 @@ def test_what_was_written_is_compared(arrays, folder):
 def test_a_flipped_bit_passes_orbax_and_is_found(tmp_path):
   """Why what is written is compared: orbax restores it and says nothing."""
   arrays = {'x': random_bits(ml_dtypes.bfloat16, (24, 64))}
-  held = rebuild.from_arrays(arrays)
+  held = bundles.from_arrays(arrays)
   checkpoints.write(arrays, tmp_path / 'made')
   files = [p for p in (tmp_path / 'made').rglob('*') if p.is_file()]
   path = max(files, key=os.path.getsize)

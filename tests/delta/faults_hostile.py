@@ -60,12 +60,10 @@ def _check(world, receiver, before, update):
     return faults.check(world, receiver, before, update)
   # Weights nobody published, but those that were signed.
   held = update.weights
-  if any(t.numbers is not None for t in held.tensors.values()):
-    for tensor in held.tensors.values():
-      numbers = tensor.numbers
-      if numbers is None:
-        numbers = range(tensor.grid.num_chunks)
-      for at, number in enumerate(numbers):
+  tensors = held.tensors.values()
+  if any(t.numbers.size < t.grid.num_chunks for t in tensors):
+    for tensor in tensors:
+      for at, number in enumerate(tensor.numbers):
         found = identity.hash_chunk(tensor.chunk(number))
         assert found == tensor.posts[at].tobytes()
   else:

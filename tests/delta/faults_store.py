@@ -1,6 +1,6 @@
 """A store in a dictionary, to be damaged at will."""
 
-from composer_jax.delta.store import folder
+from composer_jax.delta.store import folder as folders
 from composer_jax.delta.store import objects as stores
 
 
@@ -22,9 +22,6 @@ class _Backend:
   def put(self, key, data):
     self.store.files[key] = bytes(data)
 
-  def stat(self, key):
-    return folder.Found(len(self.store.files[key]), None)
-
   def read_tagged(self, key):
     if key not in self.store.files:
       return None
@@ -33,13 +30,13 @@ class _Backend:
   def swap(self, key, data, tag):
     found = self.store.files.get(key)
     if (None if found is None else found.hex()) != tag:
-      raise folder.Conflict('another value')
+      raise folders.Conflict('another value')
     self.store.files[key] = bytes(data)
     self.store.moves.append(bytes(data))
     return data.hex()
 
   def find(self, folder):
-    return {key: self.stat(key) for key in self.store.files if folder in key}
+    return {k: len(data) for k, data in self.store.files.items() if folder in k}
 
   def delete(self, keys, older_than_s):
     return [key for key in keys if self.store.files.pop(key, None) is not None]

@@ -64,7 +64,7 @@ def test_a_range_damaged_on_its_way_is_asked_for_again(tmp_path):
   ]
   with rebuild.Fetcher(store) as fetcher:
     assert fetcher.range(blobs) == data
-    assert fetcher.tally.bytes == 200
+    assert fetcher.cost.bytes == 200
     store.left = 2
     with pytest.raises(ValueError, match=r'v \(chunk 0.*blob is damaged'):
       fetcher.range(blobs)
@@ -89,8 +89,7 @@ def test_an_object_damaged_on_its_way_is_asked_for_again(tmp_path):
       fetcher.get(name, 5)
 
 
-def test_the_stream_keeps_the_order_and_works_ahead(tmp_path, monkeypatch):
-  monkeypatch.setattr(rebuild, 'IN_FLIGHT', 8)
+def test_the_stream_keeps_the_order_and_works_ahead(tmp_path):
   begun = []
 
   def get(job):
@@ -99,10 +98,9 @@ def test_the_stream_keeps_the_order_and_works_ahead(tmp_path, monkeypatch):
     return memoryview(bytes([job]))
 
   with rebuild.Fetcher(store_lib.Store(tmp_path)) as fetcher:
-    stream = fetcher.stream(range(30), get)
-    first = next(stream)
-    assert first == (0, b'\0')
+    stream = rebuild.in_flight(fetcher.pool, get, range(30), 8)
+    assert next(stream) == b'\0'
     time.sleep(0.05)
     # What nobody waits for yet is bounded.
-    assert rebuild.IN_FLIGHT <= len(begun) <= rebuild.IN_FLIGHT + 1
-    assert [job for job, _ in stream] == list(range(1, 30))
+    assert 8 <= len(begun) <= 8 + 1
+    assert [data[0] for data in stream] == list(range(1, 30))

@@ -160,7 +160,7 @@ def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
   encode = coding.encode
 
   def wrong(values, base, **options):
-    bits = values.view(identity.bits_dtype(values.dtype)).copy()
+    bits = identity.flat_bits(values).copy()
     bits[-1] ^= 1
     return encode(bits.view(values.dtype), base, **options)
 
@@ -187,10 +187,8 @@ def test_packs_do_not_depend_on_when_blobs_come(tmp_path):
     ((), turned),
     (order[:3], turned),
   ):
-    with chunking.Packer(store, known) as packer:
-      for key in arrival:
-        packer.add(key, blobs[key])
-      packs, places = packer.finish()
+    coming = ((key, blobs[key]) for key in arrival)
+    packs, places = chunking.upload(store, coming, known)
     results.add((packs, tuple(sorted(places.items()))))
   ((packs, places),) = results
   assert [length for _, length in packs] == [6 << 20] * 3 + [3 << 20]

@@ -95,8 +95,6 @@ def test_head_is_the_shortest_delta():
   assert runs.head_of(edges, 8) == edges[2]
   assert runs.head_of(edges[:1], 8) == edges[0]
   assert runs.head_of(edges, 7) is None
-  assert runs.last_keyframe([*edges, edge(None, 3)]) == 8
-  assert runs.last_keyframe([]) is None
 
 
 def test_shares_that_disagree_or_do_not_cover_are_refused():

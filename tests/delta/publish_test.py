@@ -133,7 +133,7 @@ def test_what_was_counted(store):
   assert (info.changed, info.elements) == (4, elements)
   assert info.full_bytes == sum(a.nbytes for a in before.values())
   assert info.cut_bytes == 0
-  found = store.length(pointer(store).manifest)
+  found = len(store.get(pointer(store).manifest))
   packs = rebuild.read_manifest(store, pointer(store)).packs
   assert info.bytes == found + sum(length for _, length in packs)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from composer_jax.delta import follower as followers
+from composer_jax.delta import rebuild
 from composer_jax.delta.format import manifest as manifests
 
 
@@ -28,8 +29,12 @@ def edge(base, version, cost):
   )
 
 
+def held(version, target_id):
+  return rebuild.Held(version=version, target_id=target_id, tensors={})
+
+
 def start(version):
-  return followers.Start(version, target(version) + 48 * '0')
+  return held(version, target(version) + 48 * '0')
 
 
 def legs(way):
@@ -75,10 +80,10 @@ def test_banned_bundles_are_gone_around_to_the_keyframe():
 
 
 def test_void_versions_are_not_started_from_and_equal_weights_are():
-  void = followers.Start(19, 64 * 'f')
+  void = held(19, 64 * 'f')
   assert followers.cheapest(MAP, 20, [void]).start is None
   # The same weights under another version: no matter how they came to be.
-  other = followers.Start(77, target(19) + 48 * '0')
+  other = held(77, target(19) + 48 * '0')
   assert legs(followers.cheapest(MAP, 20, [other])) == [(19, 20)]
   # A version that the index forgot is one that its edges may still leave.
   assert followers.cheapest(SINGLES[5:], 7, [start(5)]).bytes == 20

@@ -89,8 +89,7 @@ def cloud(request, monkeypatch):
 def test_objects_and_pointers_go_through_other_clouds(cloud):
   place = store.Store(cloud[0])
   name = place.put(b'content')
-  assert place.get(name) == b'content' and place.length(name) == 7
-  assert not place.exists('0' * 64)
+  assert place.get(name) == b'content'
   with pytest.raises(FileNotFoundError):
     place.get('0' * 64)
   assert place.read_pointer('run') is None

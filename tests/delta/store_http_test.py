@@ -89,7 +89,6 @@ def test_any_web_server_with_a_store_in_it_will_do(origin, tmp_path):
     long = os.urandom(1 << 20)
     end = client.get_range(origin.put(long), 700_000, 1_040_000)
     assert end == long[700_000:1_040_000]
-    assert client.length(name) == len(DATA)
     assert client.read_pointer('run')[0] == b'pointer'
     with pytest.raises(FileNotFoundError):
       client.get('0' * 64)
@@ -118,12 +117,6 @@ def test_a_compressed_answer_is_not_unpacked():
     with pytest.raises(ValueError, match='damaged'):
       client.get('0' * 64, length=len(bomb))
     assert client.traffic.bytes_read == len(bomb)
-
-
-def test_a_server_that_tells_no_length_is_said_to():
-  with _serving(functools.partial(_Answer, headers=[], data=b'')) as url:
-    with pytest.raises(OSError, match='does not tell its length'):
-      store.Store(url, options=ONCE).length('0' * 64)
 
 
 def test_a_server_that_is_away_is_told_with_its_url():

@@ -1,6 +1,7 @@
 """Laws of every store, and what a directory adds: locks, links and sweeping."""
 
 import concurrent.futures
+import errno
 import hashlib
 import os
 import pathlib
@@ -12,6 +13,7 @@ import time
 import obstore
 import pytest
 
+from composer_jax.delta.store import folder
 from composer_jax.delta.store import objects as store
 from tests.delta import s3_server
 
@@ -45,8 +47,6 @@ def test_an_object_comes_back_by_its_hash(url, data):
   again = store.Store(url)
   assert again.get(name) == again.get(name, length=len(data)) == data
   assert again.sizes() == {name: len(data)}
-  assert again.length(name) == len(data)
-  assert again.exists(name) and not again.exists(ABSENT)
   assert again.traffic.bytes_read == 2 * len(data)
   assert places.traffic.bytes_written in (len(data), 2 * len(data))
   with pytest.raises(FileNotFoundError, match=ABSENT):
@@ -160,9 +160,6 @@ def test_messages_are_verified_and_dropped(url):
   assert place.get_message('run', 'v8/0') == b''
   place.drop_messages('run')
   assert place.get_message('run', 'v8/0') is None
-  for bad in '../x', 'a//b', '', '/a', 'a/.b':
-    with pytest.raises(ValueError, match='message'):
-      place.put_message('run', bad, b'')
 
 
 def test_young_objects_outlive_a_deletion(url):
@@ -272,6 +269,19 @@ def test_a_pointer_that_is_no_file_is_replaced(local):
     local.move_pointer('run', b'sound', tag)
     assert local.read_pointer('run')[0] == b'sound'
     path.unlink()
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_pointer(
+  local, monkeypatch
+):
+  def fail(path, flags):
+    raise OSError(errno.EIO, 'Input/output error', path)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(folder, '_no_wait', fail)
+    with pytest.raises(OSError, match='Input/output'):
+      local.read_pointer('run')
+  assert local.read_pointer('run') is None
 
 
 def test_a_folder_that_goes_during_a_look_is_no_trouble(local, monkeypatch):

@@ -442,10 +442,10 @@ def test_not_every_broken_bundle_is_tried(run, monkeypatch):
 def test_wrong_bases_are_refused(run):
   run.add(1, base=0)
   delta = rebuild.read_manifest(run.store, run.edges[-1])
-  other = rebuild.from_arrays(bundles.weights(0, seed=1))
+  other = bundles.from_arrays(bundles.weights(0, seed=1))
   with pytest.raises(ValueError, match='builds on the weights .*not on the '):
     apply(run.store, delta, other)
-  little = rebuild.from_arrays({'w': np.zeros(3)})
+  little = bundles.from_arrays({'w': np.zeros(3)})
   with pytest.raises(ValueError, match='other tensors than its base: bias'):
     apply(run.store, delta, little)
   with pytest.raises(ValueError, match='version 1 needs a base'):
@@ -579,7 +579,7 @@ def test_a_part_can_be_made_from_a_larger_part_and_not_from_a_smaller(tmp_path):
 def test_blocks_of_any_region_are_those_of_the_array():
   rng = np.random.default_rng(0)
   array = rng.normal(size=(3, 130, 5, 700)).astype(np.float32)
-  held = rebuild.from_arrays({'w': array})
+  held = bundles.from_arrays({'w': array})
   bundles.assert_same_bits(held, {'w': array})
   for _ in range(50):
     index = tuple(
@@ -592,7 +592,7 @@ def test_blocks_of_any_region_are_those_of_the_array():
   with pytest.raises(ValueError, match='v is not among the 1 tensors'):
     held.block('v', ())
   # No bits of another box, nor of memory that nobody has written to.
-  flat = rebuild.from_arrays({'w': array[0, 0]})
+  flat = bundles.from_arrays({'w': array[0, 0]})
   for weights, index in (
     (held, ((0, 3), (0, 130), (0, 5), (600, 701))),
     (held, ((0, 3), (-1, 130), (0, 5), (0, 700))),

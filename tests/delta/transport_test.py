@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.core import trees
-from composer_jax.delta import chain
+from composer_jax.delta import chain, subscriber
 from composer_jax.delta import publisher as bundles
 from composer_jax.delta import transport as receivers
 from composer_jax.models import config as config_lib
@@ -150,10 +151,16 @@ def test_what_is_handed_over_directly_has_the_identity_of_its_bundle(
       assert_equal(policy.variables, policies[version])
     assert receiving.take() is None
     publication.wait()
-    with pytest.raises(ValueError, match="placement='colocated'"):
-      direct.receiver(in_background=True)
   rows = writers.read(tmp_path)
   assert [row['target_id'] for row in rows] == [ids[0], ids[1]]
+
+
+@pytest.mark.parametrize('store', ['direct:', 'memory://x'])
+def test_what_lives_in_a_process_is_not_for_two(store):
+  config = tiny.get_config('smoke')
+  config.delta.store, config.rl.placement = store, 'processes'
+  with pytest.raises(ValueError, match="single.*placement='colocated'"):
+    wiring.spec_of(config.to_dict())
 
 
 def test_before_a_trainer_there_is_nothing_and_it_is_told(
@@ -199,27 +206,30 @@ def test_a_receiver_that_is_started_again_takes_no_older_pointer(
 def test_rolling_back_needs_no_store_and_a_newer_version_is_taken(
   make, policies, tmp_path
 ):
-  sender, receiver = make()
+  sender, _ = make()
   ids = send(sender, policies, 0)
-  found = receiver()
+  store = tmp_path / 'store'
+  found = subscriber.Subscriber(
+    store, tmp_path / receivers.KEY, policies[0], run_id=receivers.RUN_ID
+  )
   with pytest.raises(ValueError, match='0 cannot be left.*received is nothing'):
-    found.roll_back(0)
-  found.first(0.0)
+    found.rollback(0)
+  assert_equal(found.poll(), policies[0])
   with pytest.raises(ValueError, match='nothing to roll back to'):
-    found.roll_back(0)
+    found.rollback(0)
   ids |= send(sender, policies, 1)
   found.poll()
   with pytest.raises(ValueError, match='0 cannot be left.*is version 1'):
-    found.roll_back(0)
-  store = tmp_path / 'store'
+    found.rollback(0)
   store.rename(tmp_path / 'away')
-  older = found.roll_back(1)
-  assert (older.version, older.target_id) == (0, ids[0])
-  assert_equal(older.variables, policies[0])
+  older = found.rollback(1)
+  assert (found.version, found.target_id) == (0, ids[0])
+  assert_equal(older, policies[0])
   (tmp_path / 'away').rename(store)
   assert found.poll() is None  # It is the version that was left.
   send(sender, policies, 2)
-  assert found.poll().version == 2
+  assert_equal(found.poll(), policies[2])
+  assert found.version == 2
 
 
 def test_weights_of_another_model_are_told_at_every_look(
@@ -247,6 +257,15 @@ class Engine:
     return Weights(variables, version)
 
 
+@contextlib.contextmanager
+def in_background(receiver, workdir, engine=None):
+  lines = receivers.Received(workdir)
+  background = receivers.InBackground(receiver, lines, 0.001)
+  with contextlib.closing(background):
+    background.follow(engine or Engine())
+    yield background
+
+
 def wait_for(condition):
   deadline = time.monotonic() + 20
   while not (found := condition()):
@@ -263,8 +282,7 @@ def test_policies_come_in_the_background_and_outlive_damage(
   found = receiver()
   found.first(0.0)
   pointer = tmp_path / 'store' / 'refs' / receivers.RUN_ID / 'latest'
-  background = receivers.Background(found, Engine(), 0.001)
-  with contextlib.closing(background):
+  with in_background(found, tmp_path) as background:
     intact = pointer.read_bytes()
     pointer.write_bytes(b'rot')
     wait_for(lambda: found.problem)
@@ -279,11 +297,12 @@ def test_policies_come_in_the_background_and_outlive_damage(
     assert background.take() is None
 
 
-def test_what_is_served_no_more_is_freed_in_the_background(make, policies):
+def test_what_is_served_no_more_is_freed_in_the_background(
+  make, policies, tmp_path
+):
   sender, receiver = make()
   send(sender, policies, 0)
-  background = receivers.Background(receiver(), Engine(), 0.001)
-  with contextlib.closing(background):
+  with in_background(receiver(), tmp_path) as background:
     before = wait_for(background.take).variables
     there = weakref.ref(before)
     background.drop(before)
@@ -291,18 +310,18 @@ def test_what_is_served_no_more_is_freed_in_the_background(make, policies):
     wait_for(lambda: there() is None)
 
 
-def test_a_thread_that_ended_is_told(make, policies, monkeypatch):
+def test_a_thread_that_ended_is_told(make, policies, monkeypatch, tmp_path):
   monkeypatch.setattr(threading, 'excepthook', lambda _: None)
   sender, receiver = make()
   send(sender, policies, 0)
-  background = receivers.Background(receiver(), object(), 0.001)
+  with in_background(receiver(), tmp_path, object()) as background:
 
-  def told():
-    with contextlib.suppress(RuntimeError):
+    def told():
+      with contextlib.suppress(RuntimeError):
+        background.take()
+        return False
+      return True
+
+    wait_for(told)
+    with pytest.raises(RuntimeError, match="any more: AttributeError.*'place'"):
       background.take()
-      return False
-    return True
-
-  wait_for(told)
-  with pytest.raises(RuntimeError, match="any more: AttributeError.*'place'"):
-    background.take()

@@ -11,6 +11,7 @@ import pytest
 from composer_jax.core import trees
 from composer_jax.delta import publisher, rebuild, subscriber
 from composer_jax.delta.format import identity
+from tests.delta import bundles
 
 P = jax.sharding.PartitionSpec
 AUTO = jax.sharding.AxisType.Auto
@@ -137,7 +138,7 @@ ASKED: list = []
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
   arrays = assembled(publisher.blocks(policy))
-  held = rebuild.from_arrays(arrays)
+  held = bundles.from_arrays(arrays)
   held = Recorder(
     **{f.name: getattr(held, f.name) for f in dataclasses.fields(held)}
   )
@@ -188,9 +189,9 @@ def test_errors_name_the_tensor(policy):
     ValueError,
     match=r"missing \['params/embed'\], left over \['params/more'\]",
   ):
-    subscriber.place(rebuild.from_arrays(other_arrays), policy)
+    subscriber.place(bundles.from_arrays(other_arrays), policy)
   wrong = {**arrays, 'params/norm': np.ones(8, np.float32)}
   with pytest.raises(ValueError, match=r'params/norm: .*float32.*bfloat16'):
-    subscriber.place(rebuild.from_arrays(wrong), policy)
+    subscriber.place(bundles.from_arrays(wrong), policy)
   with pytest.raises(ValueError, match='Two leaves .* called a/b'):
     list(publisher.blocks({'a': {'b': 1.0}, 'a/b': 2.0}))

@@ -202,10 +202,13 @@ def plain_bits(level_: int) -> int:
   return min(RAW_BITS, max(0, (level_ - EVEN) // OCTAVE - 2))
 
 
+def plain_bits_of(levels: np.ndarray) -> np.ndarray:
+  return np.clip((levels - EVEN) // OCTAVE - 2, 0, RAW_BITS)
+
+
 def plain_bytes(starts: np.ndarray, levels: np.ndarray) -> int:
   """Bytes that the plain bits of all gaps take, which stand together."""
-  bits = np.clip((levels - EVEN) // OCTAVE - 2, 0, RAW_BITS)
-  return (int((np.diff(starts) * bits).sum()) + 7) // 8
+  return (int((np.diff(starts) * plain_bits_of(levels)).sum()) + 7) // 8
 
 
 def num_lanes(changed: int) -> int:

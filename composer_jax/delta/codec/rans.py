@@ -11,21 +11,7 @@ from numba import types
 from composer_jax.delta.codec import model
 from composer_jax.delta.codec import scan as compiler
 
-LEAN = model.LEAN
-OCTAVE = model.OCTAVE
-EVEN = model.EVEN
-SCALE_BITS = model.SCALE_BITS
-SCALE = model.SCALE
-STATE_LOW = model.STATE_LOW
-RAW = model.RAW
-RAW_BITS = model.RAW_BITS
-GAP_SYMBOLS = model.GAP_SYMBOLS
-GAP_ESCAPE = model.GAP_ESCAPE
-STEP_ESCAPE = model.STEP_ESCAPE
-NEAR = model.NEAR
-SEEN = model.SEEN
-FIRST_REBUILD = model.FIRST_REBUILD
-GROWTH = model.GROWTH
+plain_bits = compiler.part(model.plain_bits)
 _U8 = types.Array(types.uint8, 1, 'C', readonly=True)
 _U16 = types.Array(types.uint16, 1, 'C', readonly=True)
 _U32 = types.Array(types.uint32, 1, 'C', readonly=True)
@@ -37,22 +23,16 @@ _FAR = 1 << 40  # stands for a step that is still to be decoded
 
 
 @compiler.part
-def plain_bits(level):
-  """`model.plain_bits`, compiled."""
-  return min(RAW_BITS, max(0, (level - EVEN) // OCTAVE - 2))
-
-
-@compiler.part
 def table(counts, frequencies, first):
-  """Fills in frequencies that sum to SCALE, none of them zero, and starts."""
+  """Fills in frequencies that sum to `SCALE`, none of them zero, and starts."""
   total = 0
   most = 0
   for s in range(counts.size):
     total += counts[s]
     if counts[s] > counts[most]:
       most = s
-  spare = SCALE - counts.size
-  rest = SCALE
+  spare = model.SCALE - counts.size
+  rest = model.SCALE
   for s in range(counts.size):
     frequencies[s] = 1 + counts[s] * spare // total
     rest -= frequencies[s]
@@ -72,7 +52,7 @@ def leaning(guess, negative, changed):
   counts = np.empty(guess.size, np.int64)
   for s in range(0, guess.size, 2):
     pair = guess[s] + guess[s + 1]
-    counts[s + 1] = pair * (negative + LEAN) // (changed + 2 * LEAN)
+    counts[s + 1] = pair * (negative + model.LEAN) // (changed + 2 * model.LEAN)
     counts[s] = pair - counts[s + 1]
   return counts
 
@@ -100,7 +80,7 @@ def _symbol_operations(symbols, count, counts, ops, num_ops):
   first = np.empty(counts.size, np.int64)
   ops_of = np.empty(counts.size, np.uint32)
   done = 0
-  rebuild = FIRST_REBUILD
+  rebuild = model.FIRST_REBUILD
   while done < count:
     table(counts, frequencies, first)
     for s in range(counts.size):
@@ -110,9 +90,9 @@ def _symbol_operations(symbols, count, counts, ops, num_ops):
       num_ops += 1
     if rebuild < count:
       for n in range(done, rebuild):
-        counts[symbols[n]] += SEEN
+        counts[symbols[n]] += model.SEEN
     done = min(rebuild, count)
-    rebuild *= GROWTH
+    rebuild *= model.GROWTH
   return num_ops
 
 
@@ -149,14 +129,22 @@ def operations(changes, levels, guesses, ops, symbols, bits):
     count = 0
     before = -1
     for n in range(begin, end):
-      gap = (ranks_W[n] - before - 1) >> plain
+      gap = ranks_W[n] - before - 1
       before = ranks_W[n]
-      while gap >= GAP_ESCAPE:
+      held |= (gap & ((1 << plain) - 1)) << num_held
+      num_held += plain
+      while num_held >= 8:
+        bits[num_bytes] = held & 255
+        num_bytes += 1
+        held >>= 8
+        num_held -= 8
+      gap >>= plain
+      while gap >= model.GAP_ESCAPE:
         if count >= symbols.size:
           return -1
-        symbols[count] = GAP_ESCAPE
+        symbols[count] = model.GAP_ESCAPE
         count += 1
-        gap -= GAP_ESCAPE
+        gap -= model.GAP_ESCAPE
       if count >= symbols.size:
         return -1
       symbols[count] = gap
@@ -166,28 +154,16 @@ def operations(changes, levels, guesses, ops, symbols, bits):
     num_ops = _symbol_operations(
       symbols, count, gaps[level].copy(), ops, num_ops
     )
-    if plain:
-      before = -1
-      for n in range(begin, end):
-        gap = (ranks_W[n] - before - 1) & ((1 << plain) - 1)
-        before = ranks_W[n]
-        held |= gap << num_held
-        num_held += plain
-        while num_held >= 8:
-          bits[num_bytes] = held & 255
-          num_bytes += 1
-          held >>= 8
-          num_held -= 8
     guess = leaning(nears[level], negatives, changed)
     num_far = negatives = 0
     for n in range(begin, end):
       step = abs(steps_W[n])
       negative = np.int64(steps_W[n] < 0)
       negatives += negative
-      if step <= NEAR:
+      if step <= model.NEAR:
         symbols[n - begin] = 2 * (step - 1) + negative
       else:
-        symbols[n - begin] = STEP_ESCAPE + negative
+        symbols[n - begin] = model.STEP_ESCAPE + negative
         num_far += 1
     changed = end - begin
     num_ops = _symbol_operations(symbols, end - begin, guess, ops, num_ops)
@@ -195,7 +171,7 @@ def operations(changes, levels, guesses, ops, symbols, bits):
       count = 0
       for n in range(begin, end):
         step = abs(steps_W[n])
-        if step > NEAR:
+        if step > model.NEAR:
           length = _bit_length(step)
           symbols[count] = 2 * (length - 4) + ((step >> (length - 2)) & 1)
           count += 1
@@ -204,15 +180,15 @@ def operations(changes, levels, guesses, ops, symbols, bits):
       )
       for n in range(begin, end):
         step = abs(steps_W[n])
-        if step > NEAR:
+        if step > model.NEAR:
           length = _bit_length(step) - 2
-          lower = min(length, RAW_BITS)
+          lower = min(length, model.RAW_BITS)
           value = step & ((1 << lower) - 1)
-          ops[num_ops] = value << 16 | RAW | lower
+          ops[num_ops] = value << 16 | model.RAW | lower
           num_ops += 1
           if length > lower:
             value = (step >> lower) & ((1 << (length - lower)) - 1)
-            ops[num_ops] = value << 16 | RAW | (length - lower)
+            ops[num_ops] = value << 16 | model.RAW | (length - lower)
             num_ops += 1
   if num_held:
     bits[num_bytes] = held
@@ -239,13 +215,13 @@ def code_operations(ops, num_ops, states, out):
     op = ops[n]
     high = op >> np.uint32(16)
     state = states[n & lanes]
-    is_plain = op & np.uint32(RAW)
+    is_plain = op & np.uint32(model.RAW)
     plain = frequency = np.uint32(0)
     if is_plain:
       plain = op & np.uint32(31)
       over = (state >> (np.uint32(32) - plain)) != 0
     else:
-      frequency = op & np.uint32(RAW - 1)
+      frequency = op & np.uint32(model.RAW - 1)
       over = (state >> np.uint32(20)) >= frequency
     if at <= 0:
       return -1
@@ -260,7 +236,7 @@ def code_operations(ops, num_ops, states, out):
     else:
       quotient = np.uint32(state // frequency)
       rest = np.uint32(state - quotient * frequency)
-      state = np.uint32((quotient << np.uint32(SCALE_BITS)) + rest + high)
+      state = np.uint32((quotient << np.uint32(model.SCALE_BITS)) + rest + high)
     states[n & lanes] = state
   return at
 
@@ -289,16 +265,16 @@ def _symbols(stream, at, lane, table, count, out, begin):
   last = words.size - 1
   for n in range(count):
     state = states[(lane + n) & lanes]
-    slot = state & np.uint32(SCALE - 1)
+    slot = state & np.uint32(model.SCALE - 1)
     symbol = slots[slot]
     part = ranges[symbol]
     state = np.uint32(
-      (part >> np.uint32(16)) * (state >> np.uint32(SCALE_BITS))
+      (part >> np.uint32(16)) * (state >> np.uint32(model.SCALE_BITS))
       + slot
       - (part & np.uint32(0xFFFF))
     )
     # Without a branch, which would be mispredicted every few symbols.
-    due = np.uint32(state < np.uint32(STATE_LOW))
+    due = np.uint32(state < np.uint32(model.STATE_LOW))
     word = np.uint32(words[min(at, last)])
     state = np.uint32(state << (due << np.uint32(4)) | (word * due))
     at += np.int64(due)
@@ -314,7 +290,7 @@ def _plain(stream, at, lane, bits):
   state = states[lane]
   value = np.int64(state & ((_one32 << np.uint32(bits)) - _one32))
   state = np.uint32(state >> np.uint32(bits))
-  due = np.uint32(state < np.uint32(STATE_LOW))
+  due = np.uint32(state < np.uint32(model.STATE_LOW))
   word = np.uint32(words[min(at, words.size - 1)])
   states[lane] = np.uint32(state << (due << np.uint32(4)) | (word * due))
   return value, at + np.int64(due)
@@ -326,16 +302,16 @@ def _rebuilt_symbols(stream, at, lane, counts, table, count, out):
   frequencies = np.empty(counts.size, np.int64)
   first = np.empty(counts.size, np.int64)
   done = 0
-  rebuild = FIRST_REBUILD
+  rebuild = model.FIRST_REBUILD
   while done < count:
     _slots(counts, frequencies, first, table)
     batch = min(rebuild, count) - done
     at = _symbols(stream, at, lane + done, table, batch, out, done)
     if rebuild < count:
       for n in range(done, rebuild):
-        counts[out[n]] += SEEN
+        counts[out[n]] += model.SEEN
     done += batch
-    rebuild *= GROWTH
+    rebuild *= model.GROWTH
   return at
 
 
@@ -358,11 +334,11 @@ def decode_changes(
   stream = words, states
   at = 0
   negatives = before = 0
-  slots = np.zeros(SCALE, np.uint8)
+  slots = np.zeros(model.SCALE, np.uint8)
   ranges = np.zeros(256, np.uint32)
   lookup = slots, ranges
-  frequencies = np.empty(GAP_SYMBOLS, np.int64)
-  first = np.empty(GAP_SYMBOLS, np.int64)
+  frequencies = np.empty(model.GAP_SYMBOLS, np.int64)
+  first = np.empty(model.GAP_SYMBOLS, np.int64)
   lane = bit = 0
   lanes = states.size - 1
   for c in range(starts.size - 1):
@@ -377,7 +353,7 @@ def decode_changes(
     counts = gaps[level].copy()
     found = 0
     seen = 0
-    rebuild = FIRST_REBUILD
+    rebuild = model.FIRST_REBUILD
     rank = 0
     while found < changed:
       _slots(counts, frequencies, first, lookup)
@@ -388,15 +364,15 @@ def decode_changes(
         seen += batch
         for n in range(batch):
           symbol = symbols[n]
-          counts[symbol] += SEEN
+          counts[symbol] += model.SEEN
           rank += np.int64(symbol) << plain
-          if symbol != GAP_ESCAPE:
+          if symbol != model.GAP_ESCAPE:
             ranks_W[begin + found] = rank
             rank += 1
             found += 1
         if rank > size:
           return -2
-      rebuild *= GROWTH
+      rebuild *= model.GROWTH
     if plain:
       low = 0
       for n in range(begin, end):
@@ -417,7 +393,7 @@ def decode_changes(
     for n in range(changed):
       symbol = np.int64(symbols[n])
       negatives += symbol & 1
-      if symbol < STEP_ESCAPE:
+      if symbol < model.STEP_ESCAPE:
         # Without a branch, which random signs would mispredict.
         sign = -(symbol & 1)
         steps_W[begin + n] = (((symbol >> 1) + 1) ^ sign) - sign
@@ -435,7 +411,7 @@ def decode_changes(
           n += 1
         length = (np.int64(symbols[f]) >> 1) + 2
         step = (np.int64(2) | (np.int64(symbols[f]) & 1)) << length
-        lower = min(length, RAW_BITS)
+        lower = min(length, model.RAW_BITS)
         value, at = _plain(stream, at, lane & lanes, lower)
         lane += 1
         step |= value
@@ -449,7 +425,7 @@ def decode_changes(
     if at > words.size - 1:
       return -1
   for n in range(states.size):
-    if states[n] != STATE_LOW:
+    if states[n] != model.STATE_LOW:
       return -3
   return 0 if at == words.size - 1 else -3
 
@@ -467,9 +443,8 @@ def code(changes, levels, shape, limit):
   """The coded changes, or None if they take more than `limit` bytes."""
   starts, ranks_W, _ = changes
   some = starts[1:] > starts[:-1]
-  plain = (levels[some] - model.EVEN) // model.OCTAVE - 2
-  plain = np.clip(plain, 0, model.RAW_BITS)
   last = ranks_W[starts[1:][some] - 1]
+  plain = model.plain_bits_of(levels[some])
   escapes = int((last >> plain).sum()) // model.GAP_ESCAPE
   changed = ranks_W.size
   symbols = np.empty(changed + escapes, np.uint8)

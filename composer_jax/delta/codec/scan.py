@@ -30,9 +30,6 @@ WORD = 64  # weights that an integer has a bit for
 BLOCK = 256
 PIECE = 4096  # weights that stay in the nearest cache
 NEVER = 1 << 30  # more than a chunk can count down
-# Most deltas change fewer than one in so many weights.
-_FEW = 16
-_U8 = types.Array(types.uint8, 1, 'C', readonly=True)
 _I64 = types.Array(types.int64, 1, 'C', readonly=True)
 _one = np.uint64(1)
 _i1, _i8, _i32, _i64 = (ir.IntType(width) for width in (1, 8, 32, 64))
@@ -266,19 +263,16 @@ def _step(new, old, is_float, top_bit):
 def scan_flat(values, base, before, is_float, count, ranks_W, steps_W):
   """Like `scan_classes` for one class, `before` of which went by."""
   top_bit = 8 * base.itemsize - 1
-  room = steps_W.size
   for start in range(0, base.size, PIECE):
     first = count
     for word in range(start, min(start + PIECE, base.size), WORD):
       changed = differ(values, base, word)
-      if count + WORD <= room:
-        _list(changed, before + word, count, ranks_W)
+      _list(changed, before + word, count, ranks_W)
       count += popcount(changed)
-    if count + WORD <= room:
-      for n in range(first, count):
-        at = ranks_W[n] - before
-        new, old = np.int64(values[at]), np.int64(base[at])
-        steps_W[n] = _step(new, old, is_float, top_bit)
+    for n in range(first, count):
+      at = ranks_W[n] - before
+      new, old = np.int64(values[at]), np.int64(base[at])
+      steps_W[n] = _step(new, old, is_float, top_bit)
   return count
 
 
@@ -287,7 +281,7 @@ def scan_classes(values, base, shape, seen, count, changes):
 
   `seen` holds how many of each class went by before and is moved on; `count`
   changes are listed already. The lists of `changes` need room for 64 more than
-  there are: beyond it changes are counted, and the caller comes back with more.
+  there are.
   """
   classes_W, ranks_W, steps_W = changes
   is_float = shape[5]
@@ -302,9 +296,6 @@ def scan_classes(values, base, shape, seen, count, changes):
       changed = differ(values, base, start + word)
       _list(changed, word, num_found, found)
       num_found += popcount(changed)
-    if count + num_found > steps_W.size:
-      count += num_found
-      continue
     for n in range(num_found):
       place = found[n]
       at = start + place
@@ -473,24 +464,24 @@ def scan(values, base, shape):
   """Class, rank, and step of the changes by position, and the class sizes."""
   is_flat = shape.num_classes == 1
   run = kernel(scan_flat if is_flat else scan_classes, base.dtype)
-  changed = base.size // _FEW
-  while True:
-    room = changed + WORD
-    classes_W = (np.zeros if is_flat else np.empty)(room, np.uint8)
-    ranks_W, steps_W = np.empty(room, np.int64), np.empty(room, np.int64)
-    sizes = np.zeros(shape.num_classes, np.int64)
-    changed = 0
-    for piece, valid in _pieces((values, base), base.size):
-      if is_flat:
-        to = (int(sizes[0]), shape.number.is_float, changed, ranks_W, steps_W)
-        changed = run(*piece, *to)
-        sizes += valid
-      else:
-        about = _shape_of(shape, base, valid)
-        lists = classes_W, ranks_W, steps_W
-        changed = run(*piece, about, sizes, changed, lists)
-    if changed + WORD <= room:
-      return *(a[:changed] for a in (classes_W, ranks_W, steps_W)), sizes
+  # For as many changes as there can be: what is not written takes no memory.
+  room = base.size + WORD
+  classes_W = np.empty(room, np.uint8)
+  ranks_W, steps_W = np.empty(room, np.int64), np.empty(room, np.int64)
+  sizes = np.zeros(shape.num_classes, np.int64)
+  changed = 0
+  for piece, valid in _pieces((values, base), base.size):
+    if is_flat:
+      to = (int(sizes[0]), shape.number.is_float, changed, ranks_W, steps_W)
+      changed = run(*piece, *to)
+      sizes += valid
+      classes_W[:changed] = 0
+    else:
+      about = _shape_of(shape, base, valid)
+      changed = run(
+        *piece, about, sizes, changed, (classes_W, ranks_W, steps_W)
+      )
+  return *(a[:changed] for a in (classes_W, ranks_W, steps_W)), sizes
 
 
 def apply(base, shape, changes, out):

@@ -100,16 +100,21 @@ def root(nodes: Mapping[str, bytes]) -> str:
   return blake3.blake3(head + b'\n' + leaves).hexdigest()
 
 
-def target_id(tensors: Mapping[str, np.ndarray]) -> str:
-  """Returns the identity of whole arrays: what a publisher would call them."""
-  nodes = {}
+def nodes(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+  """Returns the Merkle nodes of whole arrays."""
+  found = {}
   for name, array in tensors.items():
     check_dtype(name, str(array.dtype))
     grid = of(array.shape)
     chunks = (array[grid.slices(number)] for number in range(grid.num_chunks))
     posts = b''.join(map(hash_chunk, chunks))
-    nodes[name] = tensor_node(name, str(array.dtype), array.shape, posts)
-  return root(nodes)
+    found[name] = tensor_node(name, str(array.dtype), array.shape, posts)
+  return found
+
+
+def target_id(tensors: Mapping[str, np.ndarray]) -> str:
+  """Returns the identity of whole arrays: what a publisher would call them."""
+  return root(nodes(tensors))
 
 
 def check_dtype(name: str, dtype: str) -> None:
@@ -118,13 +123,13 @@ def check_dtype(name: str, dtype: str) -> None:
 
 
 def flat_bits(array: np.ndarray) -> np.ndarray:
-  """Views an array as flat unsigned integers of the same width."""
-  flat = np.ascontiguousarray(array).reshape(-1)
-  return flat.view(bits_dtype(array.dtype))
+  """Returns an array as flat unsigned integers, a view if it lies in C order.
 
-
-def bits_dtype(dtype: np.dtype) -> np.dtype:
-  return np.dtype(f'u{dtype.itemsize}')
+  As integers first: numpy copies the types of ml_dtypes element by element and
+  under the interpreter's lock.
+  """
+  bits = array.view(np.dtype(f'u{array.itemsize}'))
+  return np.ascontiguousarray(bits).reshape(-1)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -174,7 +179,7 @@ def is_count(value: Any) -> bool:
 # the same, because many small chunks would outweigh the changes in them: an
 # array of at most 2**18 elements is one chunk, one of up to 2**21 is cut along
 # the embedding and the experts alone (for TRAIN, that is). Any other shape,
-# mesh or layout is right too, only slower: `cut_bytes` counts it.
+# mesh or layout is right too, only slower: `BundleInfo.cut_bytes` counts it.
 
 MAX_ELEMENTS = 2**20
 MAX_RANK = 16
@@ -295,26 +300,6 @@ def within(index: Index, outer: Index) -> tuple[slice, ...]:
   """Returns where a region lies in a region around it."""
   pairs = zip(index, outer, strict=True)
   return tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)
-
-
-def cut_bytes(grid: Grid, index: Index, itemsize: int) -> int:
-  """Returns the bytes of the chunks that `index` holds in part only."""
-  if any(start >= stop for start, stop in index):
-    return 0
-  touched = whole = 1
-  for (start, stop), n, side in zip(index, grid.shape, grid.sides, strict=True):
-    touched *= min(_up(stop, side), n) - _down(start, side)
-    last = n if stop == n else _down(stop, side)
-    whole *= max(last - _up(start, side), 0)
-  return (touched - whole) * itemsize
-
-
-def _down(n: int, side: int) -> int:
-  return n // side * side
-
-
-def _up(n: int, side: int) -> int:
-  return -(-n // side) * side
 
 
 # The identity of weights rests on all that follows: a change of it is another

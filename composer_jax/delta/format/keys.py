@@ -4,14 +4,12 @@ With HMAC every subscriber could also publish; where subscribers are not to be
 trusted so far, they get the public half of an Ed25519 pair instead.
 """
 
-import contextlib
 import hashlib
 import hmac
 import logging
 import os
 import pathlib
 import secrets
-from typing import Protocol
 
 from composer_jax.core import files
 
@@ -22,20 +20,11 @@ _MIN_KEY_BYTES = 16
 _log = logging.getLogger(__name__)
 
 
-class Signer(Protocol):
-  """Signs; `algorithm` is part of what is signed."""
-
-  algorithm: str
-
-  def sign(self, data: bytes) -> bytes: ...
+# `algorithm` is part of what is signed; `verify` raises ValueError for a
+# signature that is not of exactly this data. Who signs can verify, too.
 
 
-class Verifier(Protocol):
-  """Raises ValueError for a signature that is not of exactly this data."""
-
-  algorithm: str
-
-  def verify(self, data: bytes, signature: bytes) -> None: ...
+_WRONG = 'the signature is wrong: damaged, or of another key'
 
 
 class Hmac:
@@ -56,7 +45,7 @@ class Hmac:
 
   def verify(self, data: bytes, signature: bytes) -> None:
     if not hmac.compare_digest(self.sign(data), signature):
-      raise ValueError('the signature is wrong: damaged, or of another key')
+      raise ValueError(_WRONG)
 
   def to_text(self) -> str:
     return f'{HMAC} {self._key.hex()}\n'
@@ -76,9 +65,7 @@ class Ed25519Verifier:
     try:
       self._key.verify(signature, data)
     except self._invalid as error:
-      raise ValueError(
-        'the signature is wrong: damaged, or of another key'
-      ) from error
+      raise ValueError(_WRONG) from error
 
   def to_text(self) -> str:
     return f'{ED25519}-public {self._public.hex()}\n'
@@ -105,7 +92,8 @@ class Ed25519Signer:
     return f'{ED25519}-private {self._private.hex()}\n'
 
 
-Key = Hmac | Ed25519Signer | Ed25519Verifier
+Signer = Hmac | Ed25519Signer
+Verifier = Signer | Ed25519Verifier
 
 _KINDS = {
   HMAC: Hmac,
@@ -114,23 +102,15 @@ _KINDS = {
 }
 
 
-def load_or_make_key(path: str | os.PathLike) -> Hmac:
-  """Reads the HMAC key of a file, which is made when there is none."""
-  if not os.path.lexists(path):
-    # Two processes that start together must end with one key.
-    with contextlib.suppress(FileExistsError):
-      write_key(path, Hmac(secrets.token_bytes(32)))
-  key = open_key(path)
-  if not isinstance(key, Hmac):
-    raise ValueError(f'{path}: holds a key of {key.algorithm}, not {HMAC}.')
-  return key
+def make_hmac() -> Hmac:
+  return Hmac(secrets.token_bytes(32))
 
 
 def make_ed25519() -> Ed25519Signer:
   return Ed25519Signer(secrets.token_bytes(32))
 
 
-def open_key(path: str | os.PathLike) -> Key:
+def open_key(path: str | os.PathLike) -> Verifier:
   """Reads a key of any kind.
 
   Raises:
@@ -156,7 +136,7 @@ def open_key(path: str | os.PathLike) -> Key:
     raise ValueError(f'{path}: {error}') from error
 
 
-def open_signer(path: str | os.PathLike) -> Hmac | Ed25519Signer:
+def open_signer(path: str | os.PathLike) -> Signer:
   """Opens a key that signs; ValueError for one that can only verify."""
   key = open_key(path)
   if isinstance(key, Ed25519Verifier):
@@ -166,7 +146,7 @@ def open_signer(path: str | os.PathLike) -> Hmac | Ed25519Signer:
   return key
 
 
-def write_key(path: str | os.PathLike, key: Key) -> None:
+def write_key(path: str | os.PathLike, key: Verifier) -> None:
   """Writes a key file of mode 0600; FileExistsError if there is one."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)

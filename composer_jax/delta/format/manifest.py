@@ -11,9 +11,11 @@ bytes.
 """
 
 import dataclasses
+import math
 import re
+import reprlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,13 +125,17 @@ class Manifest:
   tensors: tuple[Tensor, ...]
 
   def __post_init__(self):
-    _check_header(self)
+    _check_fields(self, 'a manifest')
+    _check_start(self, 'a manifest')
+    is_key = self.kind == KEY
+    _require((self.base_id == '') == is_key, f'base_id of a {self.kind}')
+    for pack in self.packs:
+      good = len(pack) == 2 and identity.is_hash(pack[0])
+      good = good and identity.is_count(pack[1]) and pack[1] > 0
+      _require(good, 'pack')
     names = [t.name for t in self.tensors]
     _require(names == sorted(set(names)), 'order of the tensors')
-    if self.kind == KEY:
-      allowed = [RAW, PLANES]
-    else:
-      allowed = list(range(CLASS + 1))
+    allowed = [RAW, PLANES] if is_key else range(CLASS + 1)
     raw_bytes = [np.zeros(0, np.int64), *(t.raw_bytes for t in self.tensors)]
     packs = [length for _, length in self.packs]
     _check_table(self._table, np.concatenate(raw_bytes), allowed, packs)
@@ -206,7 +212,7 @@ def _read_tensors(rows: Any, data: bytes, start: int) -> tuple[Tensor, ...]:
     _check_tensor(name, dtype, shape)
     # Before the grid is made: no more chunks than there are rows for them.
     left = (len(data) - start) // CHUNK.itemsize
-    fits = _num_elements(shape) <= left * identity.MAX_ELEMENTS
+    fits = math.prod(shape) <= left * identity.MAX_ELEMENTS
     _require(fits, f'length; {name!r} has no room')
     count = identity.of(tuple(shape)).num_chunks
     _require(count <= left, f'length; {name!r} has no room')
@@ -217,26 +223,6 @@ def _read_tensors(rows: Any, data: bytes, start: int) -> tuple[Tensor, ...]:
     )
   _require(start == len(data), 'length; something follows its chunks')
   return tuple(tensors)
-
-
-def _check_header(manifest: Manifest) -> None:
-  check_run_id(manifest.run_id)
-  _require(manifest.kind in KINDS, f'kind {manifest.kind!r:.200}')
-  _check_start(
-    manifest.kind == KEY,
-    manifest.version,
-    manifest.base_version,
-    'a manifest',
-  )
-  if manifest.kind == KEY:
-    _require(manifest.base_id == '', 'base_id of a keyframe')
-  else:
-    _require(identity.is_hash(manifest.base_id), 'base_id')
-  _require(identity.is_hash(manifest.target_id), 'target_id')
-  for pack in manifest.packs:
-    good = len(pack) == 2 and identity.is_hash(pack[0])
-    good = good and identity.is_count(pack[1]) and pack[1] > 0
-    _require(good, 'pack')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,18 +248,12 @@ class Edge:
   target: str
 
   def __post_init__(self):
-    _require(self.kind in KINDS, 'kind of an edge')
-    is_key = self.kind == KEY
-    _check_start(is_key, self.version, self.base_version, 'an edge')
-    _require(identity.is_count(self.bytes), 'bytes of an edge')
-    good = _is_length(self.manifest_bytes, MAX_MANIFEST_BYTES)
-    _require(good, 'manifest_bytes of an edge')
-    _require(identity.is_hash(self.manifest), 'manifest of an edge')
-    good = isinstance(self.target, str) and identity.is_hash(self.target * 4)
-    _require(good and len(self.target) == 16, 'target of an edge')
+    _check_fields(self, 'an edge')
+    _check_start(self, 'an edge')
 
   @property
   def order(self) -> tuple[int, int, str]:
+    """Its end, its start (a keyframe's is -1) and its name."""
     base = -1 if self.base_version is None else self.base_version
     return self.version, base, self.manifest
 
@@ -286,7 +266,7 @@ class Index:
   edges: tuple[Edge, ...]
 
   def __post_init__(self):
-    check_run_id(self.run_id)
+    _check_fields(self, 'an index')
     edges = sorted(self.edges, key=lambda edge: edge.order)
     object.__setattr__(self, 'edges', tuple(edges))
     names = {edge.manifest for edge in edges}
@@ -343,23 +323,7 @@ class Pointer:
   expires: int
 
   def __post_init__(self):
-    check_run_id(self.run_id)
-    for name in ('sequence', 'rewinds', 'version', 'expires'):
-      value = getattr(self, name)
-      good = identity.is_count(value)
-      _require(good, f'{name} {value!r:.99} of a pointer')
-    for name in ('target_id', 'manifest', 'index'):
-      value = getattr(self, name)
-      good = identity.is_hash(value)
-      _require(good, f'{name} {value!r:.99} of a pointer')
-    for name, most in (
-      ('manifest_bytes', MAX_MANIFEST_BYTES),
-      ('index_bytes', MAX_INDEX_BYTES),
-    ):
-      value = getattr(self, name)
-      _require(_is_length(value, most), f'{name} {value!r:.99} of a pointer')
-    good = self.base_id == '' or identity.is_hash(self.base_id)
-    _require(good, 'base_id of a pointer')
+    _check_fields(self, 'a pointer')
 
 
 def seal(pointer: Pointer, signer: keys.Signer) -> bytes:
@@ -408,10 +372,6 @@ def unseal(data: bytes, verifier: keys.Verifier, run_id: str) -> Pointer:
 
 def _signed(algorithm: str, body: bytes) -> bytes:
   return algorithm.encode() + b'\n' + body
-
-
-def _is_length(value: Any, most: int) -> bool:
-  return identity.is_count(value) and 0 < value <= most
 
 
 def _check_table(
@@ -467,6 +427,49 @@ def _require(condition: bool | np.bool, what: str) -> None:
     raise ValueError(f'a bundle has an invalid {what}.')
 
 
+def _is_length(most: int) -> Callable[[Any], bool]:
+  return lambda value: identity.is_count(value) and 0 < value <= most
+
+
+def _is_short(value: Any) -> bool:
+  is_text = isinstance(value, str) and len(value) == 16
+  return is_text and identity.is_hash(value * 4)
+
+
+# What a value must be, by the name of its field in any record.
+_RULES: dict[str, Callable[[Any], bool]] = {
+  **dict.fromkeys(('target_id', 'manifest', 'index'), identity.is_hash),
+  **dict.fromkeys(('version', 'sequence', 'rewinds'), identity.is_count),
+  **dict.fromkeys(('expires', 'bytes'), identity.is_count),
+  'kind': lambda value: value in KINDS,
+  'base_id': lambda value: value == '' or identity.is_hash(value),
+  'target': _is_short,
+  'manifest_bytes': _is_length(MAX_MANIFEST_BYTES),
+  'index_bytes': _is_length(MAX_INDEX_BYTES),
+}
+
+
+def _check_fields(record: Any, what: str) -> None:
+  for field in dataclasses.fields(record):
+    value = getattr(record, field.name)
+    if field.name == 'run_id':
+      check_run_id(value)
+    elif field.name in _RULES and not _RULES[field.name](value):
+      # Not repr, which makes a long text of a long value.
+      _require(False, f'{field.name} {reprlib.repr(value)} of {what}')
+
+
+def _check_start(record: Manifest | Edge, what: str) -> None:
+  """What a bundle starts from: nothing, or an earlier version."""
+  version, base = record.version, record.base_version
+  if record.kind == KEY:
+    _require(base is None, f'base of {what}: a keyframe has none')
+    return
+  good = identity.is_count(base) and base < version  # pyrefly: ignore
+  rule = f'which must be before version {version}'
+  _require(good, f'base version {base!r:.99} of {what}, {rule}')
+
+
 def check_run_id(value: Any) -> None:
   if not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
     raise ValueError(
@@ -496,24 +499,4 @@ def _check_tensor(name: Any, dtype: Any, shape: Any) -> None:
   good = isinstance(shape, list | tuple) and len(shape) <= identity.MAX_RANK
   _require(good and all(map(identity.is_count, shape)), f'shape of {name!r}')
   # A zero makes an array empty but must not hide a product beyond int64.
-  _require(_num_elements([n or 1 for n in shape]) < 2**63, f'shape of {name!r}')
-
-
-def _num_elements(shape) -> int:
-  size = 1
-  for n in shape:
-    size *= n
-  return size
-
-
-def _check_start(
-  is_key: bool, version: Any, base_version: Any, what: str
-) -> None:
-  """What a bundle starts from: nothing, or an earlier version."""
-  _require(identity.is_count(version), f'version {version!r:.99} of {what}')
-  if is_key:
-    _require(base_version is None, f'base of {what}: a keyframe has none')
-    return
-  good = identity.is_count(base_version) and base_version < version
-  rule = f'which must be before version {version}'
-  _require(good, f'base version {base_version!r:.99} of {what}, {rule}')
+  _require(math.prod(n or 1 for n in shape) < 2**63, f'shape of {name!r}')

@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
 from composer_jax.core import files
 
@@ -73,13 +73,6 @@ def refusal(
   return OSError(errno.EIO, f'{doing} failed: {text}', url)
 
 
-class Found(NamedTuple):
-  """One key of a listing; `modified` is in unix seconds, None if unknown."""
-
-  length: int
-  modified: float | None
-
-
 class Traffic:
   """Bytes and requests that one store object has moved, for any thread.
 
@@ -100,26 +93,20 @@ class Traffic:
       self.requests += requests
 
 
-class Reader(Protocol):
-  """Reads values under keys; FileNotFoundError where there is none."""
+class Backend(Protocol):
+  """Values under keys, each written whole; without writing, reads alone."""
 
   @property
   def is_writable(self) -> bool: ...
 
   def read(self, key: str, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) as far as there are."""
-
-  def stat(self, key: str) -> Found: ...
+    """Bytes [start, stop) as far as there are; FileNotFoundError for none."""
 
   def read_tagged(self, key: str) -> tuple[bytes, str] | None:
     """A pointer, or the start of what is too long for one, and its mark.
 
     What is there and cannot be a pointer, such as a folder, is b''.
     """
-
-
-class Backend(Reader, Protocol):
-  """Also writes whole values, each atomically."""
 
   def put(self, key: str, data: bytes) -> None:
     """Makes `key` hold `data`, and its modification time recent.
@@ -137,8 +124,8 @@ class Backend(Reader, Protocol):
       Conflict: the content is another one.
     """
 
-  def find(self, folder: str) -> dict[str, Found]:
-    """Keys below a folder, without the half-written."""
+  def find(self, folder: str) -> dict[str, int]:
+    """Length by key of what lies below a folder, without the half-written."""
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
     """Deletes keys that are old enough; returns those that are gone."""
@@ -190,15 +177,11 @@ class FolderBackend:
     except FileNotFoundError:
       return None
     except OSError:
-      if self.path(key).is_file():
+      # What is not there could not be read for another reason.
+      if self.path(key).is_file() or not os.path.lexists(self.path(key)):
         raise
       return _NO_FILE
     return data, _mark(data)
-
-  def stat(self, key: str) -> Found:
-    self._traffic.count(requests=1)
-    found = self.path(key).stat()
-    return Found(found.st_size, found.st_mtime)
 
   def put(self, key: str, data: bytes) -> None:
     self._traffic.count(requests=1)
@@ -237,16 +220,15 @@ class FolderBackend:
       files.write_atomic(path, data)
     return _mark(data)
 
-  def find(self, folder: str) -> dict[str, Found]:
+  def find(self, folder: str) -> dict[str, int]:
     self._traffic.count(requests=1)
     found = {}
     # Not rglob, which fails when a folder goes meanwhile.
     for parent, _, names in os.walk(self.path(folder), onerror=_unless_gone):
       for path in (pathlib.Path(parent, n) for n in names if n[0] != '.'):
         with contextlib.suppress(FileNotFoundError):
-          info = path.stat()
           key = path.relative_to(self.root).as_posix()
-          found[key] = Found(info.st_size, info.st_mtime)
+          found[key] = path.stat().st_size
     return found
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:

@@ -35,28 +35,21 @@ _MOST_MESSAGE_BYTES = 2**36
 Conflict = folder.Conflict
 CutShort = folder.CutShort
 
-_MESSAGE = re.compile(
-  '[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*'
-)
 _REMOTE = dict.fromkeys(('http', 'https'), remote.WebBackend) | (
   dict.fromkeys(remote.KINDS, remote.BucketBackend)
 )
+# A query would end up in the middle of each object's address.
+_URL = re.compile(
+  '(file|local)://.*[^/].*|https?://[^/?#]+(/[^/?#]+)*/*'
+  f'|({"|".join(remote.KINDS)})://[^/]+(/[^/]+)*/*'
+)
 # What was meant as a URL must not become a folder of that name.
-_ALMOST_A_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):')
+_MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):|.*://')
 
 
 def _clean(url: str) -> str:
   """The URL without what makes two spellings of one place; checked."""
-  protocol, mark, path = url.partition('://')
-  is_web = protocol in ('http', 'https')
-  if not mark:
-    bad = not url or _ALMOST_A_URL.match(url)
-  else:
-    # A query would end up in the middle of each object's address.
-    bad = not path.strip('/') or (is_web and {'?', '#'} & set(path))
-    bad = bad or protocol not in (*_REMOTE, 'file', 'local')
-    bad = bad or (protocol in _REMOTE and '//' in f'/{path.rstrip("/")}')
-  if bad:
+  if not url or (_MEANT_AS_URL.match(url) and not _URL.fullmatch(url)):
     raise ValueError(
       f'{url!r} names no store; take a directory, s3://BUCKET/PREFIX, '
       'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
@@ -86,10 +79,7 @@ class Store:
   """
 
   def __init__(
-    self,
-    url: str | os.PathLike,
-    *,
-    options: dict[str, Any] | None = None,
+    self, url: str | os.PathLike, *, options: dict[str, Any] | None = None
   ):
     """Opens a place; nothing is asked of it before the first use.
 
@@ -109,7 +99,8 @@ class Store:
   def __repr__(self) -> str:
     return f'Store({self.url!r})'
 
-  def _open(self, options: dict[str, Any]) -> folder.Reader:
+  def _open(self, options: dict[str, Any]) -> Any:
+    """Returns a `folder.Backend`, or what can only read like one."""
     protocol, mark, path = self.url.partition('://')
     if mark and protocol in _REMOTE:
       return _REMOTE[protocol](self.url, self.traffic, options)
@@ -192,22 +183,11 @@ class Store:
       )
     return data
 
-  def length(self, name: str) -> int:
-    """Bytes of an object; FileNotFoundError when there is none."""
-    return self._backend.stat(_object(name)).length
-
-  def exists(self, name: str) -> bool:
-    try:
-      self.length(name)
-    except FileNotFoundError:
-      return False
-    return True
-
   def sizes(self) -> dict[str, int]:
     """Bytes of every object, by name."""
     found = self._writer().find('objects')
-    named = {key.removeprefix('objects/'): f for key, f in found.items()}
-    return {n: f.length for n, f in named.items() if identity.is_hash(n)}
+    named = {key.removeprefix('objects/'): n for key, n in found.items()}
+    return {name: n for name, n in named.items() if identity.is_hash(name)}
 
   def delete(
     self, names: Iterable[str], *, grace_s: float = GRACE_S
@@ -265,13 +245,16 @@ class Store:
   # Messages.
 
   def put_message(self, run_id: str, key: str, data: bytes) -> None:
-    """Leaves bytes for another process of the same publisher."""
+    """Leaves bytes for another process of the same publisher.
+
+    Run and key are the caller's, who has checked them; they become a path.
+    """
     sealed = hashlib.sha256(data).digest() + data
-    self._writer().put(self._message(run_id, key), sealed)
+    self._writer().put(f'messages/{run_id}/{key}', sealed)
 
   def get_message(self, run_id: str, key: str) -> bytes | None:
     """Reads what `put_message` left, None if nothing; ValueError if damaged."""
-    key = self._message(run_id, key)
+    key = f'messages/{run_id}/{key}'
     try:
       sealed = self._backend.read(key, 0, _MOST_MESSAGE_BYTES)
     except FileNotFoundError:
@@ -282,17 +265,7 @@ class Store:
 
   def drop_messages(self, run_id: str, but: str | None = None) -> None:
     """Deletes a run's messages, except those whose keys begin with `but`."""
-    manifest.check_run_id(run_id)
     top, writer = f'messages/{run_id}', self._writer()
     kept = f'{top}/{but}' if but else '/'
     found = [key for key in writer.find(top) if not key.startswith(kept)]
     writer.delete(found, 0.0)
-
-  def _message(self, run_id: str, key: str) -> str:
-    if not _MESSAGE.fullmatch(key):
-      raise ValueError(
-        f'message {key!r} must be names of letters, digits, ".", "_" and "-" '
-        'with "/" between them.'
-      )
-    manifest.check_run_id(run_id)
-    return f'messages/{run_id}/{key}'

@@ -13,7 +13,6 @@ length of a terabyte for it ends the process.
 
 import contextlib
 import datetime
-import errno
 import functools
 import hashlib
 import logging
@@ -146,13 +145,6 @@ class BucketBackend:
     self._traffic.count(read=len(data))
     return data, answer.meta[self._mark] or ''
 
-  def _head(self, key: str) -> dict[str, Any]:
-    with self._asking('looking', key) as obstore:
-      return obstore.head(self.store, key)
-
-  def stat(self, key: str) -> folder.Found:
-    return _found(self._head(key))
-
   def put(self, key: str, data: bytes) -> None:
     if not self._is_intact(key, data):
       self._write(key, data)
@@ -167,7 +159,8 @@ class BucketBackend:
   def _is_intact(self, key: str, data: bytes) -> bool:
     """Returns true if the object is there, intact and young."""
     try:
-      meta = self._head(key)
+      with self._asking('looking', key) as obstore:
+        meta = obstore.head(self.store, key)
     except FileNotFoundError:
       return False
     age_s = time.time() - meta['last_modified'].timestamp()
@@ -231,19 +224,23 @@ class BucketBackend:
     )
     return False
 
-  def find(self, top: str) -> dict[str, folder.Found]:
+  def find(self, top: str) -> dict[str, int]:
+    return {meta['path']: meta['size'] for meta in self._list(top)}
+
+  def _list(self, top: str) -> Iterator[Any]:
     with self._asking('listing', top) as obstore:
-      pages = obstore.list(self.store, top, chunk_size=1000)
-      return {meta['path']: _found(meta) for page in pages for meta in page}
+      for page in obstore.list(self.store, top, chunk_size=1000):
+        yield from page
 
   def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
     keys = list(keys)
     if older_than_s > 0:
       newest = time.time() - older_than_s
-      found: dict[str, folder.Found] = {}
-      for top in {key.split('/')[0] for key in keys}:
-        found |= self.find(top)
-      young = {k for k, f in found.items() if (f.modified or 0) > newest}
+      tops = {key.split('/')[0] for key in keys}
+      found = [meta for top in tops for meta in self._list(top)]
+      young = {
+        m['path'] for m in found if m['last_modified'].timestamp() > newest
+      }
       keys = [key for key in keys if key not in young]
     if not keys:
       return []
@@ -287,12 +284,8 @@ def _status(error: BaseException | None) -> int | None:
   return int(answered[1]) if answered else None
 
 
-def _found(meta: dict[str, Any]) -> folder.Found:
-  return folder.Found(meta['size'], meta['last_modified'].timestamp())
-
-
 class WebBackend:
-  """Objects and pointers by GET; see `folder.Reader`.
+  """Objects and pointers by GET; see `folder.Backend`.
 
   Redirects are refused: headers that let this process in are for one server.
   """
@@ -321,17 +314,6 @@ class WebBackend:
       ),
     )
 
-  def read(self, key: str, start: int, stop: int) -> bytes:
-    return self._ask('GET', key, start, stop)
-
-  def stat(self, key: str) -> folder.Found:
-    length = self._ask('HEAD', key, 0, 0).decode()
-    if not length.isdecimal():
-      raise OSError(
-        errno.EIO, 'the server does not tell its length', f'{self.url}/{key}'
-      )
-    return folder.Found(int(length), None)
-
   def read_tagged(self, key: str) -> tuple[bytes, str] | None:
     try:
       data = self.read(key, 0, _POINTER_STOP)
@@ -339,13 +321,12 @@ class WebBackend:
       return None
     return data, hashlib.sha256(data).hexdigest()
 
-  def _ask(self, method: str, key: str, start: int, stop: int) -> bytes:
-    """The answer to a GET, or the length that one to a HEAD states."""
+  def read(self, key: str, start: int, stop: int) -> bytes:
     url, last = f'{self.url}/{key}', self._retry['max_retries']
     is_cut = False
     for attempt in range(last + 1):
       try:
-        status, data = self._ask_once(method, url, start, stop)
+        status, data = self._ask(url, start, stop)
         trouble = f'the server answered {status}'
       except (self._network_error, folder.CutShort) as error:
         status, data, trouble = None, b'', str(error)
@@ -353,7 +334,7 @@ class WebBackend:
       if status is not None and status not in folder.PASSING:
         break
       if attempt < last:
-        _log.warning('%s: %s failed: %s; again soon', url, method, trouble)
+        _log.warning('%s: GET failed: %s; again soon', url, trouble)
         self._wait(attempt)
     if status in (200, 206, 416):
       return data
@@ -361,21 +342,16 @@ class WebBackend:
       'reading', url, status, trouble, is_cut=is_cut and status is None
     )
 
-  def _ask_once(
-    self, method: str, url: str, start: int, stop: int
-  ) -> tuple[int, bytes]:
-    headers = {'Accept-Encoding': 'identity'} | self._headers
-    if method == 'GET':
-      headers['Range'] = f'bytes={start}-{stop - 1}'
+  def _ask(self, url: str, start: int, stop: int) -> tuple[int, bytes]:
+    span = {'Accept-Encoding': 'identity', 'Range': f'bytes={start}-{stop - 1}'}
+    headers = span | self._headers
     self._traffic.count(requests=1)
     answer = self._pool.request(
-      method, url, headers=headers, preload_content=False, redirect=False
+      'GET', url, headers=headers, preload_content=False, redirect=False
     )
     try:
       data = bytearray()
-      if method == 'HEAD':
-        data += answer.headers.get('Content-Length', '').encode()
-      elif answer.status in (200, 206):
+      if answer.status in (200, 206):
         # 200 is the whole of it: a server may know no ranges.
         skip = start if answer.status == 200 else 0
         while len(data) < stop - start:
