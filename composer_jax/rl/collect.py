@@ -162,6 +162,7 @@ def groups(
       lambda: stream.open_episodes == 0, lambda: on_progress(len(finished))
     )
     _ = stream.open_episodes  # Raises the error of the last episode.
+    on_progress(len(finished))
   finally:
     stream.close()
     policy.close()
