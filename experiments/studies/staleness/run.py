@@ -23,7 +23,7 @@ from experiments.studies import results
 from experiments.studies.staleness import probe
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/staleness', 'Folder of arms.')
-_SEEDS = flags.DEFINE_list('seeds', ['0', '1'], 'Seeds; each has every arm.')
+_SEEDS = flags.DEFINE_list('seeds', ['14', '15'], 'Seeds; each has every arm.')
 _STEPS = flags.DEFINE_integer('steps', 25, 'Steps of RL.')
 _CONFIG = flags.DEFINE_string(
   'config', 'configs/composer/tiny.py', 'Config of all arms.'
