@@ -18,7 +18,8 @@ from experiments.studies import results
 from experiments.studies.first_loop import analyze, collect, run
 from tests.pipeline import runs
 
-SEED, STEPS, PROMPTS = 5, 3, 8
+# At this seed an RL task shows a body that no other text has.
+SEED, STEPS, PROMPTS = 4, 3, 8
 UNSEEN = 'return sum(v ** 7 for v in values)'
 
 
