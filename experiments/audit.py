@@ -25,13 +25,15 @@ _THREADS = flags.DEFINE_integer('threads', 4, 'Episodes at a time.')
 
 def run() -> None:
   logging.set_verbosity(logging.WARNING)
-  from composer_jax.tasks import auditing, judges
+  # After the flags: this import loads jax.
+  from composer_jax.tasks import judges
+  from composer_jax.tasks.practice import auditing, evaluation
 
   folder = pathlib.Path(_EVALUATION.value)
-  if not _EVALUATION.value or not (folder / 'episodes.jsonl').is_file():
+  if not _EVALUATION.value or not (folder / evaluation.EPISODES).is_file():
     raise ValueError(
       f'--evaluation={_EVALUATION.value!r} must be a folder that '
-      '`./run.sh evaluate --out=FOLDER` made: it has no episodes.jsonl.'
+      f'`./run.sh evaluate --out=FOLDER` made: it has no {evaluation.EPISODES}.'
     )
   if not _URL.value or not _MODEL.value or _THREADS.value < 1:
     raise ValueError(

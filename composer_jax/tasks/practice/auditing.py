@@ -17,6 +17,7 @@ from typing import Any
 from composer_jax.core import files
 from composer_jax.tasks import judges
 from composer_jax.tasks.monitors import watch
+from composer_jax.tasks.practice import evaluation
 from composer_jax.telemetry import append, progress
 
 AUDIT = 'audit.jsonl'
@@ -59,8 +60,7 @@ def audit(
     Numbers of episodes: read, found, passed, passed_found, flagged (by the
     monitors), flagged_found, and failed, of which the judge gave no answer.
   """
-  lines = (folder / 'episodes.jsonl').read_text().splitlines()
-  rows = {(r['task_id'], r['sample']): r for r in map(json.loads, lines)}
+  rows = evaluation.read(folder)
 
   def read(row: Mapping[str, Any]) -> bytes | None:
     messages = files.read_json(folder / row['transcript'])['transcript']

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from composer_jax.tasks import auditing, judges
+from composer_jax.tasks import judges
+from composer_jax.tasks.practice import auditing
 from tests.tasks import judges_test
 
 PROMPT = {'role': 'user', 'content': 'Bring it back.'}
