@@ -76,6 +76,9 @@ class Engine:
     devices, or if that is 1 the device of the variables. A ValueError tells
     that the variables do not fit the model, or the model the mesh.
     """
+    if options.compute_dtype:
+      dtype = options.compute_dtype
+      config = dataclasses.replace(config, compute_dtype=dtype)
     self.config, self.options = config, options
     self._shapes = _shapes(variables)
     expected = _shapes(decoder.abstract(config)[0])

@@ -30,6 +30,8 @@ class ServingOptions:
     on_swap: 'keep' leaves keys and values of older weights in use; 'refresh'
       makes sessions consume all their tokens anew, at most once between two
       sampled tokens, so that frequent swaps cannot stall them.
+    compute_dtype: 'float32' or 'bfloat16' of activations, products and KV
+      cache; '' for the model's, in which the trainer computes.
   """
 
   devices: int = 1
@@ -42,6 +44,7 @@ class ServingOptions:
   record_routes: bool = True
   share_prefixes: bool = True
   on_swap: str = KEEP
+  compute_dtype: str = ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class EngineOptions(ServingOptions):
     is_valid = rows and all(type(n) is int and n >= 1 for n in rows)
     checks.require(self, 'prefill_rows', is_valid, 'name numbers of at least 1')
     checks.one_of(self, 'on_swap', ON_SWAP)
+    checks.one_of(self, 'compute_dtype', ('', 'float32', 'bfloat16'))
     if self.pages < self.table_len:
       raise ValueError(
         f'num_pages ({self.num_pages}) of {self.page_size} tokens must hold a '

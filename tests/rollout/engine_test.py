@@ -307,6 +307,20 @@ def test_without_routes_the_tokens_are_the_same(engine, make_engine):
   assert (routes_TMA == records.NO_ROUTE).all()
 
 
+def test_an_engine_in_bfloat16_is_that_of_a_model_in_bfloat16(
+  engine, make_engine, make_config, policy
+):
+  request = serving.request(0, serving.tokens(0, 8))
+  narrow = engines.Engine(
+    make_config(compute_dtype='bfloat16'), policy, 0, OPTIONS
+  )
+  (expected,) = serving.complete(narrow, request)
+  (actual,) = serving.complete(make_engine(compute_dtype='bfloat16'), request)
+  serving.assert_same_bits(actual, expected)
+  (wide,) = serving.complete(engine, request)
+  assert (wide.logprobs_T[0] != actual.logprobs_T[0]).any()
+
+
 def test_what_cannot_be_served_is_refused(engine):
   refused = [
     (serving.request(0, [3, 40]), r'tokens from 3 to 40.*0\.\.39'),

@@ -44,7 +44,12 @@ _STALE = ['rl.max_staleness=4', 'rl.replay=True']
 ARMS |= {
   # The ratio still corrects, without its cap.
   '4_untruncated': [*_STALE, 'rl.loss.ratio_cap=1e9'],
-  '4_bfloat16': [*_STALE, 'model.compute_dtype=bfloat16'],
+  '4_bfloat16': [*_STALE, 'rollout.compute_dtype=bfloat16'],
+  '4_bfloat16_afresh': [
+    'rl.max_staleness=4',
+    'rl.replay=False',
+    'rollout.compute_dtype=bfloat16',
+  ],
   '4_alpha_0.1': [*_STALE, 'model.moe.replay_alpha=0.1'],
   '4_alpha_0.5': [*_STALE, 'model.moe.replay_alpha=0.5'],
 }

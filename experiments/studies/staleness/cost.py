@@ -1,0 +1,118 @@
+"""Times what records cost a training step, on the last groups of a run.
+
+  python -m experiments.studies.staleness.cost --workdir=RUN/15_1_replay \\
+      --config=configs/composer/tiny.py
+
+Steps without a gate take turns with steps that route afresh and with steps
+under a gate of several shares; each takes all groups of a step that the run
+kept. Reading groups, which checks their tapes, and packing them are timed
+alone. The clock is that of CPU seconds. What recording costs a decode step is
+case 'routes' of benchmarks/rollout.py.
+"""
+
+import dataclasses
+import statistics
+import time
+
+import jax
+from absl import flags
+
+from experiments import launch
+
+_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns over all steps kept.')
+_SHARES = (0.0, 0.04, 0.08, 0.15)
+
+
+def _timed(function):
+  start = time.process_time()
+  result = function()
+  return time.process_time() - start, result
+
+
+def _told(name, seconds, base):
+  """Prints the median of the ratios of seconds to those of `base`."""
+  ratios = [s / b for s, b in zip(seconds, base, strict=True)]
+  low, _, high = statistics.quantiles(ratios, n=4)
+  print(
+    f'{name}: {statistics.median(seconds):.3f} s, {sum(seconds) / sum(base):.3f}'
+    f' of a step (median {statistics.median(ratios):.3f}, quartiles {low:.3f} '
+    f'and {high:.3f})',
+    flush=True,
+  )
+
+
+def run(spec, systems, workdir, *, role, command):
+  from composer_jax.gate import health
+  from composer_jax.pipeline import buffer as buffers
+  from composer_jax.pipeline import job as jobs
+  from composer_jax.pipeline import reinforce
+  from composer_jax.rl import batching, update
+  from composer_jax.train.checkpoints import manager
+
+  del role
+  rl, shape = spec.rl, spec.batch_shape()
+  buffer = buffers.GroupBuffer(workdir / 'groups')
+  first = [g for g in buffer.ids() if g % rl.prompts == 0]
+  options = dataclasses.replace(spec.update_options(), mismatch_every=0)
+  with jobs.open_run(spec, systems, workdir, command) as job:
+    checkpoints = manager.Checkpoints(workdir / 'checkpoints' / 'rl', keep=2)
+    start = reinforce.prepare(job, checkpoints)
+    checkpoints.close()
+
+  def take(state, groups, gate=None, replay=True):
+    return update.update(
+      state,
+      groups,
+      start.functions,
+      dataclasses.replace(options, replay=replay),
+      shape,
+      reference=start.reference,
+      teacher=start.teacher,
+      gate=gate,
+    )
+
+  def gates():
+    for share in _SHARES:
+      yield health.HealthGate(
+        start.functions,
+        shape,
+        dataclasses.replace(rl.gate, share=share, action='flag'),
+        max_staleness=rl.max_staleness,
+      )
+
+  seconds = {}
+  for turn in range(_ROUNDS.value + 1):
+    for group in first:
+      step = group // rl.prompts
+      ids = range(group, group + rl.prompts)
+      read = _timed(lambda ids=ids: [buffer.get(g) for g in ids])
+      groups = read[1]
+      windows = [t for g in groups for r in g.rollouts for t in r.trajectories]
+      zeros = [0.0] * len(windows)
+      packed = _timed(lambda w=windows, z=zeros: batching.pack(w, z, shape))
+      spent = {'reading': read[0], 'packing all trajectories': packed[0]}
+      kinds = {'no gate': {}, 'no gate, routed afresh': {'replay': False}}
+      for share, gate in zip(_SHARES, gates(), strict=True):
+        # The newest policy stands for those that sampled: values cost nothing.
+        for version in range(step - rl.max_staleness, step):
+          gate.keep(version, start.functions.policy(start.state))
+        kinds[f'gate, share {share:g}'] = {'gate': gate}
+      for name, choice in kinds.items():
+        # Copied, since a step donates its state.
+        state = jax.tree.map(lambda x: x.copy(), start.state)
+        state = jax.block_until_ready(state.replace(step=state.step * 0 + step))
+        spent[name], _ = _timed(
+          lambda s=state, g=groups, c=choice: jax.block_until_ready(
+            take(s, g, **c)[0]
+          )
+        )
+      if turn:  # The first compiles.
+        for name, value in spent.items():
+          seconds.setdefault(name, []).append(value)
+  print(f'{len(first)} steps of {rl.prompts} groups, {_ROUNDS.value} turns')
+  for name, values in seconds.items():
+    _told(name, values, seconds['no gate'])
+
+
+if __name__ == '__main__':
+  launch.main(run)
