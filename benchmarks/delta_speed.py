@@ -1,7 +1,9 @@
 """Rates of encoding and verified applying, beside one core's memcpy.
 
-All jobs take turns on one pinned core and count CPU seconds; the gain of two
-threads is measured by the wall clock. Gigabytes are those of the weights.
+Memcpy and decoding write to memory that no job has touched, as a receiver's
+first copy of a policy does, so that page faults are included. All jobs take
+turns on one pinned core and count CPU seconds; the gain of two threads is
+measured by the wall clock. Gigabytes are those of the weights.
 """
 
 import functools
@@ -63,7 +65,6 @@ def _encode_and_hash(old: np.ndarray, new: np.ndarray, tier: str) -> bytes:
 def _decode(
   old: np.ndarray, coded: tuple[int, bytes], into: np.ndarray
 ) -> np.ndarray:
-  """Decodes into existing memory, as the memcpy beside it copies."""
   return coding.decode(*coded, old.size, old.dtype, old, out=into)
 
 
@@ -74,8 +75,22 @@ def _apply(
   assert identity.hash_chunk(_decode(old, coded, into)) == post
 
 
-def _buffers(chunks: Boxes) -> list[np.ndarray]:
-  return [np.zeros_like(new) for _, new in chunks]
+def _fresh(
+  function: Callable[..., object], arrays: Sequence[np.ndarray], *columns
+) -> Job:
+  """Returns a job that also gives each call fresh memory like its array.
+
+  It is one allocation, larger than those that the allocator keeps.
+  """
+  ends = np.cumsum([array.nbytes for array in arrays])
+
+  def job() -> None:
+    memory = np.empty(ends[-1], np.uint8)
+    for end, array, *row in zip(ends, arrays, *columns, strict=True):
+      into = memory[end - array.nbytes : end].view(array.dtype)
+      function(*row, into)
+
+  return job
 
 
 def _each(function: Callable[..., object], *columns: Sequence) -> Job:
@@ -91,8 +106,7 @@ def _each(function: Callable[..., object], *columns: Sequence) -> Job:
 def _copy() -> Job:
   """Returns a job that copies more bytes than caches hold."""
   data = np.ones(_COPIED, np.uint8)
-  into = np.zeros_like(data)
-  return lambda: np.copyto(into, data)
+  return _fresh(lambda into: np.copyto(into, data), [data])
 
 
 def described(case: delta_data.Case) -> tuple[str, Boxes, float]:
@@ -152,37 +166,28 @@ def measure(
 def _jobs(tier: str, chunks: Boxes) -> dict[str, Job]:
   olds, news = ([pair[n] for pair in chunks] for n in (0, 1))
   codes = [_encode(old, new, tier) for old, new in chunks]
-  posts, into = [identity.hash_chunk(new) for new in news], _buffers(chunks)
+  posts = [identity.hash_chunk(new) for new in news]
   encode = functools.partial(_encode, tier=tier)
   encode_and_hash = functools.partial(_encode_and_hash, tier=tier)
   return {
     f'{tier} encode': _each(encode, olds, news),
     f'{tier} encode and hash': _each(encode_and_hash, olds, news),
-    f'{tier} decode': _each(_decode, olds, codes, into),
-    f'{tier} verified apply': _each(_apply, olds, codes, posts, into),
+    f'{tier} decode': _fresh(_decode, news, olds, codes),
+    f'{tier} verified apply': _fresh(_apply, news, olds, codes, posts),
   }
 
 
 _GOALS = {
-  'small encode and hash': 0.08,
-  'small verified apply': 0.08,
+  'small encode and hash': 0.09,
+  'small verified apply': 0.09,
   'fast encode and hash': 0.15,
-  'fast verified apply': 0.20,
+  'fast verified apply': 0.18,
 }
 
 
 def _report(
   label: str, rates: dict[str, list[float]], goals: dict[str, float]
 ) -> None:
-  middle = {name: statistics.median(values) for name, values in rates.items()}
-
-  def ceiling(name: str) -> float | None:
-    """Returns the rate of two jobs one after another, each at its own rate."""
-    if name not in _GOALS:
-      return None
-    alone = name.replace(' and hash', '').replace('verified apply', 'decode')
-    return 1 / (1 / middle[alone] + 1 / middle['hash'])
-
   for name, values in rates.items():
     if name == 'memcpy':
       continue
@@ -192,7 +197,7 @@ def _report(
       f'{name}: {label}',
       (values, rates['memcpy']),
       against='memcpy',
-      limit=ceiling(name),
+      limit=None,
       goal='none' if goal is None else f'ratio >= {goal}',
       met=lambda _, ratio: goal is None or ratio >= goal,  # noqa: B023
       unit='GB/s',
@@ -233,10 +238,8 @@ def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
 def _one_by_one(tier: str, chunks: Boxes) -> dict[str, Callable[[int], object]]:
   """Returns functions that encode or apply the chunk of a number."""
   codes = [_encode(old, new, tier) for old, new in chunks]
-  posts, into = (
-    [identity.hash_chunk(new) for _, new in chunks],
-    _buffers(chunks),
-  )
+  posts = [identity.hash_chunk(new) for _, new in chunks]
+  into = [np.zeros_like(new) for _, new in chunks]
   # A thread that waited may reach a chunk of the next pass with the other.
   locks = [threading.Lock() for _ in chunks]
 

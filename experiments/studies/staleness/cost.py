@@ -20,7 +20,7 @@ from absl import flags
 from experiments import launch
 
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns over all steps kept.')
-_SHARES = (0.0, 0.04, 0.08, 0.15)
+_SHARES = (0.0, 0.08, 0.15)
 
 
 def _timed(function):
@@ -34,9 +34,9 @@ def _told(name, seconds, base):
   ratios = [s / b for s, b in zip(seconds, base, strict=True)]
   low, _, high = statistics.quantiles(ratios, n=4)
   print(
-    f'{name}: {statistics.median(seconds):.3f} s, {sum(seconds) / sum(base):.3f}'
-    f' of a step (median {statistics.median(ratios):.3f}, quartiles {low:.3f} '
-    f'and {high:.3f})',
+    f'{name}: {statistics.median(seconds):.3f} s, '
+    f'{sum(seconds) / sum(base):.3f} of a step (median '
+    f'{statistics.median(ratios):.3f}, quartiles {low:.3f} and {high:.3f})',
     flush=True,
   )
 
