@@ -84,6 +84,16 @@ def test_bfloat16_has_a_wider_band():
   assert differing == exact
 
 
+@pytest.mark.parametrize('part', ['model', 'rollout'])
+def test_bfloat16_under_a_band_of_float32_is_refused(part):
+  """Otherwise an honest run would stop at its first step of RL."""
+  rounded = {f'{part}__compute_dtype': 'bfloat16'}
+  with pytest.raises(ValueError, match='max_kl_exact=1e-09 is a band for float'):
+    make(**rounded)
+  for gate in ({'max_kl_exact': 1e-3}, {'action': 'flag'}):
+    make(**rounded, **{f'rl__gate__{k}': v for k, v in gate.items()})
+
+
 def test_a_run_goes_on_under_another_gate(tmp_path):
   """Otherwise a run that its gate stopped could not go on with a wider gate."""
   spec = make(sandbox__level='static', telemetry__tensorboard=False)
