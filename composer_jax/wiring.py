@@ -151,6 +151,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
       options=spec.rl.gate,
       replay=spec.rl.replay,
       max_staleness=spec.rl.max_staleness,
+      temperature=spec.episode.temperature,
       seed=spec.seed,
     ),
     write_report=_write_report,

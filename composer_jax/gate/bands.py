@@ -76,13 +76,25 @@ def unrecorded(groups: Sequence[records.Group]) -> float:
   return float(np.concatenate(missing).mean())
 
 
-def contradictions(groups: Sequence[records.Group]) -> list[str]:
-  """Names records that contradict themselves, without any forward pass."""
+def contradictions(
+  groups: Sequence[records.Group], temperature: float | None = None
+) -> list[str]:
+  """Names records that contradict themselves, without any forward pass.
+
+  `temperature` is the one that the run samples at; None if it is not known.
+  """
   messages = []
   for g in groups:
     for r in g.rollouts:
       name = f'group {g.group}, member {r.member}'
       for i, t in enumerate(r.trajectories):
+        if temperature and not np.isclose(
+          t.temperature, temperature, rtol=1e-6
+        ):
+          messages.append(
+            f'{name}: window {i} was sampled at temperature {t.temperature:g}, '
+            f'this run at {temperature:g} (--config.episode.temperature)'
+          )
         turns = [turn for turn in r.turns if turn.trajectory == i]
         told_T = np.zeros(len(t), bool)
         for turn in turns:

@@ -38,6 +38,7 @@ class HealthGate:
     *,
     replay: bool = True,
     max_staleness: int = 0,
+    temperature: float | None = None,
     seed: int = 0,
     folder: pathlib.Path | None = None,
   ):
@@ -45,9 +46,10 @@ class HealthGate:
 
     Args:
       max_staleness: largest staleness of any record.
+      temperature: the one that all records must have; None compares none.
       folder: workdir, in which what stopped a step is kept; None keeps nothing.
     """
-    self._folder = folder
+    self._folder, self._temperature = folder, temperature
     self._options, self._replay = options, replay
     self._num_layers, self._rows = shape.num_moe_layers, shape.rows
     self._auditor = audit.Auditor(
@@ -90,7 +92,7 @@ class HealthGate:
     if self._replay:
       metrics['unrecorded'] = bands.unrecorded(step.groups)
     breaches = bands.breaches(step.metrics | metrics, self._options)
-    breaches += bands.contradictions(step.groups)
+    breaches += bands.contradictions(step.groups, self._temperature)
     metrics |= {'gate_breaches': len(breaches), 'gate': breaches}
     if breaches and self.stops:
       self._auditor.policies.setdefault(step.version, step.values)

@@ -137,6 +137,25 @@ def test_a_lie_stops_the_step_before_it_is_applied(
   jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
+@pytest.mark.parametrize('due, caught', [(1.0, True), (0.8, False)])
+def test_a_temperature_that_the_run_does_not_sample_at_is_named(
+  functions, trained, groups, due, caught
+):
+  """Log-probabilities that fit the false temperature hide it from the bands."""
+  gate = health.HealthGate(
+    functions,
+    SHAPE,
+    mismatch.GateOptions(action='flag'),
+    temperature=due,
+  )
+  _, metrics = update.update(
+    copied(trained), groups, functions, OPTIONS, SHAPE, gate=gate
+  )
+  words = 'group 0, member 0: window 0 was sampled at temperature 0.8, this run'
+  assert (words in ' '.join(metrics['gate'])) == caught
+  assert bool(metrics['gate']) == caught
+
+
 def test_the_group_that_lies_is_named(functions, trained, groups):
   wrong = [groups[0], *with_trajectories(groups[1:], shifted)]
   with pytest.raises(

@@ -88,7 +88,9 @@ def test_bfloat16_has_a_wider_band():
 def test_bfloat16_under_a_band_of_float32_is_refused(part):
   """Otherwise an honest run would stop at its first step of RL."""
   rounded = {f'{part}__compute_dtype': 'bfloat16'}
-  with pytest.raises(ValueError, match='max_kl_exact=1e-09 is a band for float'):
+  with pytest.raises(
+    ValueError, match='max_kl_exact=1e-09 is a band for float'
+  ):
     make(**rounded)
   for gate in ({'max_kl_exact': 1e-3}, {'action': 'flag'}):
     make(**rounded, **{f'rl__gate__{k}': v for k, v in gate.items()})

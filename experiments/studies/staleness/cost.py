@@ -13,6 +13,7 @@ case 'routes' of benchmarks/rollout.py.
 import dataclasses
 import statistics
 import time
+from typing import Any
 
 import jax
 from absl import flags
@@ -91,7 +92,10 @@ def run(spec, systems, workdir, *, role, command):
       zeros = [0.0] * len(windows)
       packed = _timed(lambda w=windows, z=zeros: batching.pack(w, z, shape))
       spent = {'reading': read[0], 'packing all trajectories': packed[0]}
-      kinds = {'no gate': {}, 'no gate, routed afresh': {'replay': False}}
+      kinds: dict[str, dict[str, Any]] = {
+        'no gate': {},
+        'no gate, routed afresh': {'replay': False},
+      }
       for share, gate in zip(_SHARES, gates(), strict=True):
         # The newest policy stands for those that sampled: values cost nothing.
         for version in range(step - rl.max_staleness, step):
