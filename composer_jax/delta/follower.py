@@ -101,7 +101,7 @@ def load(
 ) -> rebuild.Held:
   """Returns the weights of a pointer, or of an older version it leads to.
 
-  In memory are at most what is held, what the way has reached, and the next.
+  In memory are at most what is held, and what the way has reached.
 
   Args:
     store: where to read.
@@ -129,9 +129,13 @@ class _Walk:
   def __init__(self, fetcher, pointer, held, wanted, threads):
     self._fetcher, self._pointer = fetcher, pointer
     self._wanted, self._threads = wanted, threads
-    # What is held, and how far the last way led before it broke off.
-    self._from: list[rebuild.Held] = [] if held is None else [held]
-    self._starts = self._from
+    self._starts: list[rebuild.Held] = [] if held is None else [held]
+    # Buffers that others read.
+    self._kept = {
+      id(tensor.buffer)
+      for start in self._starts
+      for tensor in start.tensors.values()
+    }
     # Texts: an exception holds its frames, and they hold buffers.
     self._failures: list[str] = []
     self._banned: set[str] = set()
@@ -178,12 +182,11 @@ class _Walk:
       coming = None
       if following is not None:
         coming = self._fetcher.pool.submit(self._read, following)
-      reached = None if bundle is None else self._step(edge, bundle, held)
-      if reached is None:
+      if bundle is None:
         return None
-      # Others between them are let go: each is as large as the policy.
-      self._starts = [*self._from, reached]
-      held = reached
+      held = self._step(edge, bundle, held)
+      if held is None:
+        return None
     return held
 
   def _read(self, named) -> manifests.Manifest | None:
@@ -205,12 +208,17 @@ class _Walk:
   ) -> rebuild.Held | None:
     """Applies one bundle; None, and it is not tried again, where it fails."""
     try:
+      # What the way has reached is as large as the policy, and nobody else's.
       reached = rebuild.apply(
-        self._fetcher, bundle, base, self._wanted, self._threads
+        self._fetcher,
+        bundle,
+        base,
+        self._wanted,
+        self._threads,
+        kept=self._kept,
       )
     except rebuild.DamagedBase as error:
       # The bundle may be good: what it was applied to is not.
-      self._from = [held for held in self._from if held is not base]
       self._starts = [held for held in self._starts if held is not base]
       self._note(error)
       return None
@@ -288,7 +296,8 @@ class Follower:
 
   Attributes:
     held: weights that it serves, None before the first success.
-    previous: weights that it served before, for `rollback`.
+    previous: weights that it served before, for `rollback`; let go when newer
+      ones are fetched, so that never more than two are in memory.
     problem: why the last poll was refused, None when it was not.
     stats: what the last update took, None before the first.
   """
@@ -394,6 +403,9 @@ class Follower:
     if held is not None and named == held[:2]:
       return None
     self._check_wanted(named)
+    with self._swapping:
+      self.previous = None
+      held = self.held
     weights = load(
       self._store,
       pointer,

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import (
   Callable,
+  Collection,
   Generator,
   Iterable,
   Iterator,
@@ -414,15 +415,18 @@ class _Slot:
   def decode(self, at: int, blob: memoryview) -> None:
     """Decodes a chunk to where it stays, and hashes it."""
     low, high = self.made.offsets[at], self.made.offsets[at + 1]
-    made = self.made.buffer[low:high]
+    kept = made = self.made.buffer[low:high]
     base, there = None, self.base_at[at]
     if self.base is not None:
       base = self.base.buffer[slice(*self.base.offsets[there : there + 2])]
     kind = int(self.rows['codec'][at])
+    is_shared = self.base is not None and self.made.buffer is self.base.buffer
+    if is_shared and kind != coding.SAME:
+      made = np.empty_like(kept)  # The base is read while this is written.
     try:
       if kind != coding.SAME:
         coding.decode(kind, blob, made.size, made.dtype, base, out=made)
-      elif self.base is not None and self.made.buffer is not self.base.buffer:
+      elif base is not None and not is_shared:
         made[...] = base
     except (ValueError, OSError) as error:
       self._check_rot(at, there, base)
@@ -433,6 +437,8 @@ class _Slot:
         f'{self.where(at)}: does not decode to the weights that were '
         'published; blob and base do not belong together.'
       )
+    if made is not kept:
+      kept[...] = made
 
   def _check_rot(self, at: int, there: int, base: np.ndarray | None) -> None:
     if base is None or self.base is None:
@@ -450,10 +456,19 @@ def apply(
   base: Held | None,
   wanted: Wanted | None = None,
   threads: int = 2,
+  *,
+  kept: Collection[int] | None = None,
 ) -> Held:
-  """Applies a bundle to a base, which it leaves as it is.
+  """Applies a bundle to a base; a keyframe needs none.
 
-  A keyframe needs no base. `wanted` None holds all regions.
+  Args:
+    fetcher: reads the bundle's blobs.
+    bundle: manifest of the bundle.
+    base: weights that it builds on; None for a keyframe.
+    wanted: regions to hold; None for all.
+    threads: number of threads that decode.
+    kept: None leaves the base as it is. Else it is lost, whether this succeeds
+      or not: its memory is written to, but for buffers of these ids.
 
   Raises:
     ValueError: names the tensor whose base or blob is wrong.
@@ -465,7 +480,7 @@ def apply(
     _check_base(bundle, base)
   try:
     slots = [
-      _slot(bundle, tensor, places, base, wanted)
+      _slot(bundle, tensor, places, base, wanted, kept)
       for tensor, places in zip(bundle.tensors, bundle.offsets(), strict=True)
     ]
   except MemoryError as error:
@@ -507,12 +522,12 @@ def _check_base(bundle: manifests.Manifest, base: Held | None) -> None:
     )
 
 
-def _slot(bundle, tensor, places, base, wanted) -> _Slot:
+def _slot(bundle, tensor, places, base, wanted, kept) -> _Slot:
   name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
   numbers = chunks_of(wanted, name, dtype, shape)
   rows = tensor.chunks[numbers]
   posts = np.ascontiguousarray(rows['post'])
-  old, base_at, is_frozen = None, numbers, False
+  old, base_at, is_shared = None, numbers, False
   if base is not None:
     old = base.tensors[name]
     if not np.isin(numbers, old.numbers).all():
@@ -521,10 +536,14 @@ def _slot(bundle, tensor, places, base, wanted) -> _Slot:
         f'{bundle.version}, and its base holds {len(old.numbers)} others.'
       )
     base_at = np.searchsorted(old.numbers, numbers)
-    is_frozen = len(numbers) == len(old.numbers) and not rows['codec'].any()
-  if old is not None and is_frozen:
+    is_frozen = not rows['codec'].any()
+    is_lost = kept is not None and id(old.buffer) not in kept
+    is_shared = (is_frozen or is_lost) and len(numbers) == len(old.numbers)
+  if old is not None and is_shared:
     # Both versions hold the same memory, which is still hashed.
     made = dataclasses.replace(old, posts=posts)
+    if not is_frozen:
+      made.buffer.setflags(write=True)
   else:
     made = HeldTensor.empty(dtype, shape, numbers, posts)
   return _Slot(bundle, name, made, old, base_at, rows, places[numbers])

@@ -5,7 +5,9 @@ import dataclasses
 import hashlib
 import json
 import logging
+import pathlib
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -254,3 +256,82 @@ def test_bombs_take_no_memory():
   # The bombs hold 128 MiB and more each. Texts of up to 16 MiB are parsed, to
   # objects that take some fifteen times as much.
   assert rows[0][2] < 64 and rows[1][2] < 350, rows
+
+
+# Memory of a receiver that lags.
+
+_LARGE = 96 * MIB
+# Looks: the keyframe, the next version, and two bundles on.
+_LOOKS = (0, 1, 3)
+
+
+def _large(version):
+  rng = np.random.default_rng(0)
+  bits_N = rng.integers(0x3C00, 0x3E00, _LARGE // 2, np.uint16)
+  bits_N[:: 64 + version] += version
+  # One tensor that no version changes: all versions share its memory.
+  frozen_N = rng.integers(0x3C00, 0x3E00, 1000, np.uint16)
+  arrays = {'frozen': frozen_N, 'kernel': bits_N.reshape(-1, 2**10)}
+  return {n: a.view(ml_dtypes.bfloat16) for n, a in arrays.items()}
+
+
+def _digest(update):
+  digest = hashlib.sha256()
+  for _, array in sorted(update.weights.arrays().items()):
+    digest.update(array.view(np.uint8))
+  return digest.hexdigest()
+
+
+def look(root):
+  """Follows pointer after pointer; prints the most memory of each look."""
+  root = pathlib.Path(root)
+  faults.build('one', keyframe_every=9, skip_levels=(), versions=2).receiver(
+    'whole', None
+  ).poll()  # Loads the compiled codec.
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  follower = followers.Follower(
+    stores.Store(root), faults.RUN, faults.KEY, threads=1
+  )
+  digest = None
+  for version in _LOOKS:
+    shutil.copy(root / f'{version}', root / 'refs' / faults.RUN / 'latest')
+    update = follower.poll()
+    assert update is not None, follower.problem
+    assert update.weights.target_id == (root / f'{version}.id').read_text()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # What was served before is as it was.
+    assert digest is None or digest == _digest(follower.previous)
+    digest = _digest(update)
+    del update
+    route = list(follower.stats.route)
+    print(json.dumps([version, route, (after - before) / 1024]))
+
+
+def test_a_receiver_holds_no_more_than_two_policies(tmp_path):
+  store = stores.Store(tmp_path)
+  options = chain.BundleOptions(threads=2, skip_levels=())
+  publisher = chain.BundleWriter(store, faults.RUN, faults.KEY, options=options)
+  for version in range(_LOOKS[-1] + 1):
+    publisher.publish(faults.blocks(_large(version)), version)
+    pointer = tmp_path / 'refs' / faults.RUN / 'latest'
+    shutil.copy(pointer, tmp_path / f'{version}')
+    head = manifests.unseal(pointer.read_bytes(), faults.KEY, faults.RUN)
+    (tmp_path / f'{version}.id').write_text(head.target_id)
+  program = 'import sys; from tests.delta import faults_memory_test as t; '
+  done = subprocess.run(
+    [sys.executable, '-c', f'{program}t.look(sys.argv[1])', str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  rows = [json.loads(line) for line in done.stdout.splitlines()]
+  assert [row[:2] for row in rows] == [
+    [0, ['key 0']],
+    [1, ['delta 0-1']],
+    [3, ['delta 1-2', 'delta 2-3']],
+  ]
+  weights = _LARGE / MIB
+  bounds = (weights + 64, 2 * weights + 64, 2 * weights + 64)
+  for row, bound in zip(rows, bounds, strict=True):
+    assert row[2] < bound, rows
