@@ -528,6 +528,7 @@ def _slot(bundle, tensor, places, base, wanted, kept) -> _Slot:
   rows = tensor.chunks[numbers]
   posts = np.ascontiguousarray(rows['post'])
   old, base_at, is_shared = None, numbers, False
+  is_frozen = not rows['codec'].any()
   if base is not None:
     old = base.tensors[name]
     if not np.isin(numbers, old.numbers).all():
@@ -536,7 +537,6 @@ def _slot(bundle, tensor, places, base, wanted, kept) -> _Slot:
         f'{bundle.version}, and its base holds {len(old.numbers)} others.'
       )
     base_at = np.searchsorted(old.numbers, numbers)
-    is_frozen = not rows['codec'].any()
     is_lost = kept is not None and id(old.buffer) not in kept
     is_shared = (is_frozen or is_lost) and len(numbers) == len(old.numbers)
   if old is not None and is_shared:

@@ -8,6 +8,7 @@ some version. Boxes, packs and pieces are so small that tiny tensors have many.
 import contextlib
 import copy
 import dataclasses
+import pathlib
 import re
 
 import ml_dtypes
@@ -40,6 +41,12 @@ def small_chunks():
       yield
     finally:
       grids._of.cache_clear()
+
+
+def peak_mib():
+  """Most memory of this process; `ru_maxrss` begins with its parent's."""
+  status = pathlib.Path('/proc/self/status').read_text()
+  return int(re.findall(r'VmHWM:\s+(\d+) kB', status)[0]) / 1024
 
 
 # Weights.
