@@ -14,6 +14,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -539,8 +540,62 @@ for name, leaf in t.trees.flatten_names(tree).items():
   for shard in leaf.addressable_shards:
     assert t.np.asarray(shard.data).tobytes() == want[shard.index].tobytes()
 table = update.weights.tensors['params/table']
-print('OK', update.target_id, infos[1].cut_bytes, table.buffer.size)
+# Of larger weights, the bytes that each process fetches are counted.
+lines = t.fetched_of(root / 'larger')
+held = table.buffer.size
+print('OK', update.target_id, infos[1].cut_bytes, held, *lines)
 """
+
+
+def fetched_of(root):
+  """Returns lines: blobs of a bundle, and those that this process fetches.
+
+  In bytes; of a keyframe, and of a delta that changes a twentieth.
+  """
+  mesh = jax.make_mesh((8,), ('x',), axis_types=(AUTO,))
+  # As wide as models whose chunks are cut for shards (`identity`).
+  specs = {
+    'experts': ((1, 16, 2048, 256), P(None, 'x')),
+    'kernel': ((1, 2048, 2048), P(None, None, 'x')),
+    'norm': ((1, 2048), P()),
+    'table': ((4096, 2048), P('x')),
+  }
+
+  def tree(version):
+    rng = np.random.default_rng(version)
+
+    def put(shape, spec):
+      values = np.random.default_rng(7).normal(size=shape)
+      values *= 1 + 0.01 * (version and rng.random(shape) < 0.05)
+      values = values.astype(ml_dtypes.bfloat16)
+      sharding = jax.sharding.NamedSharding(mesh, spec)
+      return jax.make_array_from_callback(shape, sharding, values.__getitem__)
+
+    return {name: put(*fields) for name, fields in specs.items()}
+
+  receiver, lines = None, []
+  with sending(root, chain.BundleOptions(tier='fast')) as sender:
+    for version in range(2):
+      like = tree(version)
+      sender.publish(like, version)
+      sender.wait()
+      wanted = subscriber.wanted_by(like)
+      receiver = receiver or follower(root, wanted=wanted)
+      placed = subscriber.place(receiver.poll().weights, like)
+      for name, leaf in like.items():
+        pairs = zip(
+          leaf.addressable_shards, placed[name].addressable_shards, strict=True
+        )
+        for pair in pairs:
+          had, has = (np.asarray(shard.data).tobytes() for shard in pair)
+          assert had == has
+      # Everyone reads the manifest whole.
+      sealed, _ = stores.Store(root / 'store').read_pointer(RUN)
+      key = keys.open_key(root / 'key')
+      head = manifests.unseal(sealed, key, RUN).manifest_bytes
+      whole = sender.results()[0].bytes
+      lines.append(f'{whole - head},{receiver.stats.bytes - head}')
+  return lines
 
 
 def test_two_processes_publish_one_bundle(tmp_path):
@@ -568,9 +623,13 @@ def test_two_processes_publish_one_bundle(tmp_path):
       process.kill()
   for process, (out, errors) in zip(processes, outputs, strict=True):
     assert process.returncode == 0, errors[-4000:]
-    status, target, cut_bytes, held = out.splitlines()[-1].split()
+    status, target, cut_bytes, held, *counts = out.splitlines()[-1].split()
     assert (status, target) == ('OK', target_of(POLICIES[1]))
     # Boxes that shards cut are completed from the other process.
     assert int(cut_bytes) == cut_bytes_of(place(POLICIES[1], 'hybrid'))
     # To receive, a process holds its half of the table and no more.
     assert int(held) == POLICIES[1]['params']['table'].size // 2
+    # Nor does it fetch more than its half, of the keyframe and of the delta.
+    for count in counts:
+      whole, fetched = map(int, count.split(','))
+      assert 0.475 < fetched / whole < 0.525, counts
