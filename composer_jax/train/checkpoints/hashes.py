@@ -3,12 +3,14 @@
 A block is named by its bounds in the whole array, '0:4,8:16'; '' for a scalar.
 """
 
+import json
 import math
 from typing import Any
 
 import blake3
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from composer_jax.train import weights
 
@@ -35,6 +37,24 @@ def record(array: jax.Array) -> dict[str, Any]:
       for index, values in weights.array_blocks(array)
     },
   }
+
+
+def joined(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+  """Returns arrays' records with the shards of all processes.
+
+  Every process calls it alike; one process alone exchanges nothing.
+  """
+  if jax.process_count() == 1:
+    return records
+  shards = {name: record['shards'] for name, record in records.items()}
+  own_N = np.frombuffer(json.dumps(shards).encode(), np.uint8)
+  sizes_P = multihost_utils.process_allgather(np.int32(own_N.size))
+  padded_N = np.pad(own_N, (0, int(sizes_P.max()) - own_N.size))
+  texts_PN = multihost_utils.process_allgather(padded_N)
+  for text_N, size in zip(texts_PN, sizes_P, strict=True):
+    for name, found in json.loads(text_N[:size].tobytes()).items():
+      shards[name] = shards[name] | found
+  return {n: record | {'shards': shards[n]} for n, record in records.items()}
 
 
 def matches(array: jax.Array, shards: dict[str, str]) -> bool:

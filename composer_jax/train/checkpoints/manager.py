@@ -167,7 +167,8 @@ class Checkpoints:
     self.wait()
     flat = trees.flatten_names(tree)
     self._check_space(step, sum(int(a.nbytes) for a in flat.values()))
-    arrays = {name: hashes.record(array) for name, array in flat.items()}
+    own = {name: hashes.record(array) for name, array in flat.items()}
+    arrays = hashes.joined(own)
     chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes) for name in flat}
     items = side_items(arrays, data)
     items[STATE] = ocp.args.StandardSave(flat, save_args=chunks)
