@@ -37,19 +37,24 @@ class Window:
       consumed_T = np.repeat(versions_T[:1], len(routes_TMA))
     tokens_T = np.concatenate([context_T, completion.tokens_T])
     num_context = len(context_T)
+    start, num_routed = completion.routes_start, sum(map(len, self._routes))
+    if start is None:
+      start = num_routed
+    # What a refresh computed anew, the first sampled token did not read.
+    first = self.length - start
+    context_by = consumed_T[first : first + num_context].clip(max=versions_T[0])
     self._parts.append(
       (
         tokens_T,
         np.arange(len(tokens_T)) >= num_context,
         np.pad(completion.logprobs_T, (num_context, 0)),
-        np.pad(versions_T, (num_context, 0), mode='edge'),
+        np.concatenate([context_by, versions_T]),
         np.pad(context_version_T, (num_context, 0), mode='edge'),
       )
     )
     self.length += len(tokens_T)
     # New routes are appended, or replace those from `routes_start` on.
-    start, num_routed = completion.routes_start, sum(map(len, self._routes))
-    if start is not None and start != num_routed:
+    if start != num_routed:
       if start > num_routed:
         raise ValueError(
           f'The policy gave routes from token {start} on, but the window has '

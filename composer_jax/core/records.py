@@ -46,7 +46,7 @@ class Trajectory:
     logprobs_T: float32 under the rollout policy, zero where not sampled.
     expert_ids_TMA: uint16 route; `NO_ROUTE` where the engine kept no record.
     policy_version_T: int32 policy version that sampled the token; for context,
-      the version that sampled the next sampled token.
+      the one that computed it for the next sampled token.
     context_version_T: int32 oldest version in the cache that its sampling read;
       for context, that of the next sampled token.
     consumed_version_T: int32 version that computed the token's route and last

@@ -7,39 +7,25 @@ passes, one a version, as the engine computed it. What differs then is rounding,
 or a lie. The policies kept for this take 2 bytes a parameter and version,
 sharded as the trainer's; a step has about 16 bytes a parameter besides.
 
-A step can afford a share of its rows. Half of them go to the trajectories whose
-record, if it were false, would change the gradient most by what the trainer's
-own pass saw; the others are drawn at random. Tokens that the trained version
-sampled itself need no other pass, and are all compared.
+A step can afford a share of its rows, and at least one chain. Three lists take
+turns: parts whose record, if it were false, would change the gradient most by
+what the trainer's own pass saw; stale parts that agree with the trained weights
+more than a stale record can; and parts drawn at random. What the trained
+version sampled is in the trainer's own pass and needs no other one; hinted
+windows that the policy gradient leaves out are in the lists whatever their age.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from composer_jax.core import records
+from composer_jax.gate import parts as parts_lib
 from composer_jax.rl import batching, comparison, mismatch
 from composer_jax.rl import step as steps
-
-
-class Part(NamedTuple):
-  """The tokens of a trajectory that one chain of passes can score.
-
-  Attributes:
-    index: number of the trajectory among the candidates.
-    trajectory: its record, without routes where these are not of this chain.
-    consumed_T: version that computes each token.
-    compared_T: true for the tokens to be compared.
-    is_recorded: true if the routes are replayed.
-  """
-
-  index: int
-  trajectory: records.Trajectory
-  consumed_T: np.ndarray
-  compared_T: np.ndarray
-  is_recorded: bool
 
 
 class Score(NamedTuple):
@@ -48,7 +34,7 @@ class Score(NamedTuple):
   Both are by the weights of the chain, over all tokens of the trajectory.
   """
 
-  part: Part
+  part: parts_lib.Part
   logprobs_T: np.ndarray
   differing_T: np.ndarray
 
@@ -59,30 +45,8 @@ class Score(NamedTuple):
     return ratios_T[self.part.compared_T]
 
 
-def parts_of(
-  index: int, trajectory: records.Trajectory, *, replay: bool
-) -> Iterator[Part]:
-  """Yields the parts that cover a trajectory's sampled tokens.
-
-  Routes and `consumed_version_T` are those of the last time that the cache was
-  computed. A token that was sampled before that read another cache: that of its
-  own version alone, or one of several versions, which nothing records and no
-  part covers.
-  """
-  t = trajectory
-  sampled_by, read, consumed_T = (getattr(t, name) for name in records.VERSIONS)
-  # The version that consumed the token before, and thus sampled this one.
-  before_T = np.insert(consumed_T[:-1], 0, consumed_T[0])
-  is_last_T = (read == consumed_T[0]) & (sampled_by == before_T)
-  if (compared_T := t.loss_mask_T & is_last_T).any():
-    yield Part(index, t, consumed_T, compared_T, replay)
-  is_whole_T = t.loss_mask_T & ~is_last_T & (read == sampled_by)
-  if is_whole_T.any():
-    ids_TMA = np.full_like(t.expert_ids_TMA, records.NO_ROUTE)
-    t = dataclasses.replace(t, expert_ids_TMA=ids_TMA)
-  for version in np.unique(sampled_by[is_whole_T]):
-    compared_T = is_whole_T & (sampled_by == version)
-    yield Part(index, t, np.full(len(t), version), compared_T, False)
+def _versions(parts: Sequence[parts_lib.Part]) -> list[int]:
+  return sorted({int(v) for part in parts for v in part.consumed_T})
 
 
 class Auditor:
@@ -105,44 +69,69 @@ class Auditor:
     self.policies: dict[int, Any] = {}
     self._functions, self._max_staleness = functions, max_staleness
     self._shape = dataclasses.replace(shape, rows=functions.parts)
-    self._share, self._seed, self._credit = share, seed, 0.0
+    self._share, self._seed = share, seed
+    self._first: int | None = None  # The first version kept.
+    self._chains = 0  # How many `choose` has run, so that its lists take turns.
 
   def keep(self, version: int, values: Any) -> None:
     """Keeps a copy of a policy's values and forgets those too old."""
+    if self._first is None:
+      self._first = version
     if self._max_staleness:
       self.policies[version] = self._functions.compact(values)
     for old in [v for v in self.policies if v < version - self._max_staleness]:
       del self.policies[old]
 
-  def knows(self, part: Part) -> bool:
+  def knows(self, part: parts_lib.Part) -> bool:
     """True if the policies of a part are kept."""
     return set(part.consumed_T.tolist()) <= self.policies.keys()
 
+  def is_valid(self, version: int, now: int) -> bool:
+    """True if a record may name a version in the step of version `now`."""
+    return now - self._max_staleness <= version <= now
+
+  def lacks(self, part: parts_lib.Part) -> bool:
+    """True if a part is from before the first policy that was kept."""
+    return self._first is None or bool(part.consumed_T.min() < self._first)
+
   def choose(
-    self, parts: Sequence[Part], suspicion: Sequence[float], rows: int, key: int
+    self,
+    parts: Sequence[parts_lib.Part],
+    suspicion: Sequence[tuple[float, float]],
+    rows: int,
+    key: int,
   ) -> list[Score]:
-    """Scores parts of the known versions while a step's share lasts.
+    """Scores parts of the known versions, at least a chain, within the share.
 
     Args:
       parts: parts that need passes of their own.
-      suspicion: rank of each candidate trajectory; the largest goes first.
+      suspicion: two ranks of each part (`suspicion`); the largest goes first.
       rows: rows that the step trains on.
-      key: number that, with the seed, determines the random half.
+      key: number that, with the seed, determines what is drawn at random.
     """
-    self._credit = min(self._credit + self._share * rows, self._share * rows)
-    known = list(filter(self.knows, parts))
-    ranked = sorted(range(len(known)), key=lambda i: -suspicion[known[i].index])
-    drawn = np.random.default_rng((self._seed, key)).permutation(len(known))
-    pairs = zip(ranked, drawn.tolist(), strict=True)
-    waiting = [known[i] for i in dict.fromkeys(i for p in pairs for i in p)]
+    known = [i for i, part in enumerate(parts) if self.knows(part)]
+    drawn = np.random.default_rng((self._seed, key)).permutation(known)
+    lists = [
+      *(sorted(known, key=lambda i: -suspicion[i][rank]) for rank in range(2)),
+      drawn.tolist(),
+    ]
     scores: list[Score] = []
-    while waiting and self._credit > 0:
-      count = self._fitting(waiting)
-      scores += self._chain(waiting[:count])
-      waiting = waiting[count:]
+    seen: set[int] = set()
+    left = self._share * rows
+    while len(seen) < len(known) and left > 0:
+      turn = self._chains % len(lists)
+      self._chains += 1
+      rotated = zip(*lists[turn:], *lists[:turn], strict=True)
+      order = dict.fromkeys(itertools.chain.from_iterable(rotated))
+      waiting = [i for i in order if i not in seen]
+      waiting = waiting[: self._fitting([parts[i] for i in waiting])]
+      seen |= set(waiting)
+      chosen = [parts[i] for i in waiting]
+      scores += self._chain(chosen)
+      left -= self._shape.rows * len(_versions(chosen))
     return scores
 
-  def score(self, parts: Sequence[Part]) -> list[Score]:
+  def score(self, parts: Sequence[parts_lib.Part]) -> list[Score]:
     """Scores all parts, whatever it costs."""
     scores: list[Score] = []
     while len(scores) < len(parts):
@@ -150,7 +139,7 @@ class Auditor:
       scores += self._chain(rest[: self._fitting(rest)])
     return scores
 
-  def _fitting(self, parts: Sequence[Part]) -> int:
+  def _fitting(self, parts: Sequence[parts_lib.Part]) -> int:
     """Returns how many of the first parts a microbatch holds."""
     for count in range(1, len(parts)):
       lengths = [len(p.trajectory) for p in parts[: count + 1]]
@@ -158,7 +147,7 @@ class Auditor:
         return count
     return len(parts)
 
-  def _chain(self, parts: Sequence[Part]) -> list[Score]:
+  def _chain(self, parts: Sequence[parts_lib.Part]) -> list[Score]:
     zeros = [0.0] * len(parts)
     packed = batching.pack([p.trajectory for p in parts], zeros, self._shape)
     (batch,), places = packed.microbatches, packed.places
@@ -168,11 +157,10 @@ class Auditor:
     logprobs = [np.zeros(len(p.trajectory), np.float32) for p in parts]
     differing = [np.zeros(len(p.trajectory), np.int32) for p in parts]
     entries = None
-    for version in sorted({int(v) for p in parts for v in p.consumed_T}):
+    for version in _versions(parts):
       batch = batch.replace(own_BT=consumed_BT == version)
       values = self.policies[version]
       scores, entries = self._functions.chain(values, batch, entries)
-      self._credit -= self._shape.rows
       logprobs_BT, differing_BT = map(
         np.asarray, (scores.logprobs_BT, scores.differing_BT)
       )
@@ -217,7 +205,7 @@ def free_and_costly(
   version: int,
   *,
   replay: bool,
-) -> tuple[list[Score], list[Score], list[Part]]:
+) -> tuple[list[Score], list[Score], list[parts_lib.Part]]:
   """Divides candidates by what the trainer's own pass says of them.
 
   Candidates are the trained trajectories, in their order, then `others`.
@@ -230,14 +218,16 @@ def free_and_costly(
   logprobs = comparison.per_token(packed, [s.logprobs_BT for s in scored])
   differing = comparison.per_token(packed, [s.differing_BT for s in scored])
   trained = [
-    Score(Part(i, t, t.consumed_version_T, t.loss_mask_T, replay), *arrays)
+    Score(
+      parts_lib.Part(i, t, t.consumed_version_T, t.loss_mask_T, replay), *arrays
+    )
     for i, (t, *arrays) in enumerate(
       zip(packed.trajectories, logprobs, differing, strict=True)
     )
   ]
   free, costly = [], []
   for i, t in enumerate([*packed.trajectories, *others]):
-    for part in parts_of(i, t, replay=replay):
+    for part in parts_lib.parts_of(i, t, replay=replay):
       is_own = bool((part.consumed_T == version).all())
       if is_own and part.is_recorded == replay and i < len(trained):
         free.append(trained[i]._replace(part=part))
@@ -246,8 +236,24 @@ def free_and_costly(
   return free, trained, costly
 
 
-def suspicion(score: Score, advantage: float, num_layers: int) -> float:
-  """How far a false record would change the gradient, by the trainer's pass."""
-  ratio_T = np.expm1(np.clip(score.log_ratios, -3.0, 1.0))
-  changes = np.abs(ratio_T).sum() + score.differing_T.sum() / num_layers
-  return abs(advantage) * float(changes)
+# Log ratio within which a stale token agrees with the trained weights.
+_EQUAL = 1e-5
+
+
+def suspicion(
+  score: Score, advantage: float, layers: int
+) -> tuple[float, float]:
+  """Two ranks of a part, by the trainer's own pass over its trajectory.
+
+  How far a false record would change the gradient, and how much of it agrees
+  with the trained weights although others sampled it: the sum of 1 - p of those
+  tokens, as near-certain ones agree anyway.
+  """
+  log_ratios_Z = score.log_ratios
+  change = np.abs(np.expm1(np.clip(log_ratios_Z, -3.0, 1.0))).sum()
+  if score.part.is_recorded:
+    change += score.differing_T.sum() / layers
+  logprobs_Z = score.part.trajectory.logprobs_T[score.part.compared_T]
+  is_equal_Z = np.abs(log_ratios_Z) < _EQUAL
+  equal = -np.expm1(np.minimum(logprobs_Z[is_equal_Z], 0)).sum()
+  return abs(advantage) * float(change), abs(advantage) * float(equal)

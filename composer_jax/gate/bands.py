@@ -1,11 +1,12 @@
 """Bands of a step's measures, and records that contradict themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from composer_jax.core import records
+from composer_jax.gate import parts
 from composer_jax.rl import mismatch
 
 _RECORD = (
@@ -43,13 +44,13 @@ _BANDS = {
 
 def breaches(
   metrics: dict[str, Any], options: mismatch.GateOptions
-) -> list[str]:
-  """Describes each measure outside of its band, with likely causes.
+) -> dict[str, str]:
+  """Describes each measure outside of its band, by name, with likely causes.
 
   A measure that the step does not have (no stale token was scored, no route
   recorded) is in its band; NaN is not.
   """
-  messages = []
+  messages = {}
   for name, (option, causes) in _BANDS.items():
     if options.action == 'off' or name not in metrics:
       continue
@@ -58,7 +59,7 @@ def breaches(
     if value >= bound if is_low else value <= bound:
       continue
     side = 'at least' if is_low else 'at most'
-    messages.append(
+    messages[name] = (
       f'{name} is {value:.3g}, its band is {side} {bound:.3g} '
       f'(--config.rl.gate.{option}): {causes}'
     )
@@ -77,39 +78,63 @@ def unrecorded(groups: Sequence[records.Group]) -> float:
 
 
 def contradictions(
-  groups: Sequence[records.Group], temperature: float | None = None
+  groups: Sequence[records.Group],
+  *,
+  temperature: float | None,
+  is_valid: Callable[[int], bool],
 ) -> list[str]:
   """Names records that contradict themselves, without any forward pass.
 
-  `temperature` is the one that the run samples at; None if it is not known.
+  `temperature` is the one that the run samples at, None if it is not known;
+  `is_valid` tells the versions that a record of this step may name.
   """
   messages = []
   for g in groups:
     for r in g.rollouts:
-      name = f'group {g.group}, member {r.member}'
       for i, t in enumerate(r.trajectories):
-        if temperature and not np.isclose(
-          t.temperature, temperature, rtol=1e-6
-        ):
-          messages.append(
-            f'{name}: window {i} was sampled at temperature {t.temperature:g}, '
-            f'this run at {temperature:g} (--config.episode.temperature)'
-          )
         turns = [turn for turn in r.turns if turn.trajectory == i]
-        told_T = np.zeros(len(t), bool)
-        for turn in turns:
-          told_T[turn.start : turn.stop] = True
-        if r.turns and (differs := int((told_T != t.loss_mask_T).sum())):
-          messages.append(
-            f'{name}: the loss mask of window {i} differs from its turns at '
-            f'{differs} tokens'
+        messages += [
+          f'group {g.group}, member {r.member}: window {i} {reason}'
+          for reason in (
+            *_of_temperature(t, temperature),
+            *_of_mask(t, turns),
+            *_of_versions(t, is_valid),
           )
-        # The version that sampled a token consumed the one before, and perhaps
-        # a later version once more.
-        is_older_T = np.roll(t.consumed_version_T, 1) < t.policy_version_T
-        if len(t) > 1 and (is_older_T & t.loss_mask_T)[1:].any():
-          messages.append(
-            f'{name}: tokens of window {i} follow tokens that only older '
-            'versions consumed'
-          )
+        ]
   return messages
+
+
+def _of_temperature(t, temperature):
+  if temperature and not np.isclose(t.temperature, temperature, rtol=1e-6):
+    yield (
+      f'was sampled at temperature {t.temperature:g}, this run at '
+      f'{temperature:g} (--config.episode.temperature)'
+    )
+
+
+def _of_mask(t, turns):
+  told_T = np.zeros(len(t), bool)
+  for turn in turns:
+    told_T[turn.start : turn.stop] = True
+  if differs := int((told_T != t.loss_mask_T).sum()):
+    yield f'has a loss mask that differs from its turns at {differs} tokens'
+  if not t.loss_mask_T.any():
+    yield 'has no sampled token'
+
+
+def _of_versions(t, is_valid):
+  named = {
+    int(version)
+    for name in records.VERSIONS
+    for version in np.unique(getattr(t, name))
+  }
+  if wrong := sorted(v for v in named if not is_valid(v)):
+    yield (
+      f'names versions {wrong}, newer than the trained one or older than '
+      '--config.rl.max_staleness allows'
+    )
+  if count := parts.uncovered(t):
+    yield (
+      f'has {count} sampled tokens whose versions (of their sampling, their '
+      'context, and its last computation) no engine can have had together'
+    )

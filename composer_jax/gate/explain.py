@@ -5,28 +5,63 @@ weights. The one after which the least mean k3 is left is the best explanation;
 none is proof.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.gate import audit
+from composer_jax.gate import audit, parts
 from composer_jax.rl import mismatch
 
 # Mean k3 that rounding may leave.
 _ROUNDING = 1e-11
 
+# An explanation leaves at most this share of the mean k3, and at most so much.
+_BETTER, _CLOSE = 25, 0.1
+
 # Factors by which a recorded temperature may be wrong.
 _FACTORS = (0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.4, 2.0)
 
 
-def worst(scores: Sequence[audit.Score]) -> audit.Score:
-  """The score with the largest mean k3 and the most routes that differ."""
-  return max(
-    scores,
-    key=lambda s: mismatch.k3(s.log_ratios).mean() + s.differing_T.mean(),
-  )
+def worst(
+  breached: Container[str],
+  exact: Sequence[audit.Score],
+  own: Sequence[audit.Score],
+) -> audit.Score | None:
+  """The score that a breached band is about and that breaches it most.
+
+  `exact` are of the chains and `own` of the trainer's pass over everything.
+  None if no band that tells of single tokens was breached.
+  """
+
+  def kl(score):
+    return mismatch.k3(score.log_ratios).mean()
+
+  def differing(score):
+    return score.differing_T.mean()
+
+  def missing(score):
+    ids_TMA = score.part.trajectory.expert_ids_TMA[:-1]
+    return (ids_TMA == records.NO_ROUTE).mean()
+
+  recorded = [s for s in exact if s.part.is_recorded]
+  afresh = [s for s in exact if not s.part.is_recorded]
+  for name, scores, measure in (
+    ('mismatch_kl_exact', recorded, kl),
+    ('exact_agreement', recorded, differing),
+    ('mismatch_kl_afresh', afresh, kl),
+    ('unrecorded', own, missing),
+    ('mismatch_kl', own, kl),
+    ('mismatch_p99', own, kl),
+    ('mismatch_large', own, kl),
+    ('replay_agreement', own, differing),
+    ('route_agreement', own, differing),
+  ):
+    scores = [s for s in scores if s.part.compared_T.any()]
+    if name in breached and scores:
+      return max(scores, key=measure)
+  return None
 
 
 def _moved(ids_TMA: np.ndarray, by: int) -> np.ndarray:
@@ -39,8 +74,8 @@ def _moved(ids_TMA: np.ndarray, by: int) -> np.ndarray:
 
 
 def _rescored(
-  part: audit.Part, versions: Sequence[int]
-) -> Iterator[tuple[str, audit.Part]]:
+  part: parts.Part, versions: Sequence[int]
+) -> Iterator[tuple[str, parts.Part]]:
   """Yields hypotheses and the part to score under each."""
   t = part.trajectory
 
@@ -110,7 +145,7 @@ def explain(auditor: audit.Auditor, score: audit.Score) -> str:
   least = min(k3 for k3, _ in left)
   # The first of those that leave rounding, or else the best.
   after, words = next(x for x in left if x[0] <= max(least, _ROUNDING))
-  if not after < before / 4:
+  if not after < min(before / _BETTER, _CLOSE):
     size = float(np.std(score.log_ratios))
     return f'{text}; no single lie explains it, as noise of {size:.2g} would'
   return f'{text}; it fits best if {words} (mean k3 {after:.3g} then)'

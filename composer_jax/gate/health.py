@@ -1,5 +1,6 @@
 """Judges each step: bands on what its records say against what weights say."""
 
+import collections
 import io
 import pathlib
 from typing import Any
@@ -11,20 +12,30 @@ from composer_jax.gate import audit, bands, explain, routes
 from composer_jax.rl import batching, comparison, mismatch
 from composer_jax.rl import step as steps
 
+# Reasons that a message names.
+_SHOWN = 8
+
 
 def _hinted(
   groups: list[records.Group], trained: batching.PackedTrajectories
-) -> list[tuple[records.Trajectory, int]]:
-  """Windows with hints but no policy gradient, and their groups."""
+) -> list[tuple[records.Trajectory, int, int]]:
+  """Windows with hints but no policy gradient: each, its group and hints."""
   known = {id(t) for t in trained.trajectories}
-  hinted = {
-    id(t): (t, g.group)
+  hints = [
+    (r.trajectories[h.trajectory], g.group)
     for g in groups
     for r in g.rollouts
-    for t in [r.trajectories[h.trajectory] for h in r.hints]
-    if id(t) not in known
-  }
-  return list(hinted.values())
+    for h in r.hints
+  ]
+  counts = collections.Counter(id(t) for t, _ in hints)
+  hinted = {id(t): (t, g, counts[id(t)]) for t, g in hints}
+  return [found for key, found in hinted.items() if key not in known]
+
+
+def _first(messages: list[str]) -> str:
+  more = len(messages) - _SHOWN
+  rest = [f'and {more} more'] if more > 0 else []
+  return '; '.join([*messages[:_SHOWN], *rest])
 
 
 class HealthGate:
@@ -64,8 +75,20 @@ class HealthGate:
 
   def judge(self, step: comparison.JudgedStep) -> dict[str, Any]:
     """Scores what this step can afford, and compares it with the bands."""
+    # Hinted windows may be of the trained version, which is not always kept.
+    policies = self._auditor.policies
+    is_kept = step.version in policies
+    policies.setdefault(step.version, step.values)
+    try:
+      return self._judge(step)
+    finally:
+      if not is_kept:
+        del policies[step.version]
+
+  def _judge(self, step: comparison.JudgedStep) -> dict[str, Any]:
+    auditor = self._auditor
     hinted = _hinted(step.groups, step.trained) if step.hinted else []
-    windows = [*step.trained.trajectories, *(t for t, _ in hinted)]
+    windows = [*step.trained.trajectories, *(t for t, *_ in hinted)]
     free, own, costly = audit.free_and_costly(
       step.trained,
       step.scores,
@@ -73,35 +96,41 @@ class HealthGate:
       step.version,
       replay=self._replay,
     )
-    ranks = [
-      audit.suspicion(score, advantage, self._num_layers)
-      for score, advantage in zip(own, step.advantages, strict=True)
-    ]
-    ranks += [0.0] * len(hinted)
+
+    def suspicion(part):
+      if part.index >= len(own):
+        # No pass of the policy gradient has seen these.
+        return 0.0, float(hinted[part.index - len(own)][2])
+      score = own[part.index]._replace(part=part)
+      advantage = step.advantages[part.index]
+      return audit.suspicion(score, advantage, self._num_layers)
+
     rows = len(step.scores) * self._rows
-    exact = free + self._auditor.choose(costly, ranks, rows, step.version)
-    scorable = [*(s.part for s in free), *filter(self._auditor.knows, costly)]
-    sampled = sum(int(t.loss_mask_T.sum()) for t in windows)
+    ranks = list(map(suspicion, costly))
+    exact = free + auditor.choose(costly, ranks, rows, step.version)
+    lost = [p for p in costly if not auditor.knows(p) and auditor.lacks(p)]
     pair = (step.scores, step.others)
     metrics = {
       **routes.both_ways(step.trained, *(pair if self._replay else pair[::-1])),
-      'tokens_unscorable': sampled
-      - sum(int(part.compared_T.sum()) for part in scorable),
+      'tokens_unscorable': sum(int(p.compared_T.sum()) for p in lost),
       **audit.measure(exact, self._num_layers),
     }
     if self._replay:
       metrics['unrecorded'] = bands.unrecorded(step.groups)
     breaches = bands.breaches(step.metrics | metrics, self._options)
-    breaches += bands.contradictions(step.groups, self._temperature)
-    metrics |= {'gate_breaches': len(breaches), 'gate': breaches}
-    if breaches and self.stops:
-      self._auditor.policies.setdefault(step.version, step.values)
-      worst = explain.worst(exact or own)
-      group = [*step.group_ids, *(g for _, g in hinted)][worst.part.index]
-      reason = explain.explain(self._auditor, worst)
+    messages = list(breaches.values())
+    messages += bands.contradictions(
+      step.groups,
+      temperature=self._temperature,
+      is_valid=lambda version: auditor.is_valid(version, step.version),
+    )
+    metrics |= {'gate_breaches': len(messages), 'gate': messages}
+    if messages and self.stops:
+      groups = [*step.group_ids, *(g for _, g, _ in hinted)]
+      worst = explain.worst(breaches, exact, own)
       raise mismatch.OutOfBand(
-        f'rl step {step.version + 1}: {"; ".join(breaches)}. Of its groups, '
-        f'{group} is the worst: {reason}. Its gradient was not applied, and '
+        f'rl step {step.version + 1}: {_first(messages)}. '
+        f'{self._explained(worst, groups)}Its gradient was not applied, and '
         'the last checkpoint is intact. To sample its groups anew delete their '
         'files in groups/ and run the same command again; to go on with them '
         f'as they are add --config.rl.gate.action=flag.{self._kept(worst)}',
@@ -109,9 +138,15 @@ class HealthGate:
       )
     return metrics
 
-  def _kept(self, worst: audit.Score) -> str:
+  def _explained(self, worst: audit.Score | None, groups: list[int]) -> str:
+    if worst is None:
+      return ''
+    reason = explain.explain(self._auditor, worst)
+    return f'Of its groups, {groups[worst.part.index]} is the worst: {reason}. '
+
+  def _kept(self, worst: audit.Score | None) -> str:
     """Writes the arrays of the worst trajectory, and tells how to see them."""
-    if self._folder is None:
+    if self._folder is None or worst is None:
       return ''
     path, content = self._folder / 'stopped.npz', io.BytesIO()
     np.savez(content, allow_pickle=False, **explain.evidence(worst))

@@ -200,6 +200,14 @@ class Session:
     self.routes_TMA = np.concatenate([known_TMA, room_TMA])
     self.versions_T = np.resize(self.versions_T, len(self.tokens_T))
 
+  @property
+  def starts_over(self) -> bool:
+    """True while it consumes tokens of earlier requests anew."""
+    work = self.work
+    if work is None or work.routes_start or work.pieces or work.settled:
+      return False
+    return self.consumed > 0 and len(work.request.context_T) < self.length
+
   def consume(self, count: int, version: int, *, is_shareable: bool) -> None:
     """Counts tokens as consumed; they can be shared if all before them can."""
     if is_shareable and self.shareable == self.consumed:

@@ -255,7 +255,8 @@ class Slots:
 
     Prefixes of other versions are dropped. With `refresh` sessions consume
     their tokens anew, a running one at most once between two sampled tokens:
-    with a swap at every step it would otherwise never sample.
+    with a swap at every step it would otherwise never sample. So does one that
+    was doing this anyway, so that what is computed anew is of one version.
     """
     self.stats.version = version
     self.stats.swaps += 1
@@ -265,19 +266,19 @@ class Slots:
       work = session.work
       if work is not None:
         work.keys = work.waits_for = None
-      if refresh and not (work and work.refreshed):
+      is_due = refresh or session.starts_over
+      if is_due and not (work and work.refreshed):
         if work is not None:
           session.settle()  # Its tokens must be in `tokens_T` to be consumed.
         self.holdings.strip(session)
       elif session.consumed:
         session.shareable = None
-    if refresh:
-      # Sessions that lost their pages go to the front of the queue.
-      stripped = [s for s in self.running.values() if not s.pages]
-      for session in stripped:
-        del self.running[session.name]
-        session.at_work.refreshed = True
-      self.queue.extendleft(stripped[::-1])
+    # Sessions that lost their pages go to the front of the queue.
+    stripped = [s for s in self.running.values() if not s.pages]
+    for session in stripped:
+      del self.running[session.name]
+      session.at_work.refreshed = True
+    self.queue.extendleft(stripped[::-1])
 
   def take_finished(self) -> list[records.Completion | records.Failure]:
     finished, self.finished = self.finished, []

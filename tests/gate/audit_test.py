@@ -12,6 +12,7 @@ import pytest
 from composer_jax.agent import window as windows
 from composer_jax.core import records
 from composer_jax.gate import audit
+from composer_jax.gate import parts as parts_lib
 from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import decoder
 from composer_jax.parallel import layouts, topology
@@ -51,15 +52,29 @@ def labelled(sampled_by, read, consumed):
         ([1] * 5, [0, 1, 1, 0, 0], False),
       ],
     ),
-    # A cache of two versions, consumed anew: two tokens that nothing scores.
+    # A cache of two versions, consumed anew by a third.
     (
-      ([2, 2, 2, 3, 3], [1, 1, 1, 3, 3], [3] * 5),
-      [([3] * 5, [0, 0, 0, 1, 1], True)],
+      ([1, 1, 2, 3, 3], [1, 1, 1, 3, 3], [3] * 5),
+      [
+        ([3] * 5, [0, 0, 0, 1, 1], True),
+        ([1, 2, 2, 2, 2], [0, 1, 1, 0, 0], False),
+      ],
     ),
+    # Consumed anew twice; context of version 3 in between.
+    (
+      ([1, 1, 2, 3, 4], [1, 1, 2, 2, 4], [4] * 5),
+      [
+        ([4] * 5, [0, 0, 0, 0, 1], True),
+        ([1] * 5, [0, 1, 0, 0, 0], False),
+        ([2, 2, 3, 3, 3], [0, 0, 1, 1, 0], False),
+      ],
+    ),
+    # What no engine can have done: its context is of an older version.
+    (([3] * 5, [2] * 5, [3] * 5), []),
   ],
 )
 def test_parts_are_the_caches_that_the_versions_name(versions, want):
-  parts = list(audit.parts_of(7, labelled(*versions), replay=True))
+  parts = list(parts_lib.parts_of(7, labelled(*versions), replay=True))
   assert len(parts) == len(want)
   for part, (consumed, compared, is_recorded) in zip(parts, want, strict=True):
     assert part.index == 7 and part.is_recorded == is_recorded
@@ -98,16 +113,46 @@ def test_a_share_of_the_rows_is_scored_the_suspects_first():
     consumed = kinds[i % 3]
     sampled_by = [consumed[0], *consumed[:-1]]
     window = labelled(sampled_by, consumed[:1] * 8, consumed)
-    parts += audit.parts_of(i, window, replay=True)
+    parts += parts_lib.parts_of(i, window, replay=True)
   assert len(parts) == 30
-  suspicion = [float(i == 13) for i in range(30)]
-  seen = [auditor.choose(parts, suspicion, 20, step) for step in range(40)]
-  assert all(scores[0].part.index == 13 for scores in seen if scores)
-  assert sum(map(bool, seen)) > 15
-  scored = {s.part.index for scores in seen for s in scores}
+  suspicion = [(float(i == 13), float(i == 19)) for i in range(30)]
+  share = 0.15 * 20
+  seen = []
+  for step in range(40):
+    before = len(passes)
+    seen.append(
+      [s.part.index for s in auditor.choose(parts, suspicion, 20, step)]
+    )
+    assert share <= len(passes) - before <= share + 1
+  assert all(len(found) >= 2 for found in seen)
+  # Each list comes first in turns.
+  assert all(13 in a + b and 19 in a + b for a, b in zip(seen, seen[1:]))
+  scored = {i for found in seen for i in found}
   assert len(scored) > 10 and not any(i % 3 == 2 for i in scored)
-  # 3 of 20 rows a step; one chain may be more than what is left.
-  assert 0.9 * 3 * 40 < len(passes) <= 3 * 40 + 1
+
+
+def test_a_step_of_few_rows_affords_a_chain():
+  functions = types.SimpleNamespace(
+    parts=1,
+    compact=lambda v: v,
+    chain=lambda values, batch, entries: (
+      steps.Scores(
+        logprobs_BT=np.zeros(batch.tokens_BT.shape, np.float32),
+        expert_ids_MBTA=None,
+        differing_BT=np.zeros(batch.tokens_BT.shape, np.float32),
+      ),
+      None,
+    ),
+  )
+  for share, count in ((0.01, 1), (0.0, 0)):
+    auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=share)
+    auditor.keep(1, 'policy')
+    window = labelled([1] * 8, [1] * 8, [1] * 8)
+    parts = [
+      p for i in range(3) for p in parts_lib.parts_of(i, window, replay=True)
+    ]
+    for step in range(4):
+      assert len(auditor.choose(parts, [(0.0, 0.0)] * 3, 2, step)) == count
 
 
 def policies_of(config, count=3):
@@ -200,7 +245,7 @@ def test_swapped_sessions_are_what_a_chain_of_passes_computes(
   parts = [
     part
     for i, t in enumerate(made)
-    for part in audit.parts_of(i, t, replay=True)
+    for part in parts_lib.parts_of(i, t, replay=True)
   ]
   assert len({v for p in parts for v in p.consumed_T.tolist()}) > 1
   scores = auditor.score(parts)
@@ -223,7 +268,7 @@ def test_a_chain_on_a_mesh_is_that_of_one_device(name, axes):
   policies = policies_of(config)
   trajectories = replayed.trajectories(config)
   parts = [
-    audit.Part(
+    parts_lib.Part(
       i, t, np.arange(len(t)) * 3 // len(t), t.loss_mask_T, is_recorded=True
     )
     for i, t in enumerate(trajectories)

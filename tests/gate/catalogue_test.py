@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax.agent import window as windows
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.gate import health
@@ -108,30 +109,14 @@ def rollout_of(
   member,
   temperature=update_test.TEMPERATURE,
 ):
-  start = len(context_T)
-  stop = start + len(completion.tokens_T)
-  ids_TMA = completion.consumed_expert_ids_TMA
-  unrouted = np.full_like(ids_TMA[:1], records.NO_ROUTE)
-  sampled_by = np.pad(completion.policy_version_T, (start, 0), mode='edge')
-  read = np.pad(completion.context_version_T, (start, 0), mode='edge')
+  window = windows.Window()
+  window.append(context_T, completion)
+  start, stop = len(context_T), window.length
   return records.Rollout(
     task_id=f'task {group}',
     group=group,
     member=member,
-    trajectories=(
-      records.Trajectory(
-        tokens_T=np.concatenate([context_T, completion.tokens_T]),
-        loss_mask_T=np.arange(stop) >= start,
-        logprobs_T=np.pad(completion.logprobs_T, (start, 0)),
-        expert_ids_TMA=np.concatenate([ids_TMA, unrouted]),
-        policy_version_T=sampled_by,
-        context_version_T=read,
-        consumed_version_T=np.pad(
-          completion.consumed_version_T, (0, 1), mode='edge'
-        ),
-        temperature=temperature,
-      ),
-    ),
+    trajectories=(window.trajectory(temperature),),
     verdict=records.Verdict(
       passed=member == 0,
       num_passed=int(member == 0),

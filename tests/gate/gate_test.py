@@ -77,7 +77,9 @@ def copied(state):
 
 def gate_of(functions, action='stop', replay=True):
   options = mismatch.GateOptions(action=action)
-  return health.HealthGate(functions, SHAPE, options, replay=replay)
+  return health.HealthGate(
+    functions, SHAPE, options, replay=replay, max_staleness=1
+  )
 
 
 def run(functions, state, groups, action='stop', **changes):

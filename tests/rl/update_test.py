@@ -144,6 +144,15 @@ def _rollout(completion, context_T, group, member):
       status=records.GRADED,
       sandbox_level='static',
     ),
+    turns=(
+      turns_lib.Turn(
+        trajectory=0,
+        start=len(context_T),
+        stop=len(tokens_T),
+        tool='',
+        outcome='ok',
+      ),
+    ),
     reward=1.0 * (member == 0) - 0.1 * sampled,
     num_turns=1,
     num_invalid=member,
