@@ -97,10 +97,13 @@ class HealthGate:
       replay=self._replay,
     )
 
+    draws = np.random.default_rng(step.version)
+
     def suspicion(part):
       if part.index >= len(own):
-        # No pass of the policy gradient has seen these.
-        return 0.0, float(hinted[part.index - len(own)][2])
+        # No pass of the policy gradient has seen these, so they take turns.
+        _, _, count = hinted[part.index - len(own)]
+        return 0.0, count * draws.random()
       score = own[part.index]._replace(part=part)
       advantage = step.advantages[part.index]
       return audit.suspicion(score, advantage, self._num_layers)

@@ -293,19 +293,34 @@ class Spec:
         '--config.rl.replay needs the routes that rollouts record: set '
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
       )
-    dtypes = {self.model.compute_dtype, self.rollout.compute_dtype}
-    gate = self.rl.gate
-    is_tight = gate.action == 'stop' and gate.max_kl_exact < 1e-6
-    if 'bfloat16' in dtypes and is_tight:
-      raise ValueError(
-        f'--config.rl.gate.max_kl_exact={gate.max_kl_exact:g} is a band for '
-        'float32, and would stop honest records of an engine or a trainer in '
-        'bfloat16 (--config.rollout.compute_dtype, model.compute_dtype). Set '
-        'it to 1e-4 (1e-3 if the two differ), --config.rl.gate.'
-        'min_exact_agreement to 0.97 and --config.rl.gate.max_kl_afresh to '
-        '1e-3, or --config.rl.gate.action=flag.'
-      )
+    self._check_gate()
     self._check_shapes()
+
+  def _check_gate(self) -> None:
+    """Raises for bands that honest records in bfloat16 would not keep."""
+    gate = self.rl.gate
+    dtypes = {self.model.compute_dtype, self.rollout.compute_dtype}
+    is_bitwise = self.model.numerics == 'batch_invariant' and len(dtypes) == 1
+    if 'bfloat16' not in dtypes or is_bitwise or gate.action != 'stop':
+      return
+    for name, value, is_tight in (
+      ('max_kl_exact', gate.max_kl_exact, gate.max_kl_exact < 1e-6),
+      (
+        'min_exact_agreement',
+        gate.min_exact_agreement,
+        gate.min_exact_agreement > 0.99,
+      ),
+      ('max_kl_afresh', gate.max_kl_afresh, gate.max_kl_afresh < 1e-4),
+    ):
+      if is_tight:
+        raise ValueError(
+          f'--config.rl.gate.{name}={value:g} is a band for float32, and would '
+          'stop honest records of an engine or a trainer in bfloat16 '
+          '(--config.rollout.compute_dtype, model.compute_dtype). Set '
+          '--config.rl.gate.max_kl_exact to 1e-4 (1e-3 if the two differ), '
+          'min_exact_agreement to 0.97 and max_kl_afresh to 1e-3, or '
+          '--config.rl.gate.action=flag.'
+        )
 
   def _check_shapes(self) -> None:
     """Raises for rows and tokens that do not divide over the meshes."""

@@ -92,8 +92,22 @@ def test_bfloat16_under_a_band_of_float32_is_refused(part):
     ValueError, match='max_kl_exact=1e-09 is a band for float'
   ):
     make(**rounded)
-  for gate in ({'max_kl_exact': 1e-3}, {'action': 'flag'}):
+  wide = {'max_kl_exact': 1e-3}
+  with pytest.raises(
+    ValueError, match='min_exact_agreement=0.999 is a band for float'
+  ):
+    make(**rounded, **{f'rl__gate__{k}': v for k, v in wide.items()})
+  wide['min_exact_agreement'] = 0.97
+  for gate in (wide, {'action': 'flag'}):
     make(**rounded, **{f'rl__gate__{k}': v for k, v in gate.items()})
+
+
+def test_bfloat16_that_is_bitwise_the_same_may_have_the_tight_band():
+  make(
+    model__compute_dtype='bfloat16',
+    rollout__compute_dtype='bfloat16',
+    model__numerics='batch_invariant',
+  )
 
 
 def test_a_run_goes_on_under_another_gate(tmp_path):

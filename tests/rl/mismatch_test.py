@@ -134,15 +134,15 @@ HEALTHY = {
 
 @pytest.mark.parametrize('name', HEALTHY)
 def test_each_measure_has_its_band_and_ends_belong_to_it(name):
-  assert bands.breaches(HEALTHY, GATE) == []
+  assert bands.breaches(HEALTHY, GATE) == {}
   is_low = name.endswith('agreement')
   beyond = (0.99 if is_low else 1.01) * HEALTHY[name]
   for value in (beyond, math.nan):
-    (message,) = bands.breaches(HEALTHY | {name: value}, GATE)
+    (message,) = bands.breaches(HEALTHY | {name: value}, GATE).values()
     assert message.startswith(f'{name} is {value:.3g}, its band is at ')
     assert '(--config.rl.gate.m' in message and 'check ' in message
   off = dataclasses.replace(GATE, action='off')
-  assert bands.breaches(HEALTHY | {name: math.nan}, off) == []
+  assert bands.breaches(HEALTHY | {name: math.nan}, off) == {}
 
 
 @pytest.mark.parametrize(
