@@ -201,12 +201,21 @@ class Session:
     self.versions_T = np.resize(self.versions_T, len(self.tokens_T))
 
   @property
-  def starts_over(self) -> bool:
-    """True while it consumes tokens of earlier requests anew."""
+  def is_torn_by_swap(self) -> bool:
+    """True while its record could not tell which version computed what.
+
+    That is while it consumes tokens of earlier requests anew, and once it has
+    consumed the last token sampled but none of the context that follows.
+    """
     work = self.work
-    if work is None or work.routes_start or work.pieces or work.settled:
+    if work is None or work.pieces or work.settled:
       return False
-    return self.consumed > 0 and len(work.request.context_T) < self.length
+    known = self.length - len(work.request.context_T)
+    if not known:
+      return False
+    return (
+      self.consumed > 0 if not work.routes_start else self.consumed == known
+    )
 
   def consume(self, count: int, version: int, *, is_shareable: bool) -> None:
     """Counts tokens as consumed; they can be shared if all before them can."""

@@ -255,8 +255,8 @@ class Slots:
 
     Prefixes of other versions are dropped. With `refresh` sessions consume
     their tokens anew, a running one at most once between two sampled tokens:
-    with a swap at every step it would otherwise never sample. So does one that
-    was doing this anyway, so that what is computed anew is of one version.
+    with a swap at every step it would otherwise never sample. So do those that
+    the swap would tear.
     """
     self.stats.version = version
     self.stats.swaps += 1
@@ -266,7 +266,7 @@ class Slots:
       work = session.work
       if work is not None:
         work.keys = work.waits_for = None
-      is_due = refresh or session.starts_over
+      is_due = refresh or session.is_torn_by_swap
       if is_due and not (work and work.refreshed):
         if work is not None:
           session.settle()  # Its tokens must be in `tokens_T` to be consumed.

@@ -201,7 +201,10 @@ def sample(config, policies, on_swap):
   return made
 
 
-def sample_turns(config, policies, on_swap):
+_TURNS_LEN = 64
+
+
+def sample_turns(config, policies, on_swap, period):
   """Returns trajectories of three turns each, of an engine with few pages.
 
   Idle sessions lose their pages and consume their tokens anew, while weights
@@ -210,12 +213,12 @@ def sample_turns(config, policies, on_swap):
   page = 4 if config.numerics == 'fast' else grouped_query.KEY_BLOCK
   options = engines.EngineOptions(
     num_slots=2,
-    max_len=serving.LENGTH,
+    max_len=_TURNS_LEN,
     prefill_chunk=3,
     prefill_rows=1,
     decode_steps=2,
     page_size=page,
-    num_pages=2 * -(-serving.LENGTH // page),
+    num_pages=2 * -(-_TURNS_LEN // page),
     on_swap=on_swap,
   )
   engine = engines.Engine(config, policies[0], 0, options)
@@ -225,7 +228,7 @@ def sample_turns(config, policies, on_swap):
   for turn in range(3):
     contexts = {}
     for i in range(len(made)):
-      contexts[i] = rng.integers(0, replayed.V, 3 + i).astype(np.int32)
+      contexts[i] = rng.integers(0, replayed.V, 9 + i).astype(np.int32)
       engine.submit(serving.request(i, contexts[i], new=3 + (i + turn) % 3))
     while engine.num_unfinished:
       for completion in engine.step():
@@ -233,19 +236,23 @@ def sample_turns(config, policies, on_swap):
         anew += bool(turn) and completion.routes_start == 0
         made[i].append(contexts[i], completion)
       dispatches += 1
-      version = min(dispatches // 11, len(policies) - 1)
+      version = min(dispatches // period, len(policies) - 1)
       if version > engine.version and not engine.is_refreshing:
         engine.swap(policies[version], version)
   assert engine.version == len(policies) - 1
   return [window.trajectory(1.3) for window in made], anew
 
 
-@pytest.mark.parametrize('on_swap', ['keep', 'refresh'])
-def test_sessions_that_lost_their_pages_are_what_chains_compute(on_swap):
+@pytest.mark.parametrize(
+  'on_swap, period', [('keep', 3), ('keep', 7), ('refresh', 5)]
+)
+def test_sessions_that_lost_their_pages_are_what_chains_compute(
+  on_swap, period
+):
   """The versions of a record tell every cache that its tokens read."""
   config = replayed.CONFIGS['gqa_softmax']
-  policies = policies_of(config, count=6)
-  made, anew = sample_turns(config, policies, on_swap)
+  policies = policies_of(config, count=12)
+  made, anew = sample_turns(config, policies, on_swap, period)
   assert anew > 2
   parts = [
     part
@@ -257,7 +264,7 @@ def test_sessions_that_lost_their_pages_are_what_chains_compute(on_swap):
   if on_swap == 'keep':
     lost = [part for part in parts if not part.is_recorded]
     assert any(len(set(part.consumed_T.tolist())) > 1 for part in lost)
-  shape = batching.shape_of(config, rows=2, seq_len=2 * serving.LENGTH)
+  shape = batching.shape_of(config, rows=2, seq_len=2 * _TURNS_LEN)
   for score in auditor_of(config, policies, shape).score(parts):
     assert mismatch.k3(score.log_ratios).mean() < 1e-11, score
     if score.part.is_recorded:

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from composer_jax.agent import window as windows
@@ -18,6 +19,8 @@ from composer_jax.core import turns as turns_lib
 from composer_jax.gate import health
 from composer_jax.models import decoder
 from composer_jax.rl import batching, comparison, mismatch, update
+from composer_jax.rl import step as steps
+from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
 from experiments.studies.staleness import lies
 from tests.gate import gate_test
@@ -82,11 +85,11 @@ def sample(policies, versions, on_swap='keep'):
       )
   # The newest version comes so late that it samples few tokens.
   period = 12 // len(versions)
-  ended, steps, rest = {}, 0, list(versions[1:])
+  ended, count, rest = {}, 0, list(versions[1:])
   while engine.num_unfinished:
     ended |= {c.session: c for c in engine.step()}
-    steps += 1
-    if rest and steps % period == 0 and not engine.is_refreshing:
+    count += 1
+    if rest and count % period == 0 and not engine.is_refreshing:
       version = rest.pop(0)
       engine.swap(policies[version], version)
   return [
@@ -206,7 +209,10 @@ def versions_of(staleness):
 
 
 def run(functions, states, policies, staleness, names, on_swap='keep'):
-  """Returns (name, change of the gradient, step, message) of each lie."""
+  """Returns (name, change of the gradient, step, message) of each lie.
+
+  An honest step comes first, so that no gate is fresh.
+  """
   groups = sample(policies, versions_of(staleness), on_swap)
   world = world_of(functions, policies, groups)
   values = functions.policy(states[NEWEST])
@@ -220,6 +226,10 @@ def run(functions, states, policies, staleness, names, on_swap='keep'):
     except ValueError:
       size = np.inf
     gate = gate_of(functions, policies, staleness)
+    caught, _ = steps_until_caught(
+      functions, states[NEWEST], groups, gate, most=1
+    )
+    assert caught is None
     step, message = steps_until_caught(functions, states[NEWEST], told, gate)
     rows.append((name, float(size), step, message))
   return rows
@@ -258,6 +268,52 @@ def test_a_lie_is_caught_and_explained(functions, states, policies):
   for name, _, step, message in rows:
     assert step is not None, name
     assert EXPLAINED[name] in message, (name, message)
+
+
+def with_hints(groups):
+  """Returns the groups, the first one hinted and without an advantage."""
+
+  def changed(rollout):
+    (turn,) = rollout.turns
+    hint = turns_lib.Hint(
+      trajectory=0,
+      start=turn.start,
+      stop=turn.stop,
+      at=turn.start,
+      kind='test',
+      tokens_T=np.array([4, 9], np.int32),
+    )
+    return dataclasses.replace(rollout, reward=0.3, hints=(hint,))
+
+  first = groups[0]
+  rollouts = tuple(map(changed, first.rollouts))
+  return [dataclasses.replace(first, rollouts=rollouts), *groups[1:]]
+
+
+@pytest.mark.parametrize('staleness', [0, 1])
+def test_hinted_windows_without_an_advantage_are_scored(
+  states, policies, staleness
+):
+  hints = distill.HintLossOptions(weight=1.0)
+  functions = steps.build(decoder.Decoder(MODEL), optax.sgd(0.1), hints=hints)
+  groups = with_hints(sample(policies, versions_of(staleness)))
+  teacher = functions.policy(states[0])
+
+  def take(groups):
+    update.update(
+      gate_test.copied(states[NEWEST]),
+      groups,
+      functions,
+      dataclasses.replace(OPTIONS, hints=hints),
+      SHAPE,
+      gate=gate_of(functions, policies, staleness),
+      teacher=teacher,
+    )
+
+  take(groups)
+  wrong = gate_test.with_trajectories(groups[:1], gate_test.shifted, range(R))
+  with pytest.raises(mismatch.OutOfBand, match='Of its groups, 0 is the worst'):
+    take([*wrong, *groups[1:]])
 
 
 STALENESS = [

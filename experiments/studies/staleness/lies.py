@@ -138,6 +138,32 @@ def widened(all_of, i, world, rng, *, is_true):
   return {'loss_mask_T': mask_T, 'logprobs_T': logprobs_T}
 
 
+def trained_logprobs(all_of, i, world, rng):
+  del rng
+  return _logprobs(all_of[i], world.true_logprobs[i])
+
+
+def hidden(all_of, i, world, rng, *, lie):
+  """Another lie, under versions of which no cache can have been."""
+  t = all_of[i]
+  newest, oldest = t.consumed_version_T.max(), t.consumed_version_T.min()
+  names = dict(zip(records.VERSIONS, (newest, oldest - 1, newest), strict=True))
+  return lie(all_of, i, world, rng) | {
+    name: np.full(len(t), version, np.int32) for name, version in names.items()
+  }
+
+
+def narrowed(all_of, i, world, rng):
+  """Marks the first half of the sampled tokens as context."""
+  del world, rng
+  t = all_of[i]
+  is_first_T = np.cumsum(t.loss_mask_T) <= t.loss_mask_T.sum() // 2
+  return {
+    'loss_mask_T': t.loss_mask_T & ~is_first_T,
+    'logprobs_T': np.where(is_first_T, 0, t.logprobs_T).astype(np.float32),
+  }
+
+
 def _named(change, **fields):
   return functools.partial(change, **fields) if fields else change
 
@@ -162,7 +188,17 @@ CATALOGUE: dict[str, tuple[Change, float]] = {
       ('no routes', _named(missing_routes, share=1.0)),
       ('log-probabilities times 0.5', _named(scaled, by=0.5)),
       ('log-probabilities of a stale version', stale_logprobs),
+      ('log-probabilities of the trained version', trained_logprobs),
       ('a temperature of 1.25 times', _named(temperature, by=1.25)),
+      ('masks of half of the sampled tokens', narrowed),
+      (
+        'versions of no cache over log-probabilities times 0.5',
+        _named(hidden, lie=_named(scaled, by=0.5)),
+      ),
+      (
+        'versions of no cache over random routes',
+        _named(hidden, lie=_named(random_routes, share=1.0)),
+      ),
     )
     for share in (0.01, 0.05, 0.2, 1.0)
   },
