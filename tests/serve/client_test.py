@@ -41,7 +41,9 @@ class _Engine(serving.ScriptedEngine):
       end,
       routes_start=start,
       consumed_expert_ids_TMA=_routes(start, stop),
-      consumed_version_T=np.repeat(end.context_version_T[:1], stop - start),
+      consumed_version_T=np.insert(
+        end.consumed_version_T, 0, [self.version] * (end.routes_start - start)
+      ),
     )
 
 
@@ -90,9 +92,11 @@ def test_an_episode_over_tokens_has_everything_a_trainer_needs(
   assert rollout.verdict.passed
   (trajectory,) = rollout.trajectories
   sampled_T = trajectory.loss_mask_T
-  assert (trajectory.policy_version_T == served.engine.version).all()
-  for name in ('context_version_T', 'consumed_version_T'):
-    assert (getattr(trajectory, name) == served.engine.version - 1).all()
+  version = served.engine.version
+  assert (trajectory.context_version_T == version - 1).all()
+  for name in ('policy_version_T', 'consumed_version_T'):
+    first, *others = getattr(trajectory, name).tolist()
+    assert first == version - 1 and set(others) == {version}
   assert (trajectory.logprobs_T == np.where(sampled_T, -0.25, 0)).all()
   np.testing.assert_array_equal(
     trajectory.expert_ids_TMA[:-1], _routes(0, len(trajectory) - 1)

@@ -131,14 +131,18 @@ class ScriptedEngine:
     del self.works[name]
     self.held[name] += len(work.sampled)
     consumed = len(request.context_T) + len(work.sampled) - 1
+    start = self.held[name] - consumed - 1
+    # A swap came after the session's first token.
+    consumed_T = np.full(consumed, self.version, np.int32)
+    consumed_T[: not start] -= 1
     ids_TMA = np.broadcast_to(np.arange(2, dtype=np.uint16), (consumed, 2, 2))
     return [
       records.Completion(
         session=name,
         consumed_expert_ids_TMA=np.ascontiguousarray(ids_TMA),
-        consumed_version_T=np.full(consumed, self.version - 1, np.int32),
+        consumed_version_T=consumed_T,
         stopped=bool(stops),
-        routes_start=self.held[name] - consumed - 1,
+        routes_start=start,
         num_cached=3,
         **_arrays(work.sampled, self.version),
       )

@@ -43,7 +43,7 @@ def test_all_that_was_sampled_is_told(ask, shared):
     'raw_logprobs': [-0.5] * 3,
     'policy_versions': [7] * 3,
     'context_versions': [6] * 3,
-    'consumed_versions': [6] * 4,
+    'consumed_versions': [6, 7, 7, 7],
     'finish_reason': 'stop',
     'cached_tokens': 3,
     'top_logprobs': [[[t, -0.5], [t + 1, -0.5]] for t in (20, 21, 22)],
