@@ -98,8 +98,8 @@ rl
       afresh: without replay, or if a refresh replaced their routes; the next
       metric covers these
   mismatch_kl_afresh: * mismatch_kl of tokens scored afresh
-  tokens_unscorable: * tokens that no kept policy can score, after a restart or
-      if their cache had several versions and was computed anew
+  tokens_unscorable: * tokens of policies from before a restart, which no kept
+      policy can score
   unrecorded: share of consumed tokens without a route; absent without a replay
   mismatch_kl_hints: mismatch_kl of hinted turns, in float32
   truncated: * share of tokens whose ratio met a bound of rl.loss

@@ -81,7 +81,8 @@ class GateOptions:
       at the price of a wait before the optimizer is dispatched; 'flag' reports
       the step and goes on; 'off' does not check.
     share: passes over rows that score stale tokens exactly, as a share of the
-      rows that a step trains on; a pass took 0.44 of a row's training on a CPU.
+      rows that a step trains on, but at least one chain of them; 0 for none. A
+      pass took 0.44 of a row's training on a CPU.
     max_kl_exact: largest mean k3, in nats a token, of tokens scored exactly.
     min_exact_agreement: smallest share of replayed routes that the weights
       which made them choose again.

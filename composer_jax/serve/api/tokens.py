@@ -26,7 +26,8 @@ Answer:
      "raw_logprobs":    log-probs of the model at temperature 1, untruncated,
      "policy_versions": version of the weights that sampled each token,
      "context_versions": oldest version in the cache that each pass read,
-     "consumed_versions": version that computed each route and cache entry,
+     "consumed_versions": version that computed each route and cache entry, up
+                         to the last token but one of the session,
      "finish_reason":   "stop" or "length",
      "cached_tokens":   number of context tokens that were in the cache already,
      "top_logprobs":    null, or for each token [[id, raw log-prob], ...],
