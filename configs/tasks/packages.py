@@ -67,6 +67,14 @@ def _packages() -> dict:
       '5ed01bd676800d51f0025605e4fd8ad0891550513e7b0a4c3da478463764e5c3',
       held_out=True,
     ),
+    'humanize': pin(
+      '4.17.0',
+      '1d6a36c453dbfbb3f0b34601d2e0b4ce5d48d780305cd45714843f0068fde6ac',
+    ),
+    'idna': pin(
+      '3.20',
+      'a7db850025b95ded1eae8a46181a1a6c56c92c96f0e2b005d9ff8dc0210cab44',
+    ),
     'inflection': pin(
       '0.5.1',
       '1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417',
@@ -75,17 +83,45 @@ def _packages() -> dict:
       '0.7.2',
       '4cd1aa0f43ca76f4a6c6c0292a85f40b35ec2e43e315b59f06e6d32171a953e6',
     ),
+    'itsdangerous': pin(
+      '2.2.0',
+      'e0050c0b7da1eea53ffaf149c0cfbb5c6e2e2b69c4bef22c81fa6eb73e5f6173',
+    ),
+    'jsonpointer': pin(
+      '3.12',
+      '7a3dcc11b64053eaa9c549e85e413f8d40a075215f793a331bed9182a14251ae',
+    ),
+    'markdown': pin(
+      '3.11.3',
+      '81eb91631dc97ad1efbc76019ef0f80fe90ca49ddf81546752d79989c3bfff3e',
+    ),
     'mistune': pin(
       '3.4.0',
       '2eaf7952af928ca8d33b779762effc1da517b62c6ad85ec8ca957e3b07b9782a',
+    ),
+    'more-itertools': pin(
+      '11.2.1',
+      'cbf08fd0af284dc69718b9b76a8e6203df624d70209ea511e4219d350c856f63',
     ),
     'parse': pin(
       '1.22.4',
       '706d458feed5a81b02768d3156e8070baf6cee7d150a3a3c0cd43101a875c3b5',
     ),
+    'platformdirs': pin(
+      '4.14.7',
+      '5472257c1cf97a14658af52997011c7e59e4aebf3a24950b973c11b579e1b074',
+    ),
+    'pyasn1': pin(
+      '0.6.5',
+      '6b11616a6bcf3a40e635f082bb232fa57b5e0dd7f517bd7ddd69ec3794508a47',
+    ),
     'pyrsistent': pin(
       '0.20.0',
       '4c48f78f62ab596c679086084d0dd13254ae4f3d6c72a83ffdf5ebdef8f265a4',
+    ),
+    'rfc3986': pin(
+      '2.0.0',
+      '97aacf9dbd4bfd829baad6e6309fa6573aaf1be3f6fa735c8ab05e46cecb261c',
     ),
     'schema': pin(
       '0.7.8',
@@ -113,6 +149,10 @@ def _packages() -> dict:
     'tinydb': pin(
       '4.9.0',
       '6928b1fa785186bda7952a0ba05aaeedc883ede565ca9c7d608de44e5e75de70',
+    ),
+    'tomlkit': pin(
+      '0.15.2',
+      '83e32755ba1d20d9340bd069ee97e9f6232ba2346b63ffcba425de01f7e327a6',
     ),
     'toolz': pin(
       '1.2.0',
