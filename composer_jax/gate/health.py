@@ -15,6 +15,9 @@ from composer_jax.rl import step as steps
 # Reasons that a message names.
 _SHOWN = 8
 
+# The worst trajectory of the step that was stopped last, in the workdir.
+_STOPPED = 'stopped.npz'
+
 
 def _hinted(
   groups: list[records.Group], trained: batching.PackedTrajectories
@@ -128,6 +131,8 @@ class HealthGate:
       is_valid=lambda version: auditor.is_valid(version, step.version),
     )
     metrics |= {'gate_breaches': len(messages), 'gate': messages}
+    if not messages and self._folder is not None:
+      (self._folder / _STOPPED).unlink(missing_ok=True)
     if messages and self.stops:
       groups = [*step.group_ids, *(g for _, g, _ in hinted)]
       worst = explain.worst(breaches, exact, own)
@@ -151,7 +156,7 @@ class HealthGate:
     """Writes the arrays of the worst trajectory, and tells how to see them."""
     if self._folder is None or worst is None:
       return ''
-    path, content = self._folder / 'stopped.npz', io.BytesIO()
+    path, content = self._folder / _STOPPED, io.BytesIO()
     np.savez(content, allow_pickle=False, **explain.evidence(worst))
     files.write_atomic(path, content.getvalue())
     return f' Its worst trajectory: ./run.sh mismatch --group={path}'

@@ -158,6 +158,55 @@ def test_a_temperature_that_the_run_does_not_sample_at_is_named(
   assert bool(metrics['gate']) == caught
 
 
+def test_the_worst_trajectory_is_kept_until_a_step_passes(
+  functions, trained, groups, tmp_path
+):
+  gate = health.HealthGate(
+    functions, SHAPE, mismatch.GateOptions(), folder=tmp_path
+  )
+
+  def take(groups):
+    update.update(copied(trained), groups, functions, OPTIONS, SHAPE, gate=gate)
+
+  wrong = with_trajectories(groups, shifted)
+  with pytest.raises(mismatch.OutOfBand, match=f'--group={tmp_path}'):
+    take(wrong)
+  assert 'compared_T' in np.load(tmp_path / 'stopped.npz')
+  take(groups)
+  assert not list(tmp_path.iterdir())
+
+
+def unturned(t):
+  """Returns a mask of no token."""
+  return {'loss_mask_T': np.zeros(len(t), bool)}
+
+
+def unread(t):
+  """Returns versions that no cache can have had."""
+  return {'context_version_T': t.context_version_T - 1}
+
+
+@pytest.mark.parametrize(
+  'lie, reason',
+  [
+    (unturned, 'has a loss mask that differs from its turns at .* tokens'),
+    (unturned, 'has no sampled token'),
+    (unread, 'has .* sampled tokens whose versions .* no engine can have had'),
+    (newer, r'names versions \[61\], newer than the trained one'),
+  ],
+)
+def test_records_that_contradict_themselves_are_refused_by_name(
+  functions, trained, groups, lie, reason
+):
+  wrong = [groups[0], *with_trajectories(groups[1:], lie, [1])]
+  match = f'rl step 61: .*group 1, member 1: window 0 {reason}'
+  with pytest.raises(mismatch.OutOfBand, match=match):
+    run(functions, trained, wrong)
+  everywhere = with_trajectories(groups, lie)
+  with pytest.raises(mismatch.OutOfBand, match='and 1 more|window 0'):
+    run(functions, trained, everywhere)
+
+
 def test_the_group_that_lies_is_named(functions, trained, groups):
   wrong = [groups[0], *with_trajectories(groups[1:], shifted)]
   with pytest.raises(
