@@ -97,7 +97,7 @@ def test_bfloat16_under_a_band_of_float32_is_refused(part):
     ValueError, match='min_exact_agreement=0.999 is a band for float'
   ):
     make(**rounded, **{f'rl__gate__{k}': v for k, v in wide.items()})
-  wide['min_exact_agreement'] = 0.97
+  wide |= {'min_exact_agreement': 0.97, 'max_kl_afresh': 1e-3}
   for gate in (wide, {'action': 'flag'}):
     make(**rounded, **{f'rl__gate__{k}': v for k, v in gate.items()})
 

@@ -121,7 +121,7 @@ def test_routes_agree_as_sets_layer_by_layer():
 HEALTHY = {
   'mismatch_kl_exact': 1e-9,
   'exact_agreement': 0.999,
-  'mismatch_kl_afresh': 1e-4,
+  'mismatch_kl_afresh': 1e-5,
   'unrecorded': 0.01,
   'mismatch_kl_hints': 0.1,
   'mismatch_kl': 0.1,
