@@ -76,7 +76,16 @@ def parts_of(
 
 
 def uncovered(trajectory: records.Trajectory) -> int:
-  """Number of sampled tokens whose versions contradict each other."""
-  covered = parts_of(0, trajectory, replay=True)
-  count = sum(int(part.compared_T.sum()) for part in covered)
-  return int(trajectory.loss_mask_T.sum()) - count
+  """Number of sampled tokens whose versions contradict each other.
+
+  The last one counts if it was not sampled from the cache of the routes: what
+  nothing was sampled from, no part would check.
+  """
+  t = trajectory
+  covered_T = np.zeros(len(t), bool)
+  for part in parts_of(0, t, replay=True):
+    compared_T = part.compared_T.copy()
+    if not part.is_recorded:
+      compared_T[np.flatnonzero(t.loss_mask_T)[-1]] = False
+    covered_T |= compared_T
+  return int((t.loss_mask_T & ~covered_T).sum())

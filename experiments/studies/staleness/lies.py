@@ -153,6 +153,15 @@ def hidden(all_of, i, world, rng, *, lie):
   }
 
 
+def recomputed(all_of, i, world, rng, *, share):
+  """Random routes, said to be of the newest weights, which sampled nothing."""
+  t = all_of[i]
+  newest = max(int(other.consumed_version_T.max()) for other in all_of)
+  return random_routes(all_of, i, world, rng, share=share) | {
+    'consumed_version_T': np.full(len(t), newest, np.int32)
+  }
+
+
 def narrowed(all_of, i, world, rng):
   """Marks the first half of the sampled tokens as context."""
   del world, rng
@@ -191,6 +200,10 @@ CATALOGUE: dict[str, tuple[Change, float]] = {
       ('log-probabilities of the trained version', trained_logprobs),
       ('a temperature of 1.25 times', _named(temperature, by=1.25)),
       ('masks of half of the sampled tokens', narrowed),
+      (
+        'random routes on 10% of tokens, said to be computed anew',
+        _named(recomputed, share=0.1),
+      ),
       (
         'versions of no cache over log-probabilities times 0.5',
         _named(hidden, lie=_named(scaled, by=0.5)),
