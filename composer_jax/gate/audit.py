@@ -190,11 +190,7 @@ def measure(scores: Sequence[Score], num_layers: int) -> dict[str, Any]:
       continue
     kl = mismatch.k3(np.concatenate(ratios)).mean()
     metrics[f'mismatch_kl{suffix}'] = float(kl)
-    if not is_recorded:
-      # A near tie that goes the other way changes few tokens, a lie most.
-      medians = [np.median(mismatch.k3(r)) for r in ratios]
-      metrics['mismatch_median_afresh'] = float(max(medians))
-    else:
+    if is_recorded:
       # No pass consumes the last token.
       differing = sum(int(s.differing_T[:-1].sum()) for s in chosen)
       routes = num_layers * sum(len(s.differing_T) - 1 for s in chosen)

@@ -32,7 +32,6 @@ _BANDS = {
   'mismatch_kl_exact': ('max_kl_exact', _RECORD),
   'exact_agreement': ('min_exact_agreement', _ROUTES),
   'mismatch_kl_afresh': ('max_kl_afresh', _RECORD),
-  'mismatch_median_afresh': ('max_kl_exact', _RECORD),
   'unrecorded': ('max_unrecorded', _MISSING),
   'mismatch_kl': ('max_kl', _POLICY),
   'mismatch_kl_hints': ('max_kl_hints', _POLICY),

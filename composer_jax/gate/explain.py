@@ -38,9 +38,6 @@ def worst(
   def kl(score):
     return mismatch.k3(score.log_ratios).mean()
 
-  def median(score):
-    return np.median(mismatch.k3(score.log_ratios))
-
   def differing(score):
     return score.differing_T.mean()
 
@@ -54,7 +51,6 @@ def worst(
     ('mismatch_kl_exact', recorded, kl),
     ('exact_agreement', recorded, differing),
     ('mismatch_kl_afresh', afresh, kl),
-    ('mismatch_median_afresh', afresh, median),
     ('unrecorded', own, missing),
     ('mismatch_kl', own, kl),
     ('mismatch_p99', own, kl),

@@ -98,7 +98,6 @@ rl
       afresh: without replay, or if a refresh replaced their routes; the next
       metric covers these
   mismatch_kl_afresh: * mismatch_kl of tokens scored afresh
-  mismatch_median_afresh: * largest median of k3 over those of one trajectory
   tokens_unscorable: * tokens of policies from before a restart, which no kept
       policy can score
   unrecorded: share of consumed tokens without a route; absent without a replay

@@ -89,25 +89,6 @@ SHAPE = batching.BatchShape(
 )
 
 
-def test_a_lie_about_lost_routes_is_told_from_near_ties_by_its_median():
-  def measured(log_ratio_T):
-    trajectory = mismatch_test.make_trajectory([-1.0] * 100)
-    every_T = np.ones(100, bool)
-    part = parts_lib.Part(0, trajectory, np.zeros(100), every_T, False)
-    scores = [
-      audit.Score(part, ratio_T - 1.0, np.zeros(100, np.int32))
-      for ratio_T in (log_ratio_T, np.zeros(100))
-    ]
-    return audit.measure(scores, num_layers=2)
-
-  tie, lie = np.zeros(100), np.full(100, 1e-3)
-  tie[7] = 0.04
-  tie, lie = measured(tie), measured(lie)
-  assert lie['mismatch_kl_afresh'] < tie['mismatch_kl_afresh'] < 1e-5
-  assert tie['mismatch_median_afresh'] == 0
-  assert lie['mismatch_median_afresh'] == pytest.approx(5e-7, rel=0.01)
-
-
 def test_a_share_of_the_rows_is_scored_the_suspects_first():
   passes = []
 

@@ -122,7 +122,6 @@ HEALTHY = {
   'mismatch_kl_exact': 1e-9,
   'exact_agreement': 0.999,
   'mismatch_kl_afresh': 1e-5,
-  'mismatch_median_afresh': 1e-9,
   'unrecorded': 0.01,
   'mismatch_kl_hints': 0.1,
   'mismatch_kl': 0.1,
