@@ -7,10 +7,11 @@ passes, one a version, as the engine computed it. What differs then is rounding,
 or a lie. The policies kept for this take 2 bytes a parameter and version,
 sharded as the trainer's; a step has about 16 bytes a parameter besides.
 
-A step can afford a share of its rows, and at least one chain. Three lists take
-turns: parts whose record, if it were false, would change the gradient most by
-what the trainer's own pass saw; stale parts that agree with the trained weights
-more than a stale record can; and parts drawn at random. What the trained
+A step can afford a share of these tokens, and at least one chain. Three lists
+take turns: parts whose record, if it were false, would change the gradient most
+by what the trainer's own pass saw; stale parts that agree with the trained
+weights more than a stale record can; and parts drawn at random, the likelier
+the more of the gradient they make. What the trained
 version sampled is in the trainer's own pass and needs no other one; hinted
 windows that the policy gradient leaves out are in the lists whatever their age.
 """
@@ -97,27 +98,28 @@ class Auditor:
   def choose(
     self,
     parts: Sequence[parts_lib.Part],
-    suspicion: Sequence[tuple[float, float]],
-    rows: int,
+    suspicion: Sequence[tuple[float, float, float]],
     key: int,
   ) -> list[Score]:
-    """Scores parts of the known versions, at least a chain, within the share.
+    """Scores parts of the known versions, chain by chain, up to the share.
 
     Args:
       parts: parts that need passes of their own.
-      suspicion: two ranks of each part (`suspicion`); the largest goes first.
-      rows: rows that the step trains on.
+      suspicion: ranks of each part (`suspicion`); the largest goes first.
       key: number that, with the seed, determines what is drawn at random.
     """
     known = [i for i, part in enumerate(parts) if self.knows(part)]
-    drawn = np.random.default_rng((self._seed, key)).permutation(known)
+    # Drawn without replacement, in proportion (Efraimidis and Spirakis 2006).
+    draws = np.random.default_rng((self._seed, key)).exponential(
+      size=len(parts)
+    )
     lists = [
       *(sorted(known, key=lambda i: -suspicion[i][rank]) for rank in range(2)),
-      drawn.tolist(),
+      sorted(known, key=lambda i: draws[i] / max(suspicion[i][2], _LEAST)),
     ]
     scores: list[Score] = []
     seen: set[int] = set()
-    left = self._share * rows
+    left = self._share * sum(int(parts[i].compared_T.sum()) for i in known)
     while len(seen) < len(known) and left > 0:
       turn = self._chains % len(lists)
       self._chains += 1
@@ -128,7 +130,7 @@ class Auditor:
       seen |= set(waiting)
       chosen = [parts[i] for i in waiting]
       scores += self._chain(chosen)
-      left -= self._shape.rows * len(_versions(chosen))
+      left -= sum(int(part.compared_T.sum()) for part in chosen)
     return scores
 
   def score(self, parts: Sequence[parts_lib.Part]) -> list[Score]:
@@ -239,21 +241,31 @@ def free_and_costly(
 # Log ratio within which a stale token agrees with the trained weights.
 _EQUAL = 1e-5
 
+# Weight of a part that no gradient comes from, among those drawn at random.
+_LEAST = 1e-6
+
 
 def suspicion(
   score: Score, advantage: float, layers: int
-) -> tuple[float, float]:
-  """Two ranks of a part, by the trainer's own pass over its trajectory.
+) -> tuple[float, float, float]:
+  """Ranks of a part, by the trainer's own pass over its trajectory.
 
   How far a false record would change the gradient, and how much of it agrees
   with the trained weights although others sampled it: the sum of 1 - p of those
-  tokens, as near-certain ones agree anyway.
+  tokens, as near-certain ones agree anyway. Last, that sum over all tokens,
+  which is the size of their gradient.
   """
   log_ratios_Z = score.log_ratios
   change = np.abs(np.expm1(np.clip(log_ratios_Z, -3.0, 1.0))).sum()
   if score.part.is_recorded:
     change += score.differing_T.sum() / layers
-  logprobs_Z = score.part.trajectory.logprobs_T[score.part.compared_T]
-  is_equal_Z = np.abs(log_ratios_Z) < _EQUAL
-  equal = -np.expm1(np.minimum(logprobs_Z[is_equal_Z], 0)).sum()
-  return abs(advantage) * float(change), abs(advantage) * float(equal)
+  # Of the trainer, since a record may lie.
+  logprobs_Z = score.logprobs_T[score.part.compared_T]
+  surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
+  equal = surprise_Z[np.abs(log_ratios_Z) < _EQUAL].sum()
+  size = abs(advantage)
+  return (
+    size * float(change),
+    size * float(equal),
+    size * float(surprise_Z.sum()),
+  )

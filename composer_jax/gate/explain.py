@@ -20,6 +20,10 @@ _ROUNDING = 1e-11
 # An explanation leaves at most this share of the mean k3, and at most so much.
 _BETTER, _CLOSE = 25, 0.1
 
+# A fit takes so many tokens, since it has a number to choose, and a plausible
+# scale.
+_FITTED, _SCALES = 8, (0.2, 5.0)
+
 # Factors by which a recorded temperature may be wrong.
 _FACTORS = (0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.4, 2.0)
 
@@ -113,10 +117,12 @@ def _refitted(score: audit.Score) -> Iterator[tuple[str, np.ndarray]]:
   recorded_Z = score.part.trajectory.logprobs_T[score.part.compared_T]
   true_Z = ratios_Z + recorded_Z
   scale = float(recorded_Z @ true_Z / max(true_Z @ true_Z, 1e-12))
-  words = f'log-probabilities times {scale:.3g}'
-  yield words, scale * true_Z - recorded_Z
-  shift = float(np.median(-ratios_Z))
-  yield f'log-probabilities shifted by {shift:.3g}', ratios_Z + shift
+  if len(ratios_Z) >= _FITTED and _SCALES[0] <= scale <= _SCALES[1]:
+    words = f'log-probabilities times {scale:.3g}'
+    yield words, scale * true_Z - recorded_Z
+  if len(ratios_Z) >= _FITTED:
+    shift = float(np.median(-ratios_Z))
+    yield f'log-probabilities shifted by {shift:.3g}', ratios_Z + shift
   is_zero_Z = recorded_Z == 0
   if is_zero_Z.any() and not is_zero_Z.all():
     words = f'{int(is_zero_Z.sum())} tokens of context marked as sampled'
@@ -142,11 +148,12 @@ def explain(auditor: audit.Auditor, score: audit.Score) -> str:
       (mismatch.k3(s.log_ratios).mean(), words)
       for (words, _), s in zip(cases, scores, strict=True)
     ]
+  left.append((before, 'as it is'))
   least = min(k3 for k3, _ in left)
   # The first of those that leave rounding, or else the best.
   after, words = next(x for x in left if x[0] <= max(least, _ROUNDING))
   if not after < min(before / _BETTER, _CLOSE):
-    size = float(np.std(score.log_ratios))
+    size = float(np.sqrt(np.square(score.log_ratios).mean()))
     return f'{text}; no single lie explains it, as noise of {size:.2g} would'
   return f'{text}; it fits best if {words} (mean k3 {after:.3g} then)'
 

@@ -65,7 +65,7 @@ class HealthGate:
     """
     self._folder, self._temperature = folder, temperature
     self._options, self._replay = options, replay
-    self._num_layers, self._rows = shape.num_moe_layers, shape.rows
+    self._num_layers = shape.num_moe_layers
     self._auditor = audit.Auditor(
       functions,
       shape,
@@ -106,14 +106,13 @@ class HealthGate:
       if part.index >= len(own):
         # No pass of the policy gradient has seen these, so they take turns.
         _, _, count = hinted[part.index - len(own)]
-        return 0.0, count * draws.random()
+        return 0.0, count * draws.random(), float(count)
       score = own[part.index]._replace(part=part)
       advantage = step.advantages[part.index]
       return audit.suspicion(score, advantage, self._num_layers)
 
-    rows = len(step.scores) * self._rows
     ranks = list(map(suspicion, costly))
-    exact = free + auditor.choose(costly, ranks, rows, step.version)
+    exact = free + auditor.choose(costly, ranks, step.version)
     lost = [p for p in costly if not auditor.knows(p) and auditor.lacks(p)]
     pair = (step.scores, step.others)
     metrics = {

@@ -80,9 +80,10 @@ class GateOptions:
     action: 'stop' ends the run before the step's gradient reaches the weights,
       at the price of a wait before the optimizer is dispatched; 'flag' reports
       the step and goes on; 'off' does not check.
-    share: passes over rows that score stale tokens exactly, as a share of the
-      rows that a step trains on, but at least one chain of them; 0 for none. A
-      pass took 0.44 of a row's training on a CPU.
+    share: share of the stale and hinted tokens that are scored by the weights
+      that sampled them, but at least one chain; 0 for none, 1 for all. Each is
+      in as many passes as its cache has versions, at most `max_staleness + 1`;
+      a pass took 0.44 of a row's training on a CPU.
     max_kl_exact: largest mean k3, in nats a token, of tokens scored exactly.
     min_exact_agreement: smallest share of replayed routes that the weights
       which made them choose again.
@@ -98,7 +99,7 @@ class GateOptions:
   """
 
   action: str = 'stop'
-  share: float = 0.08
+  share: float = 0.06
   max_kl_exact: float = 1e-9
   min_exact_agreement: float = 0.999
   max_kl_afresh: float = 1e-5

@@ -11,7 +11,7 @@ import pytest
 
 from composer_jax.agent import window as windows
 from composer_jax.core import records
-from composer_jax.gate import audit
+from composer_jax.gate import audit, explain
 from composer_jax.gate import parts as parts_lib
 from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import decoder
@@ -89,7 +89,7 @@ SHAPE = batching.BatchShape(
 )
 
 
-def test_a_share_of_the_rows_is_scored_the_suspects_first():
+def test_a_share_of_the_tokens_is_scored_the_suspects_first():
   passes = []
 
   def chain(values, batch, entries):
@@ -115,20 +115,31 @@ def test_a_share_of_the_rows_is_scored_the_suspects_first():
     window = labelled(sampled_by, consumed[:1] * 8, consumed)
     parts += parts_lib.parts_of(i, window, replay=True)
   assert len(parts) == 30
-  suspicion = [(float(i == 13), float(i == 19)) for i in range(30)]
-  share = 0.15 * 20
-  seen = []
-  for step in range(40):
-    before = len(passes)
-    seen.append(
-      [s.part.index for s in auditor.choose(parts, suspicion, 20, step)]
-    )
-    assert share <= len(passes) - before <= share + 1
-  assert all(len(found) >= 2 for found in seen)
+  # Of part 16 comes most of the gradient, of part 28 none.
+  sizes = {16: 40.0, 28: 0.0}
+  suspicion = [
+    (float(i == 13), float(i == 19), sizes.get(i, 1.0)) for i in range(30)
+  ]
+
+  def chosen(step):
+    return [s.part.index for s in auditor.choose(parts, suspicion, step)]
+
+  seen = [chosen(step) for step in range(40)]
+  # Three of the 20 that are known, each of 7 tokens.
+  assert all(len(found) == 3 for found in seen)
+  assert sum(16 in found for found in seen) > 20
+  assert not any(28 in found for found in seen)
   # Each list comes first in turns.
   assert all(13 in a + b and 19 in a + b for a, b in zip(seen, seen[1:]))
   scored = {i for found in seen for i in found}
   assert len(scored) > 10 and not any(i % 3 == 2 for i in scored)
+  # A share of 1 is everything, though a chain of two versions takes two passes.
+  auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=1.0)
+  for version in range(4):
+    auditor.keep(version, f'policy {version}')
+  passes.clear()
+  assert sorted(chosen(0)) == [i for i in range(30) if i % 3 != 2]
+  assert len(passes) == 10 * 2 + 10
 
 
 def test_a_step_of_few_rows_affords_a_chain():
@@ -152,7 +163,7 @@ def test_a_step_of_few_rows_affords_a_chain():
       p for i in range(3) for p in parts_lib.parts_of(i, window, replay=True)
     ]
     for step in range(4):
-      assert len(auditor.choose(parts, [(0.0, 0.0)] * 3, 2, step)) == count
+      assert len(auditor.choose(parts, [(0.0,) * 3] * 3, step)) == count
 
 
 def policies_of(config, count=3):
@@ -367,3 +378,18 @@ def test_a_chain_on_a_mesh_is_that_of_one_device(name, axes):
     np.abs(a.log_ratios - b.log_ratios).max() > 1e-2
     for a, b in zip(alone, others, strict=True)
   )
+
+
+@pytest.mark.parametrize('length, words', [(3, 'no single lie'), (12, 'times')])
+def test_a_fit_needs_more_tokens_than_numbers(length, words):
+  auditor = audit.Auditor(types.SimpleNamespace(parts=1), SHAPE)
+  labels = [0] * length
+  (part,) = parts_lib.parts_of(0, labelled(*[labels] * 3), replay=True)
+  # Recorded are -1; a scale of 0.5 explains them.
+  logprobs_T = np.full(length, -2.0, np.float32)
+  score = audit.Score(part, logprobs_T, np.zeros(length, np.int32))
+  text = explain.explain(auditor, score)
+  assert words in text, text
+  # A scale of 0.01 does not.
+  far = score._replace(logprobs_T=-100 - np.arange(length, dtype=np.float32))
+  assert 'no single lie' in explain.explain(auditor, far)
