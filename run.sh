@@ -25,6 +25,7 @@ Usage:
   ./run.sh lint                  ruff and pyrefly only
   ./run.sh docs                  the pages of docs/, in runs/docs
   ./run.sh install               only make .venv
+  ./run.sh doctor [flags]        what of a config would work on this machine
   ./run.sh help                  this text
 
 Flags of the main job:
@@ -35,6 +36,7 @@ Flags of the main job:
 
 The first run makes .venv with the versions in constraints.txt. It needs
 Python >= 3.11 (PYTHON=/path/to/python chooses one) or uv, and the network.
+Where a GPU or TPU is found, jax for it is installed (JAX_PLATFORMS=cpu: not).
 TEXT
 }
 
@@ -105,7 +107,7 @@ install() {
     return
   fi
   # What the tests need includes all that the jobs need.
-  if [[ "$what" != *docs* && "$what" != *gpu* ]] &&
+  if [[ "$what" != *docs* && "$what" != *gpu* && "$what" != *tpu* ]] &&
     is_installed "$VENV/composer_jax.test" ".[test] $sum"; then
     return
   fi
@@ -154,6 +156,14 @@ Run the same command again to go on.'
     say "Installed in $((SECONDS - started)) s."
   fi
   exec 9>&-
+}
+
+# install_jobs <marker> <extras>: with jax for the accelerator that is here.
+install_jobs() {
+  local python="$VENV/bin/python" here
+  [[ -x "$python" ]] || python=$(find_python)
+  here=$("$python" experiments/hardware.py)
+  install "$1" ".[$2${here:+,$here}]"
 }
 
 # The sandbox tests run at every level, so bubblewrap has to be there.
@@ -261,26 +271,26 @@ case "$command" in
     say "Pages: $PWD/runs/docs/index.html"
     ;;
   install)
-    install base '.[tasks]'
+    install_jobs base tasks
     ;;
   '' | -* | composer)
     [[ "$command" == composer ]] && shift
-    install base '.[tasks]'
+    install_jobs base tasks
     main_job "$@"
     ;;
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|tiny_checkpoint$)/d' |
+        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|hardware$|tiny_checkpoint$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, bench, gpu_day, lint, docs, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then
-      install serve '.[serve,tasks]'
+      install_jobs serve serve,tasks
     else
-      install base '.[tasks]'
+      install_jobs base tasks
     fi
     exec "$VENV/bin/python" -m "experiments.$command" "$@"
     ;;

@@ -97,6 +97,7 @@ EXTRAS = {
   'judge': JUDGE,
   'tasks': TASKS,
   'gpu': ['jax[cuda13]>=0.10'],
+  'gpu_cuda12': ['jax[cuda12]>=0.10'],  # for drivers before 580
   'tpu': ['jax[tpu]>=0.10'],
   'wandb': ['wandb>=0.19'],
 }

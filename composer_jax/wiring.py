@@ -45,7 +45,7 @@ SECTIONS = {
   'delta': transport.DeltaOptions,
   'hints': hints.HintSection,
 }
-_PLAIN = ('seed', 'initial', 'layout')
+_PLAIN = ('seed', 'initial', 'layout', 'accelerator')
 
 
 def spec_of(config: Mapping[str, Any]) -> specs.Spec:

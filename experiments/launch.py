@@ -56,6 +56,41 @@ def _num_devices(
   return math.prod(size for size in sizes if type(size) is int)
 
 
+def _fit(config: dict[str, Any]) -> None:
+  """Adapts a run to the devices found, or asks if it is for others."""
+  import jax
+
+  devices = jax.devices()
+  rl = config.get('rl')
+  if devices[0].platform == 'cpu':
+    if config.get('accelerator'):
+      _ask()
+  elif (
+    len(devices) == 1
+    and isinstance(rl, dict)
+    and rl.get('placement', 'processes') == 'processes'
+  ):
+    # Each of two processes would preallocate the device.
+    rl['placement'] = 'colocated'
+    print(
+      '[rl] one device: trainer and engine take turns in one process '
+      "(--config.rl.placement='colocated')",
+      flush=True,
+    )
+
+
+def _ask() -> None:
+  text = 'This config is for a GPU or TPU, and jax sees only a CPU'
+  if sys.stdin.isatty():
+    answer = input(f'{text}, which would take days. Go on? [y/N] ')
+    if answer.strip().lower() in ('y', 'yes'):
+      return
+  sys.exit(
+    f'error: {text}. `./run.sh doctor` says what this machine has; to go on '
+    'without asking set --config.accelerator=False.'
+  )
+
+
 def main(run: Callable[..., None]) -> None:
   """Runs `run(spec, systems, workdir, role, command)` under absl.
 
@@ -86,6 +121,9 @@ def main(run: Callable[..., None]) -> None:
     command = [sys.executable, '-m', module, *sys.argv[1:]]
     workdir = pathlib.Path(_WORKDIR.value).absolute()
     try:
+      if not is_worker:
+        wiring.spec_of(config)  # What is wrong anywhere comes first.
+        _fit(config)
       spec = wiring.spec_of(config)
       systems = wiring.systems_of(spec)
       run(spec, systems, workdir, role=_ROLE.value, command=command)

@@ -29,6 +29,7 @@ def checkout(tmp_path) -> pathlib.Path:
     shutil.copy(ROOT / name, tmp_path / name)
   experiments = tmp_path / 'experiments'
   experiments.mkdir()
+  shutil.copy(ROOT / 'experiments' / 'hardware.py', experiments)
   for name in ('composer', 'other'):
     (experiments / f'{name}.py').write_text('import sys; print(*sys.argv[1:])')
   return tmp_path
@@ -135,3 +136,44 @@ def test_no_python_at_all_is_explained(checkout):
   result = run(cwd=checkout, PATH=str(tools), PYTHON='')
   assert result.returncode != 0
   assert 'No Python >= 3.11 found' in result.stderr
+
+
+def with_card(folder: pathlib.Path, driver: str, capability: str) -> str:
+  """Makes tools that say that a card is here; returns a PATH with them."""
+  tools = folder / 'card'
+  tools.mkdir()
+  row = f'NVIDIA X, 80 MiB, {driver}, {capability}'
+  for name, line in (('nvidia-smi', f'echo "{row}"'), ('uv', 'echo "uv $*"')):
+    (tools / name).write_text(f'#!/bin/sh\n{line}\n')
+    (tools / name).chmod(0o755)
+  return f'{tools}:{os.environ["PATH"]}'
+
+
+@pytest.mark.parametrize(
+  'driver, capability, what, words',
+  [
+    ('580.65.06', '9.0', '.[tasks,gpu,kernels]', ''),
+    ('550.54', '9.0', '.[tasks,gpu_cuda12,kernels]', ''),
+    # CUDA 13 has left Volta behind.
+    ('590.1', '7.0', '.[tasks,gpu_cuda12,kernels]', ''),
+    ('470.1', '8.0', '.[tasks]', 'NVIDIA X, 80 MiB, driver 470.1 stays unused'),
+  ],
+)
+def test_jax_for_the_card_is_installed(
+  checkout, driver, capability, what, words
+):
+  path = with_card(checkout, driver, capability)
+  pretend_installed(checkout, 'other', '')  # There is an environment.
+  result = run('--config.a=1', cwd=checkout, PATH=path, JAX_PLATFORMS='')
+  assert result.returncode == 0, result.stderr
+  assert f'-e {what}\n' in result.stdout
+  assert words in result.stderr if words else not result.stderr
+  assert result.stdout.endswith('--config.a=1\n')
+
+
+def test_an_installation_without_the_card_is_not_enough(checkout):
+  path = with_card(checkout, '580.1', '9.0')
+  pretend_installed(checkout, 'test', '.[test]')
+  for platforms, count in (('cpu', 0), ('', 1)):
+    result = run(cwd=checkout, PATH=path, JAX_PLATFORMS=platforms)
+    assert result.stdout.count('.[tasks,gpu,kernels]\n') == count

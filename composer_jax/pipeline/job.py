@@ -230,7 +230,7 @@ def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # Folders may move, but their content may not change. No result depends on
   # the gate, which at most ends a run, nor on the transport of policies.
   ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'initial')
-  ignored += ('tasks.folder',)
+  ignored += ('tasks.folder', 'accelerator')
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG
   stored = files.read_json(path)

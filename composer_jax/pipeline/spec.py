@@ -202,12 +202,15 @@ class Spec:
     initial: folder made by `experiments.hf_import`, whose model, weights and
       tokenizer the run starts from; '' for random weights and a new tokenizer.
     layout: 'data_parallel', or 'hsdp', the dual-mesh layout.
+    accelerator: true for a config that would take days without a GPU or TPU: on
+      a CPU alone the program asks before it goes on.
     systems: sections of the systems, by name.
   """
 
   seed: int = 0
   initial: str = ''
   layout: str = 'data_parallel'
+  accelerator: bool = False
   mesh: Mesh
   parallel: placements.ParallelOptions
   model: model_config.ModelConfig

@@ -1,8 +1,6 @@
 """The whole loop on one GPU in bfloat16, trainer and engine taking turns.
 
-  pip install -e '.[gpu]'   # in the checkout
-  python -m experiments.composer --config=configs/composer/gpu.py \
-      --workdir=runs/gpu
+  ./run.sh --config=configs/composer/gpu.py
 
 One process owns the GPU (`colocated`): two JAX processes would each
 preallocate it. Not measured on a GPU.
@@ -29,6 +27,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.rl.gate.max_kl_afresh = 1e-3
   if arg == 'smoke':
     return c
+  c.accelerator = True
   c.delta.threads = 4
   c.model.embed_dim = 256
   c.model.attention.head_dim = 64

@@ -37,6 +37,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       # These depend on the dtype, see gpu.py.
       c.rl.gate.max_kl_exact, c.rl.gate.max_kl_afresh = 1e-4, 1e-3
       c.rl.gate.min_exact_agreement = 0.97
+      c.accelerator = variant != 'smoke'
   if variant == 'smoke':
     # For a CPU; an import sets bfloat16 and recomputation, for accelerators.
     c.model.compute_dtype, c.model.remat = 'float32', False

@@ -1,0 +1,101 @@
+"""A run fits the machine it is on, or asks; what would not work is told."""
+
+import os
+
+import pytest
+
+from experiments import hardware
+from tests import programs
+
+FIT = """
+import sys, types
+import jax
+from experiments import launch
+def devices(kind, count):
+  jax.devices = lambda: [types.SimpleNamespace(platform=kind)] * count
+def fitted(**config):
+  launch._fit(config)
+  return config.get('rl')
+devices('gpu', 1)
+assert fitted(rl={}) == {'placement': 'colocated'}
+assert fitted(rl={'placement': 'colocated'}) == {'placement': 'colocated'}
+assert fitted(rl={}, accelerator=True) == {'placement': 'colocated'}
+devices('gpu', 2)
+assert fitted(rl={}) == {}
+devices('cpu', 1)
+assert fitted(rl={}) == {}
+sys.stdin = types.SimpleNamespace(isatty=lambda: True, readline=lambda: 'y\\n')
+assert fitted(rl={}, accelerator=True) == {}
+sys.stdin = types.SimpleNamespace(isatty=lambda: True, readline=lambda: '\\n')
+fitted(rl={}, accelerator=True)
+"""
+
+
+def test_one_device_is_taken_in_turns_and_a_cpu_is_asked_about():
+  done = programs._run(['-c', FIT])
+  assert done.returncode == 1, done.stderr
+  assert done.stderr.startswith('error: This config is for a GPU or TPU')
+  assert done.stdout.count('take turns') == 2
+  assert done.stdout.endswith('Go on? [y/N] ')
+
+
+def test_a_config_for_a_gpu_does_not_begin_on_a_cpu(tmp_path):
+  flags = ['--config=configs/composer/gpu.py', f'--workdir={tmp_path / "run"}']
+  done = programs.run('experiments.composer', *flags)
+  assert done.returncode == 1
+  assert '--config.accelerator=False' in done.stderr
+  assert not (tmp_path / 'run').exists()
+  # What is wrong with the config comes first.
+  done = programs.run('experiments.composer', *flags, '--config.rl.steps=-1')
+  assert 'steps' in done.stderr
+
+
+def test_the_doctor_tells_what_works(tmp_path):
+  done = programs.run_fresh('experiments.doctor', f'--workdir={tmp_path / "w"}')
+  assert done.returncode == 0, done.stderr
+  for words in (
+    'jax ',
+    'GiB free',
+    'extras here',
+    'rlimits',
+    'corpus',
+    'store',
+  ):
+    assert words in done.stdout, words
+  assert done.stdout.endswith('This config runs here.\n')
+  assert not (tmp_path / 'w').exists()
+
+
+def test_the_doctor_names_what_does_not(tmp_path):
+  done = programs.run(
+    'experiments.doctor',
+    '--config=configs/composer/gpu.py',
+    '--config.delta.store=https://127.0.0.1:1/run',
+    '--config.data.sources=("none",)',
+    f'--workdir={tmp_path}',
+  )
+  assert done.returncode == 1
+  assert 'not run here: devices, files, store' in done.stderr
+  assert 'jax sees no accelerator: none is here' in done.stdout
+  assert '127.0.0.1:1/run can only be read' in done.stdout
+
+
+def test_chips_of_the_bus(tmp_path, monkeypatch):
+  monkeypatch.delenv('JAX_PLATFORMS', raising=False)
+  monkeypatch.setenv('PATH', os.fspath(tmp_path))  # No nvidia-smi.
+  # A network card of the same vendor is no TPU.
+  for i, (vendor, kind) in enumerate(
+    [('0x1ae0', '0x0062'), ('0x1ae0', '0x0042'), ('0x8086', '0x0062')]
+  ):
+    (tmp_path / f'{i}').mkdir()
+    (tmp_path / f'{i}' / 'vendor').write_text(f'{vendor}\n')
+    (tmp_path / f'{i}' / 'device').write_text(f'{kind}\n')
+  assert hardware.look(tmp_path) == hardware.Found(('TPU v5p',), ('tpu',))
+  assert hardware.look(tmp_path / 'none') == hardware.Found((), ())
+  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  assert hardware.look(tmp_path) == hardware.Found((), ())
+
+
+@pytest.mark.parametrize('text, number', [('580.65.06', 580.65), ('x', 0.0)])
+def test_versions_are_read(text, number):
+  assert hardware._number(text) == number
