@@ -99,7 +99,7 @@ class GateOptions:
   """
 
   action: str = 'stop'
-  share: float = 0.06
+  share: float = 0.1
   max_kl_exact: float = 1e-9
   min_exact_agreement: float = 0.999
   max_kl_afresh: float = 1e-5

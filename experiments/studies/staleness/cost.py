@@ -21,7 +21,7 @@ from absl import flags
 from experiments import launch
 
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns over all steps kept.')
-_SHARES = (0.0, 0.06, 0.12)
+_SHARES = (0.0, 0.1, 0.15)
 
 
 def _timed(function):
