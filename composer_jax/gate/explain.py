@@ -22,7 +22,7 @@ _BETTER, _CLOSE = 25, 0.1
 
 # A fit takes so many tokens, since it has a number to choose, and a plausible
 # scale.
-_FITTED, _SCALES = 8, (0.2, 5.0)
+_FITTED, _SCALES = 4, (0.2, 5.0)
 
 # Factors by which a recorded temperature may be wrong.
 _FACTORS = (0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.4, 2.0)
