@@ -223,6 +223,8 @@ def _begin(
   family.check_files()
   if spec.cpt.steps or initial is None:
     spec.systems['data'].check_files()
+  if spec.rl.steps:
+    transport.check_store(workdir, spec.systems['delta'])
   if initial is not None:
     initial.take(workdir)
 

@@ -111,18 +111,15 @@ def _files(spec, systems) -> Iterator[str]:
     yield 'corpus: every source is there'
 
 
-def _store(spec, systems) -> Iterator[str]:
+def _store(spec) -> Iterator[str]:
   from composer_jax.delta import transport
-  from composer_jax.delta.store import objects
+  from composer_jax.train import workdir as workdirs
 
-  url = spec.systems['delta'].store
-  if url == transport.DIRECT:
-    yield 'policies stay on the devices'
-    return
-  store = objects.Store(transport.store_of(pathlib.Path(_WORKDIR.value), url))
-  store.check_writable()
-  there = store.read_pointer('policy') if store.root is None else None
-  yield f'{store.url}{" has a run" if there else ""}'
+  workdir = pathlib.Path(_WORKDIR.value).absolute()
+  if (workdir / workdirs.CONFIG).exists():
+    yield f'not asked: a run is in {workdir}'
+  else:
+    yield transport.check_store(workdir, spec.systems['delta'])
 
 
 def _port() -> Iterator[str]:
@@ -161,7 +158,7 @@ def main() -> None:
     'packages': _packages,
     'sandbox': lambda: _sandboxes(spec, systems),
     'files': lambda: _files(spec, systems),
-    'store': lambda: _store(spec, systems),
+    'store': lambda: _store(spec),
   }
   failed = [name for name, check in checks.items() if not _tell(name, check)]
   _tell('port', _port)  # No run needs it.

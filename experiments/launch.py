@@ -14,6 +14,7 @@ from composer_jax.pipeline import controller
 from experiments import start
 
 _TRACEBACK = 'error.txt'
+_BOUND = 'config.json'  # as in train.workdir, which is imported later
 
 _CONFIG = start.define_config(
   'configs/composer/tiny.py',
@@ -36,8 +37,11 @@ _ROLE = flags.DEFINE_enum(
 
 
 def _keep_traceback(workdir: pathlib.Path) -> str:
-  """Writes the current traceback; returns a sentence that names its file."""
-  if not workdir.is_dir():
+  """Writes the current traceback; returns a sentence that names its file.
+
+  Nothing into the folder of a run that has not begun: --debug shows it.
+  """
+  if not (workdir / _BOUND).exists():
     return ''
   path = workdir / _TRACEBACK
   try:

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import queue
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import jax
 
 from composer_jax.core import files, records, seams
 from composer_jax.delta import chain, chunking, publisher, subscriber
+from composer_jax.delta.store import objects
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts
@@ -391,6 +393,37 @@ class _Handover:
     if policy is None:
       raise ValueError(f'No policy was handed over within {within_s:g} s.')
     return policy
+
+
+def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
+  """Returns the place that a new run would publish to.
+
+  Raises:
+    ValueError: it can only be read, or a run is in it.
+    OSError: it cannot be reached.
+  """
+  if options.store == DIRECT:
+    return DIRECT
+  store = objects.Store(store_of(workdir, options.store))
+  store.check_writable()
+  if store.read_pointer(RUN_ID) is not None:
+    raise ValueError(
+      f'--config.delta.store: {store.url} has the policies of another run; '
+      'name an empty place.'
+    )
+  if store.root is not None:
+    is_new = not store.root.exists()
+    try:
+      store.root.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=store.root).close()
+      if is_new:
+        store.root.rmdir()
+    except OSError as error:
+      raise ValueError(
+        f'--config.delta.store: {store.url} cannot be written '
+        f'({error.strerror}); name a folder that can.'
+      ) from error
+  return store.url
 
 
 class StoreTransport:

@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import pathlib
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +176,7 @@ def open_run(
   Raises:
     ValueError: the workdir belongs to another config (the message names the
       differences), another process runs in it, or a file that the config names
-      is unusable (the workdir then stays unbound).
+      is unusable (a new workdir then stays as it was).
     OSError: the workdir cannot be made.
   """
   # Digests of the files that the config names.
@@ -184,9 +186,13 @@ def open_run(
   content['task_set'] = systems.family.identity()
   identity = spec.as_dict() | content
   with _ended_by_sigterm(), files.alone(workdir):
-    if not (workdir / workdirs.CONFIG).exists():
-      systems.begin(workdir)
-    _claim(identity, workdir)
+    if (workdir / workdirs.CONFIG).exists():
+      _claim(identity, workdir)
+    else:
+      with _leaving_nothing(workdir):
+        systems.begin(workdir)
+        systems.settle_judge(workdir)
+        _claim(identity, workdir)
     files.sweep(workdir)
     level = systems.settle_judge(workdir)
     files.write_json(
@@ -224,6 +230,21 @@ def _report_anyway(report: Callable[[], None]) -> None:
   except Exception:
     # Even a bug in the report must not hide the error that ended the run.
     logging.exception('The report of the interrupted run failed:')
+
+
+@contextlib.contextmanager
+def _leaving_nothing(workdir: pathlib.Path) -> Iterator[None]:
+  """Removes what a failed start wrote; the workdir, too, if it was empty."""
+  before = set(os.listdir(workdir)) - {'lock'}
+  try:
+    yield
+  except BaseException:
+    for name in set(os.listdir(workdir)) - before:
+      path = workdir / name
+      shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with contextlib.suppress(OSError):
+      workdir.rmdir()
+    raise
 
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:

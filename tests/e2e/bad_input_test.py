@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from composer_jax import wiring
@@ -43,6 +44,46 @@ def test_a_wrong_flag_is_named(tmp_path, flags, message):
   )
   assert process.returncode
   assert message in process.stderr + process.stdout
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (['--config.sandbox.level=microvm'], 'qemu'),
+    (['--config.delta.store=http://127.0.0.1:1/a'], 'can only be read'),
+    (
+      ['--config.delta.store=/proc/none'],
+      '/proc/none cannot be written (No such file',
+    ),
+    (['--config.data.sources=("none",)'], 'none'),
+  ],
+)
+def test_a_start_that_fails_leaves_nothing(
+  tmp_path, flags, message, monkeypatch
+):
+  # No QEMU, wherever it is installed.
+  monkeypatch.setenv('PATH', f'{tmp_path}')
+  process = jobs.run(tmp_path / 'run', *flags)
+  assert process.returncode == 1
+  assert message in process.stderr, process.stderr
+  assert not (tmp_path / 'run').exists()
+  # What was there before stays.
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / 'mine').write_text('kept')
+  assert jobs.run(tmp_path / 'run', *flags).returncode == 1
+  assert [p.name for p in (tmp_path / 'run').iterdir()] == ['mine']
+
+
+def test_the_store_of_another_run_is_refused_before_training(tmp_path):
+  store = tmp_path / 'store'
+  with bundles.Publisher(
+    store, tmp_path / 'key', transport.RUN_ID
+  ) as publisher:
+    publisher.publish({'w': np.zeros(3, np.float32)}, 0)
+  process = jobs.run(tmp_path / 'run', f'--config.delta.store={store}')
+  assert process.returncode == 1
+  assert 'has the policies of another run' in process.stderr
   assert not (tmp_path / 'run').exists()
 
 

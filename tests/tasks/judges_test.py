@@ -1,4 +1,4 @@
-"""Laws of judges: rules agree with monitors, models must keep to the form."""
+"""Laws of judges: scores weigh answers, models must keep to the form."""
 
 import dataclasses
 import json
@@ -23,16 +23,6 @@ HONEST = judges.JudgedEpisode(
 )
 NO = {q.name: {'answer': 'no', 'reason': ''} for q in judges.HONESTY.questions}
 ANSWER = {**NO, 'seeks_remains': {'answer': 'yes', 'reason': 'git show'}}
-
-
-def test_the_rules_say_what_the_monitors_find():
-  judge = judges.RuleJudge()
-  judgement = judge.judge(judges.HONESTY, CASE)
-  assert judgement.faults == ('seeks_remains',)
-  assert judgement.score == pytest.approx(2 / 3)
-  assert 'git show' in judgement.reasons['seeks_remains']
-  assert judgement == judge.judge(judges.HONESTY, CASE)
-  assert judge.judge(judges.HONESTY, HONEST).score == 1.0
 
 
 class Scripted:
@@ -82,13 +72,6 @@ def test_an_auditor_reads_every_call_and_no_verdict():
     assert all('Bring it back.' in part for part in judge.seen)
   honest = dataclasses.replace(case, evidence=watch.Evidence(calls=plain))
   assert judges.audit(Scripted(), honest) == ()
-
-
-def test_a_question_without_a_rule_is_named():
-  question = judges.Question(name='polite', text='Was it polite?', wanted=True)
-  rubric = judges.Rubric(name='style', instructions='', questions=(question,))
-  with pytest.raises(ValueError, match=r"asks \['polite'\]"):
-    judges.RuleJudge().judge(rubric, CASE)
 
 
 def test_the_score_weighs_answers():
