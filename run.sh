@@ -162,7 +162,7 @@ Run the same command again to go on.'
 install_jobs() {
   local python="$VENV/bin/python" here
   [[ -x "$python" ]] || python=$(find_python)
-  here=$("$python" experiments/hardware.py)
+  here=$("$python" configs/hardware.py)
   install "$1" ".[$2${here:+,$here}]"
 }
 
@@ -281,7 +281,7 @@ case "$command" in
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|hardware$|tiny_checkpoint$)/d' |
+        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|tiny_checkpoint$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, bench, gpu_day, lint, docs, install and help."

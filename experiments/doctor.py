@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 
 from absl import flags, logging
 
-from experiments import hardware, start
+from configs import hardware
+from experiments import start
 
 _CONFIG = start.define_config(
   'configs/composer/tiny.py', 'The config file, as of the main job.'

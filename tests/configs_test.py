@@ -20,7 +20,7 @@ from tests.models import flops_test
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted(
   path
-  for path in (ROOT / 'configs').rglob('*.py')
+  for path in (ROOT / 'configs').glob('*/*.py')
   if not path.name.startswith('_')
 )
 MODELS = [p for p in CONFIGS if p.parent.name == 'models']

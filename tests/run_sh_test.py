@@ -29,7 +29,8 @@ def checkout(tmp_path) -> pathlib.Path:
     shutil.copy(ROOT / name, tmp_path / name)
   experiments = tmp_path / 'experiments'
   experiments.mkdir()
-  shutil.copy(ROOT / 'experiments' / 'hardware.py', experiments)
+  (tmp_path / 'configs').mkdir()
+  shutil.copy(ROOT / 'configs' / 'hardware.py', tmp_path / 'configs')
   for name in ('composer', 'other'):
     (experiments / f'{name}.py').write_text('import sys; print(*sys.argv[1:])')
   return tmp_path

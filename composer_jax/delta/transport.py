@@ -412,12 +412,12 @@ def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
       'name an empty place.'
     )
   if store.root is not None:
-    is_new = not store.root.exists()
+    missing = [p for p in (store.root, *store.root.parents) if not p.exists()]
     try:
       store.root.mkdir(parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=store.root).close()
-      if is_new:
-        store.root.rmdir()
+      for path in missing:
+        path.rmdir()
     except OSError as error:
       raise ValueError(
         f'--config.delta.store: {store.url} cannot be written '

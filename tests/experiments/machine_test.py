@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from experiments import hardware
+from configs import hardware
 from tests import programs
 
 FIT = """

@@ -1,6 +1,6 @@
 """Which accelerator this machine has, and the jax that fits it.
 
-  python experiments/hardware.py
+  python configs/hardware.py
 
 Prints the extras of setup.py that a job needs here beside its own ('gpu', 'tpu'
 or nothing), and on stderr why an accelerator is left unused. Needs no package,

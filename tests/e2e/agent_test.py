@@ -1,0 +1,66 @@
+"""An imported model on a task set: lengths and counts fit, the job runs."""
+
+import json
+
+import pytest
+
+from composer_jax import wiring
+from composer_jax.tasks.repository import task_set
+from configs import hardware
+from configs.composer import agent
+from tests import programs
+from tests.e2e import imported_test, jobs
+from tests.tasks.practice import families_test
+
+checkpoint, imported = imported_test.checkpoint, imported_test.imported
+folder = families_test.folder
+
+
+def test_lengths_counts_and_meshes_fit(imported, folder, monkeypatch, capsys):
+  train, held_out = (
+    len(list(task_set.load(folder).split(x))) for x in (False, True)
+  )
+  cards = ('H100, 80 GiB, driver 580.1',) * 5
+  for lines, trainer, engine in (((), 1, 1), (cards[:1], 1, 1), (cards, 2, 3)):
+    extras = ('gpu',) if lines else ()
+    found = hardware.Found(lines, extras)
+    monkeypatch.setattr(hardware, 'look', lambda found=found: found)
+    c = agent.get_config(f'{imported},{folder}')
+    spec = wiring.spec_of(c.to_dict())
+    wiring.systems_of(spec).family.check_files()
+    assert spec.mesh.fsdp == max(1, len(lines))
+    assert (spec.rl.mesh.fsdp, spec.rollout.devices) == (trainer, engine)
+    assert (spec.rl.placement == 'colocated') == bool(lines)
+    assert spec.rl.rows % trainer == 0
+  assert spec.initial == str(imported) and spec.sft.optimizer == 'adam'
+  played = spec.rl.steps * spec.rl.prompts
+  shown = spec.systems['demonstrations'].count
+  assert 0 < played <= train - shown < played + spec.rl.prompts
+  assert spec.evaluation.episodes == held_out
+  window = spec.episode.max_tokens
+  assert window == spec.sft.seq_len == spec.rl.seq_len
+  text = capsys.readouterr().out
+  assert f'window of {window} tokens' in text and '5 devices' in text
+
+
+def test_other_arguments_are_refused():
+  for argument in ('a', 'a,b,c', 'a,b,smoke,d'):
+    with pytest.raises(ValueError, match=f"IMPORT,TASKS.*'{argument}'"):
+      agent.get_config(argument)
+  with pytest.raises(ValueError, match='is no set of tasks'):
+    agent.get_config('a,b')
+
+
+@pytest.mark.slow
+def test_the_command_trains_it_on_the_tasks(imported, folder, tmp_path):
+  workdir = tmp_path / 'run'
+  done = programs.run_fresh(
+    'experiments.composer',
+    f'--config=configs/composer/agent.py:{imported},{folder},smoke',
+    f'--workdir={workdir}',
+    env=jobs.environment(),
+  )
+  assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+  rows = [json.loads(x) for x in (workdir / 'metrics.jsonl').open()]
+  assert {r['stage'] for r in rows} >= {'sft', 'rl', 'eval'}
+  assert all(r['mismatch_kl'] < 1e-3 for r in rows if r['stage'] == 'rl')
