@@ -64,23 +64,29 @@ def _stream(
 
 
 def finetune(job: jobs.Job) -> None:
-  """Runs SFT on imperfect transcripts of the tool protocol."""
+  """Runs SFT on imperfect transcripts of the tool protocol; 0 steps copy."""
   if export.finished_step(job.workdir, 'sft') is not None:
     return
   with job.times.stage('sft'):
     stage = job.spec.sft
+    if not stage.steps:
+      export.save(job.workdir, 'sft', 0, _pretrained(job))
+      return
     with job.times.stage('demonstrations'):
       training, held_out = sft_documents(job)
     heldout = _stream(stage, held_out, seed=0, whole=True, num_epochs=1)
     stream = _stream(
       stage, training, seed=job.spec.seed, whole=True, opening=stage.opening
     )
-    if job.spec.cpt.steps:
-      initial = load_variables(job, 'cpt')
-    else:
-      assert job.systems.initial is not None
-      initial = job.systems.initial.variables(_like(job, job.placement))
-    _train(job, 'sft', stage, stream, heldout, initial)
+    _train(job, 'sft', stage, stream, heldout, _pretrained(job))
+
+
+def _pretrained(job: jobs.Job) -> Any:
+  """Returns the variables that SFT begins with."""
+  if job.spec.cpt.steps:
+    return load_variables(job, 'cpt')
+  assert job.systems.initial is not None
+  return job.systems.initial.variables(_like(job, job.placement))
 
 
 def _train(

@@ -168,6 +168,18 @@ def test_an_export_knows_its_import_wherever_that_lies(
   assert str(origin.imported) == str(imported)
 
 
+def test_without_steps_rl_begins_with_the_checkpoint(
+  checkpoint, imported, tmp_path
+):
+  spec = spec_of(imported, cpt__steps=0, sft__steps=0)
+  with opened(spec, tmp_path / 'run') as job:
+    stages.pretrain(job)
+    stages.finetune(job)
+  back = tensors(exported(tmp_path / 'run', 'sft', tmp_path / 'back'))
+  for name, array in tensors(checkpoint).items():
+    np.testing.assert_array_equal(back[name], array, err_msg=name)
+
+
 def check_logits(folder, spec, variables):
   """Checks that transformers computes the same logits with an export."""
   reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
