@@ -288,8 +288,8 @@ class Spec:
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
       if stage.steps < 0 or not (stage.steps or self.initial):
         raise ValueError(
-          f'--config.{name}.steps must be at least 1, not {stage.steps}. A stage '
-          'of an imported model (--config.initial) may be skipped with 0.'
+          f'--config.{name}.steps must be at least 1, not {stage.steps}. A '
+          'stage of an imported model (--config.initial) is skipped with 0.'
         )
     if self.rl.replay and not self.rollout.record_routes:
       raise ValueError(

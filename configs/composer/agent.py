@@ -5,10 +5,11 @@
   ./run.sh --config=configs/composer/agent.py:runs/import/mine,runs/tasks
 
 SFT on the solutions of some tasks, or none with --config.sft.steps=0, then RL
-on others; continued pretraining before that with --config.cpt.steps. Model and rates of finetuning are those of
-imported.py, tools and sandbox those of deletion.py. Lengths follow from the
-tasks in the model's tokens, counts from the number of tasks, meshes from the
-accelerators that are here; each is printed with its reason.
+on others; continued pretraining before that with --config.cpt.steps. Model and
+rates of finetuning are those of imported.py, tools and sandbox those of
+deletion.py. Lengths follow from the tasks in the model's tokens, counts from
+the number of tasks, meshes from the accelerators that are here; each is printed
+with its reason.
 
 Arguments: IMPORT,TASKS, and `agent.py:IMPORT,TASKS,smoke` for a job of minutes
 on a CPU. Without them the file can be loaded, and a run of it says what is
