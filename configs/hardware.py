@@ -11,10 +11,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _PCI = pathlib.Path('/sys/bus/pci/devices')
-_GOOGLE = '0x1ae0'
+_GOOGLE, _NVIDIA = '0x1ae0', '0x10de'
+_DISPLAY = '0x03'  # class of graphics cards, and of those for products alone
 # As jax/_src/hardware_utils.py has them.
 _TPUS = {
   '0x0027': 'v3 or older',
@@ -48,27 +50,37 @@ def look(pci: pathlib.Path = _PCI) -> Found:
   platforms = os.environ.get('JAX_PLATFORMS', '')
   if platforms and not {'cuda', 'gpu', 'tpu'} & set(platforms.split(',')):
     return Found((), ())
-  rows = _nvidia()
+  rows, failure = _nvidia()
   if rows:
     return _of_nvidia(rows)
-  chips = _tpus(pci)
-  if not chips:
-    return Found((), ())
-  return Found(tuple(f'TPU {chip}' for chip in chips), ('tpu',))
+  devices = list(_devices(pci))
+  chips = [_TPUS[d] for v, d, _ in devices if v == _GOOGLE and d in _TPUS]
+  if chips:
+    return Found(tuple(f'TPU {chip}' for chip in chips), ('tpu',))
+  cards = [d for v, d, c in devices if v == _NVIDIA and c.startswith(_DISPLAY)]
+  lines = tuple(f'NVIDIA card {card}' for card in cards)
+  return Found(
+    lines, (), f'its driver does not answer ({failure})' * bool(cards)
+  )
 
 
-def _nvidia() -> list[list[str]]:
-  """Returns name, memory, driver and capability of each NVIDIA card."""
+def _nvidia() -> tuple[list[list[str]], str]:
+  """Returns name, memory, driver and capability of each NVIDIA card.
+
+  Without any, why there are none.
+  """
   fields = 'name,memory.total,driver_version,compute_cap'
   command = ['nvidia-smi', f'--query-gpu={fields}', '--format=csv,noheader']
   try:
     result = subprocess.run(
       command, capture_output=True, text=True, timeout=60, check=True
     )
-  except (OSError, subprocess.SubprocessError):
-    return []
+  except subprocess.CalledProcessError as error:
+    return [], ' '.join((error.stderr or error.stdout).split())
+  except (OSError, subprocess.SubprocessError) as error:
+    return [], str(error)
   rows = [line.split(', ') for line in result.stdout.splitlines()]
-  return [row for row in rows if len(row) == 4]
+  return [row for row in rows if len(row) == 4], 'it names no card'
 
 
 def _of_nvidia(rows: list[list[str]]) -> Found:
@@ -98,17 +110,17 @@ def _number(text: str) -> float:
     return 0.0
 
 
-def _tpus(pci: pathlib.Path) -> list[str]:
-  chips = []
-  for device in sorted(pci.glob('*')):
+def _devices(pci: pathlib.Path) -> Iterator[tuple[str, str, str]]:
+  """Yields vendor, device and class of what is on the PCI bus."""
+  for folder in sorted(pci.glob('*')):
     try:
-      vendor = (device / 'vendor').read_text().strip()
-      kind = (device / 'device').read_text().strip()
+      vendor, device, kind = (
+        (folder / name).read_text().strip()
+        for name in ('vendor', 'device', 'class')
+      )
     except OSError:
       continue
-    if vendor == _GOOGLE and kind in _TPUS:
-      chips.append(_TPUS[kind])
-  return chips
+    yield vendor, device, kind
 
 
 if __name__ == '__main__':

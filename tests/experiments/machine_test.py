@@ -80,16 +80,39 @@ def test_the_doctor_names_what_does_not(tmp_path):
   assert '127.0.0.1:1/run can only be read' in done.stdout
 
 
+def on_bus(folder, *row):
+  folder.mkdir()
+  for name, value in zip(('vendor', 'device', 'class'), row, strict=True):
+    (folder / name).write_text(f'{value}\n')
+
+
+def test_a_card_whose_driver_does_not_answer_is_named(tmp_path, monkeypatch):
+  monkeypatch.delenv('JAX_PLATFORMS', raising=False)
+  monkeypatch.setenv('PATH', f'{tmp_path}:/bin')
+  on_bus(tmp_path / '0', '0x10de', '0x2330', '0x030200')
+  on_bus(tmp_path / '1', '0x10de', '0x22a3', '0x068000')  # a switch
+  lines, extras, reason = hardware.look(tmp_path)
+  assert (lines, extras) == (('NVIDIA card 0x2330',), ())
+  assert 'nvidia-smi' in reason
+  tool = tmp_path / 'nvidia-smi'
+  tool.write_text('#!/bin/sh\necho "version mismatch"\nexit 18\n')
+  tool.chmod(0o755)
+  reason = hardware.look(tmp_path).reason
+  assert reason == 'its driver does not answer (version mismatch)'
+
+
 def test_chips_of_the_bus(tmp_path, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS', raising=False)
   monkeypatch.setenv('PATH', os.fspath(tmp_path))  # No nvidia-smi.
   # A network card of the same vendor is no TPU.
-  for i, (vendor, kind) in enumerate(
-    [('0x1ae0', '0x0062'), ('0x1ae0', '0x0042'), ('0x8086', '0x0062')]
+  for i, row in enumerate(
+    (
+      ('0x1ae0', '0x0062', '0x120000'),
+      ('0x1ae0', '0x0042', '0x020000'),
+      ('0x8086', '0x0062', '0x120000'),
+    )
   ):
-    (tmp_path / f'{i}').mkdir()
-    (tmp_path / f'{i}' / 'vendor').write_text(f'{vendor}\n')
-    (tmp_path / f'{i}' / 'device').write_text(f'{kind}\n')
+    on_bus(tmp_path / f'{i}', *row)
   assert hardware.look(tmp_path) == hardware.Found(('TPU v5p',), ('tpu',))
   assert hardware.look(tmp_path / 'none') == hardware.Found((), ())
   monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
