@@ -227,6 +227,9 @@ def _begin(
     transport.check_store(workdir, spec.systems['delta'])
   if initial is not None:
     initial.take(workdir)
+    tokenizer = initial.tokenizer(workdir)
+    for split in ('train', *family.axes):  # Raises if prompts are too long.
+      family.tasks(tokenizer, split=split, seed=spec.seed)
 
 
 def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:

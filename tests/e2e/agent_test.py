@@ -10,6 +10,7 @@ from configs import hardware
 from configs.composer import agent
 from tests import programs
 from tests.e2e import imported_test, jobs
+from tests.pipeline import runs
 from tests.tasks.practice import families_test
 
 checkpoint, imported = imported_test.checkpoint, imported_test.imported
@@ -41,6 +42,19 @@ def test_lengths_counts_and_meshes_fit(imported, folder, monkeypatch, capsys):
   assert window == spec.sft.seq_len == spec.rl.seq_len
   text = capsys.readouterr().out
   assert f'window of {window} tokens' in text and '5 devices' in text
+
+
+def test_prompts_too_long_for_the_window_leave_nothing(
+  imported, folder, tmp_path
+):
+  c = agent.get_config(f'{imported},{folder},smoke')
+  c.episode.max_tokens = c.summary.trigger = 256
+  with (
+    pytest.raises(ValueError, match='before those whose prompts do not fit'),
+    runs.open_run(wiring.spec_of(c.to_dict()), tmp_path / 'run'),
+  ):
+    pass
+  assert not (tmp_path / 'run').exists()
 
 
 def test_other_arguments_are_refused():
