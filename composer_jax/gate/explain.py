@@ -87,8 +87,9 @@ def _rescored(
     values = {name: getattr(t, name) for name in t.__slots__} | fields
     return part._replace(trajectory=records.Trajectory(**values))
 
+  ids_TMA = t.expert_ids_TMA
+  lost_TMA = np.full_like(ids_TMA, records.NO_ROUTE)
   if part.is_recorded:
-    ids_TMA = t.expert_ids_TMA
     for words, other_TMA in (
       ('routes a token late', _moved(ids_TMA, -1)),
       ('routes a token early', _moved(ids_TMA, 1)),
@@ -96,19 +97,20 @@ def _rescored(
       ('routes a layer late', np.roll(ids_TMA, -1, 1)),
       ('routes a layer early', np.roll(ids_TMA, 1, 1)),
       # Fits whatever the others fit, so it comes last.
-      ('routes not of its tokens', np.full_like(ids_TMA, records.NO_ROUTE)),
+      ('routes not of its tokens', lost_TMA),
     ):
       yield words, changed(expert_ids_TMA=other_TMA)
-  for factor in _FACTORS:
-    temperature = t.temperature * factor
+  for temperature in (t.temperature * factor for factor in _FACTORS):
     words = f'sampled at temperature {temperature:.3g}, not {t.temperature:.3g}'
     yield words, changed(temperature=temperature)
   for version in versions:
+    same_T = np.full(len(t), version, np.int32)
+    fields = dict.fromkeys(records.VERSIONS, same_T)
+    words = f'computed by version {version}, not as labelled'
     if set(part.consumed_T) != {version}:
-      same_T = np.full(len(t), version, np.int32)
-      other = changed(**dict.fromkeys(records.VERSIONS, same_T))
-      words = f'computed by version {version}, not as labelled'
-      yield words, other._replace(consumed_T=same_T)
+      yield words, changed(**fields)._replace(consumed_T=same_T)
+      own = changed(**fields, expert_ids_TMA=lost_TMA)
+      yield f'{words}, by its own routes', own._replace(consumed_T=same_T)
 
 
 def _refitted(score: audit.Score) -> Iterator[tuple[str, np.ndarray]]:
