@@ -166,24 +166,6 @@ install_jobs() {
   install "$1" ".[$2${here:+,$here}]"
 }
 
-# The sandbox tests run at every level, so bubblewrap has to be there.
-install_bubblewrap() {
-  if [[ "$(uname)" != Linux ]] || command -v bwrap >/dev/null; then
-    return
-  fi
-  if [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
-    say 'Installing bubblewrap, which the sandbox tests need.'
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get install -qq -y bubblewrap >/dev/null 2>&1 ||
-      { apt-get update -qq && apt-get install -qq -y bubblewrap >/dev/null; } ||
-      true
-  fi
-  command -v bwrap >/dev/null ||
-    say 'No bubblewrap: the sandbox tests of that level will fail. Install it
-(on Debian or Ubuntu: sudo apt-get install bubblewrap), or allow these tests to
-be skipped: ./run.sh test --no-isolation'
-}
-
 # The module's own flag parser reports misspelt flags; this only sees whether
 # the user chose a config or a workdir.
 main_job() {
@@ -234,7 +216,6 @@ case "$command" in
   test)
     shift
     install test '.[test]'
-    [[ " $* " == *' --no-isolation '* ]] || install_bubblewrap
     lint
     # Workers and commands would compile every module again.
     unset PYTHONDONTWRITEBYTECODE

@@ -217,7 +217,6 @@ def main() -> None:
       with opened as sandbox:
         for row, numbers in _rows(sandbox, images):
           about: dict[str, Any] = sandbox.about
-          about = about.get('boxes') or about
           details = {name: about.get(name) for name in _TOLD}
           line = _line(level, row, numbers) | numbers | details
           line['load'] = round(os.getloadavg()[0], 1)

@@ -12,7 +12,7 @@ from tests import conftest
 def test_only_named_reasons_may_skip(pytestconfig, monkeypatch):
   skips = [
     ('a', 'no GPU'),
-    ('b', 'no bwrap: not on PATH'),
+    ('b', 'no namespaces: refused'),
     ('c', 'takes too long'),
     ('d', 'unconditional skip'),
   ]

@@ -32,7 +32,7 @@ ALLOWED_SKIPS = (
 )
 # Allowed on a system that cannot isolate processes. Linux normally can, so
 # these need --no-isolation there.
-ALLOWED_WITHOUT_ISOLATION = ('no bwrap', 'no namespaces')
+ALLOWED_WITHOUT_ISOLATION = ('no namespaces',)
 
 XLA_FLAGS = {
   '--xla_force_host_platform_device_count': '8',
@@ -130,7 +130,7 @@ def pytest_addoption(parser):
   parser.addoption(
     '--no-isolation',
     action='store_true',
-    help='let tests skip that need namespaces or bubblewrap',
+    help='let tests skip that need namespaces',
   )
 
 
@@ -216,6 +216,6 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line(
       f'FAILED {place}: skipped because {reason!r}; a reason must begin with '
       f'one of {", ".join(map(repr, allowed))} (--no-isolation lets tests '
-      'skip that need namespaces or bubblewrap).',
+      'skip that need namespaces).',
       red=True,
     )

@@ -92,7 +92,7 @@ class Verdict:
     num_passed: number of hidden tests that passed, of num_tests.
     status: GRADED, UNFINISHED (the policy never called finish) or
       INFRASTRUCTURE (sandbox or endpoint failed, not the policy).
-    sandbox_level: isolation in which the tests ran ('bwrap', 'unshare', ...).
+    sandbox_level: isolation in which the tests ran ('unshare', 'microvm', ...).
     detail: one line for people.
   """
 

@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
-LEVELS = ('bwrap', 'unshare', 'rlimits')
-# Machines of their own, in which one of the other levels runs.
-OUTER_LEVELS = ('microvm',)
+LEVELS = ('unshare', 'rlimits')
+# Machines of their own, in which one of the other levels runs: QEMU's micro VM,
+# slow where KVM does not work, and an actor of a Ray cluster.
+OUTER_LEVELS = ('microvm', 'ray')
 STATUSES = ('ok', 'timeout', 'killed', 'exit', 'infrastructure')
 
 
@@ -21,10 +22,9 @@ class Limits:
   Attributes:
     wall_s: seconds until everything that the call started is killed.
     cpu_s: seconds of processor time of one process, rounded up.
-    memory_bytes: address space of one process and, where a memory cgroup can
-      be made, all memory of the call, its files included. In a box with a
-      cgroup: memory of its programs and files together, without the limit of
-      address space.
+    memory_bytes: memory of the programs and files of a box together, where a
+      memory cgroup can be made; otherwise, and in calls, also the address space
+      of one process.
     processes: processes and threads that may exist at once.
     file_bytes: size of one file, and growth of the workspace beyond the files
       that it began with.
@@ -109,8 +109,8 @@ class Command:
 
   Attributes:
     argv: program and arguments; with `warm` the arguments after `python -I`.
-    warm: run `-c CODE` or `-m MODULE` in a copy of an interpreter that waits
-      with pytest imported, if the sandbox has one, instead of starting one.
+    warm: run `-c CODE` or `-m MODULE` in a copy of an interpreter that waits,
+      with pytest imported if the sandbox has it, instead of starting one.
     stdin: standard input of the program.
     environment: variables added to the sandbox's own few.
     wall_s: wall limit if below that of the sandbox; None for the sandbox's.
@@ -212,7 +212,7 @@ class Sandbox(Protocol):
   def call(
     self, files: dict[str, str], module: str, function: str, arguments: list
   ) -> Result:
-    """Calls `module.function(*arguments[i])` for each i in a fresh process.
+    """Calls `module.function(*arguments[i])` for each i in a fresh box.
 
     Args:
       files: relative path -> text: the whole workspace of the call.

@@ -2,14 +2,12 @@
 
 import logging
 import pathlib
-import shutil
 import sys
 from collections.abc import Sequence
 
-from composer_jax.sandbox import base
+from composer_jax.sandbox import base, calls
 from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.local import process, zygotes
-from composer_jax.sandbox.remote.microvm import machine
 
 
 def _open(
@@ -22,10 +20,6 @@ def _open(
   """Opens one level and makes a first call; ValueError if it does not work."""
   if level != 'rlimits' and sys.platform != 'linux':
     raise ValueError(f'namespaces do not exist on {sys.platform}')
-  if level == 'bwrap' and not shutil.which('bwrap'):
-    raise ValueError(
-      'no program `bwrap` on PATH; the package is called bubblewrap'
-    )
   try:
     sandbox = zygotes.ZygotePool(level, limits, size, images, site_packages)
   except (process.ZygoteError, OSError) as error:
@@ -38,6 +32,34 @@ def _open(
   return sandbox
 
 
+def _gathered(packages: Sequence[str] | pathlib.Path) -> pathlib.Path | None:
+  if isinstance(packages, pathlib.Path):
+    return packages
+  return gathering.gather(packages) if packages else None
+
+
+def _elsewhere(
+  level: str,
+  limits: base.Limits,
+  size: int,
+  images: pathlib.Path | None,
+  packages: Sequence[str] | pathlib.Path,
+) -> calls.CallingSandbox:
+  """Opens a sandbox of a machine of its own; only then is it imported."""
+  if level == 'microvm':
+    from composer_jax.sandbox.remote.microvm import machine
+
+    return machine.MicroVM(
+      limits, size=size, images=images, packages=_gathered(packages)
+    )
+  from composer_jax.sandbox.remote import ray_placement
+
+  return ray_placement.RaySandbox(
+      open_sandbox, 'auto', limits, size=size, images=images,
+      packages=packages,
+  )  # fmt: skip
+
+
 def open_sandbox(
   preference: str,
   limits: base.Limits,
@@ -46,12 +68,12 @@ def open_sandbox(
   size: int = 1,
   images: pathlib.Path | None = None,
   packages: Sequence[str] | pathlib.Path = (),
-) -> zygotes.ZygotePool | machine.MicroVM:
+) -> calls.CallingSandbox:
   """Opens a sandbox.
 
   Args:
     preference: 'auto' for the strongest of `base.LEVELS` that works, one of
-      them, or 'microvm', which is slow where KVM does not work.
+      them, or one of `base.OUTER_LEVELS`.
     limits: limits of each call and program.
     allow_unsafe: true to accept 'rlimits', which keeps code away from neither
       files nor processes of this user: for trusted code only.
@@ -74,19 +96,12 @@ def open_sandbox(
     raise ValueError(f'sandbox size ({size}) must be at least 1.')
   if images is not None and not images.is_dir():
     raise ValueError(f'sandbox images {images} must be a folder.')
-  if isinstance(packages, pathlib.Path):
-    site_packages = packages
-  else:
-    site_packages = gathering.gather(packages) if packages else None
-  if preference == 'microvm':
+  if preference in base.OUTER_LEVELS:
     try:
-      return machine.MicroVM(
-        limits, size=size, images=images, packages=site_packages
-      )
+      return _elsewhere(preference, limits, size, images, packages)
     except base.SandboxLost as error:
-      raise ValueError(f'no sandbox of a micro VM works here: {error}') from (
-        error
-      )
+      raise ValueError(f'no sandbox {preference!r} works: {error}') from error
+  site_packages = _gathered(packages)
   reasons = []
   for level in base.LEVELS if preference == 'auto' else (preference,):
     if level == 'rlimits' and not allow_unsafe:
@@ -103,7 +118,7 @@ def open_sandbox(
       )
     return sandbox
   raise base.NoSandbox(
-    f'no sandbox {preference!r} works here ({"; ".join(reasons)}). Install '
-    'bubblewrap, allow user namespaces, or train on tasks that execute no '
-    'generated code; allow_unsafe=True is for trusted code only.'
+    f'no sandbox {preference!r} works here ({"; ".join(reasons)}). Allow '
+    'user namespaces, or train on tasks that execute no generated code; '
+    'allow_unsafe=True is for trusted code only.'
   )

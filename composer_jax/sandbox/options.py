@@ -12,8 +12,9 @@ class SandboxOptions:
   """Isolation of code that the policy wrote, and the limits of each call.
 
   Attributes:
-    level: isolation: 'bwrap', 'unshare', 'microvm' or 'rlimits', 'auto' for
-      the strongest that works here, or 'static', which executes nothing.
+    level: isolation: 'auto' for 'unshare', or 'rlimits' where that is allowed;
+      'microvm' or 'ray' for a machine of its own; or 'static', which executes
+      nothing.
     allow_unsafe: true to accept 'rlimits', which isolates nothing: for trusted
       code only.
     workers: number of calls at a time.

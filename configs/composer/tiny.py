@@ -109,7 +109,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.curriculum = dict(enabled=False)  # tasks are drawn in order
   c.sandbox = dict(
-    # The strongest that works here; or bwrap, unshare, microvm, rlimits, or
+    # The strongest that works here; or unshare, microvm, ray, rlimits, or
     # static: execute nothing.
     level='auto',
     workers=2,

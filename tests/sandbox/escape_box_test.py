@@ -41,8 +41,8 @@ class Backend:
     return f'{self.level}-{self.cgroup}'
 
 
-HARDENED = [Backend('bwrap', 'host'), Backend('unshare', 'host')]
-WITHOUT = [Backend('bwrap', 'none'), Backend('unshare', 'none')]
+HARDENED = [Backend('unshare', 'host')]
+WITHOUT = [Backend('unshare', 'none')]
 LIMITED = [Backend('rlimits', 'host'), Backend('rlimits', 'none')]
 MACHINE = [Backend('microvm', 'v2')]
 
@@ -100,8 +100,7 @@ def _open(backend, images):
       backend.level, LIMITS, allow_unsafe=True, images=images
     )
   except ValueError as error:
-    name = 'bwrap' if backend.level == 'bwrap' else 'namespaces'
-    pytest.skip(f'no {name}: {error}')
+    pytest.skip(f'no namespaces: {error}')
 
 
 @pytest.fixture

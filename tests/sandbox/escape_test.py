@@ -184,9 +184,9 @@ def test_nothing_of_the_host_can_be_read(run_isolated, tmp_path):
   secret.write_text('x')
   secret.chmod(0o644)
   paths = [
-      '/proc', '/sys', '/etc', '/root', '/home', '/tmp', '/var', '/run',
-      '/usr/bin', '/etc/passwd', '/proc/1/environ', '/proc/self/mountinfo',
-      str(secret), os.getcwd(), os.path.expanduser('~'), __file__,
+      '/sys', '/root', '/home', '/run', '/etc/shadow', '/etc/hostname',
+      '/proc/1/environ', '/proc/sys', '/proc/net', '/var/lib', str(secret),
+      os.getcwd(), os.path.expanduser('~'), __file__,
   ]  # fmt: skip
   text = (
     'import os\ndef f(paths): return [p for p in paths if os.path.exists(p)]'
@@ -194,8 +194,13 @@ def test_nothing_of_the_host_can_be_read(run_isolated, tmp_path):
   assert run_isolated(text, paths) == []
   top = run_isolated('import os\ndef f(): return sorted(os.listdir("/"))')
   assert set(top) <= {
-      'boot', 'dev', 'lib', 'lib32', 'lib64', 'nix', 'python', 'usr', 'work'
+      'bin', 'boot', 'boxes', 'dev', 'etc', 'lib', 'lib32', 'lib64', 'nix',
+      'proc', 'python', 'tmp', 'usr', 'var', 'venv', 'work',
   }  # fmt: skip
+  users = run_isolated('def f(): return open("/etc/passwd").read()')
+  assert [line.split(':')[0] for line in users.splitlines()] == [
+    'root', 'agent'
+  ]  # fmt: skip
 
 
 def test_installed_packages_are_masked(run_isolated):
@@ -213,7 +218,7 @@ def test_installed_packages_are_masked(run_isolated):
   assert not {name for name in names if not name.endswith('.txt')}
 
 
-def test_only_the_workspace_can_be_written(run_isolated):
+def test_only_the_workspace_and_its_own_tmp_can_be_written(run_isolated):
   text = """
     import os
     def f():
@@ -228,7 +233,8 @@ def test_only_the_workspace_can_be_written(run_isolated):
           del names[:]
       return wrote
   """
-  assert run_isolated(textwrap.dedent(text)) == ['/work']
+  wrote = run_isolated(textwrap.dedent(text))
+  assert wrote == ['/tmp', '/tmp/home', '/work']
 
 
 def test_links_and_pipes_in_the_workspace_lead_nowhere(run_isolated):
@@ -239,7 +245,7 @@ def test_links_and_pipes_in_the_workspace_lead_nowhere(run_isolated):
       os.symlink('/etc/shadow', 'link')
       os.symlink('../../..', 'up')
       os.truncate(os.open('sparse', os.O_CREAT | os.O_WRONLY), 1 << 20)
-      return [os.path.exists('link'), 'etc' in os.listdir('up')]
+      return [os.path.exists('link'), 'home' in os.listdir('up')]
   """
   assert run_isolated(textwrap.dedent(text)) == [False, False]
 
@@ -288,7 +294,7 @@ def test_no_environment_and_no_descriptors_are_inherited(run, monkeypatch):
     os.close(write)
   assert opened == [0, 1, 2, 3]  # the last is the pipe for the result
   assert set(names) <= {
-      'HOME', 'LANG', 'LC_CTYPE', 'LD_LIBRARY_PATH', 'PWD', 'TMPDIR',
+      'HOME', 'LANG', 'LC_CTYPE', 'LD_LIBRARY_PATH', 'PATH', 'PWD', 'TMPDIR',
       'PYTHONDONTWRITEBYTECODE', 'PYTHONHASHSEED', 'PYTHONUTF8',
   }  # fmt: skip
 

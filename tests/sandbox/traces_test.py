@@ -127,15 +127,14 @@ def _rank_sum(bits, numbers):
   return math.erfc(abs(total - mean) / math.sqrt(2 * variance))
 
 
-def search(level, mode, images, num_pairs, image=''):
+def search(mode, images, num_pairs, image=''):
   size = 2 if mode == 'parallel' else 1  # one zygote, or one for each program
   try:
     sandbox = sandbox_open.open_sandbox(
-        level, LIMITS, size=size, images=images, packages=('pytest',)
+        'unshare', LIMITS, size=size, images=images, packages=('pytest',)
     )  # fmt: skip
   except ValueError as error:
-    name = 'bwrap' if level == 'bwrap' else 'namespaces'
-    pytest.skip(f'no {name}: {error}')
+    pytest.skip(f'no namespaces: {error}')
   with sandbox:
     suspects = None
     # Chance does not strike the same feature twice.
@@ -150,15 +149,14 @@ def search(level, mode, images, num_pairs, image=''):
 
 
 def test_nothing_of_a_program_reaches_the_next(images):
-  search('bwrap', 'sequence', images, _QUICK_PAIRS)
+  search('sequence', images, _QUICK_PAIRS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('image', ['', 'repository'])
 @pytest.mark.parametrize('mode', ['sequence', 'parallel'])
-@pytest.mark.parametrize('level', base.LEVELS[:2])
-def test_nothing_of_a_program_reaches_another(images, level, mode, image):
-  search(level, mode, images, _PAIRS, image)
+def test_nothing_of_a_program_reaches_another(images, mode, image):
+  search(mode, images, _PAIRS, image)
 
 
 def test_a_planted_trace_is_found():
@@ -173,14 +171,11 @@ def test_a_planted_trace_is_found():
   assert {n for p, n in predictors(bits, rows) if p <= _LEAST_P} >= {'port'}
 
 
-@pytest.mark.parametrize('level', base.LEVELS[:2])
-def test_the_list_of_mounts_shows_nothing_of_the_host(boxes_of, level):
-  with boxes_of(level).open('repository') as box:
+def test_the_list_of_mounts_shows_nothing_of_the_host(boxes_of):
+  with boxes_of('unshare').open('repository') as box:
     result = box.run(base.Command(argv=('cat', '/proc/self/mountinfo')))
   sources = {line.split()[3] for line in result.output.splitlines()}
-  if boxes_of(level).about['boxes']['overlay']:
-    assert sources <= {'/', '/newroot', '/merged', '/irq', '/bus', '/fs'}, (
-      sources
-    )
+  if boxes_of('unshare').about['overlay']:
+    assert sources <= {'/', '/merged', '/irq', '/bus', '/fs'}, sources
     # Not even the number of the box.
     assert '/boxes' not in result.output

@@ -1,7 +1,6 @@
-"""The part of a zygote that only boxes need: their keeper and their programs.
+"""The file system of a zygote, its keeper, and the start of its programs.
 
-Standard library only: runs inside the sandbox. Zygotes of calls do not import
-it.
+Standard library only: runs inside the sandbox.
 """
 
 import functools
@@ -21,8 +20,6 @@ _GROUPS = 'root:x:0:\nagent:x:{uid}:\n'
 _HOSTS = '127.0.0.1 localhost\n::1 localhost\n'
 _HOME = '/tmp/home'
 
-sweep = programs.sweep
-
 
 def prepare(zygote) -> int:
   """Prepares the file system, starts the keeper and returns its pid."""
@@ -40,11 +37,11 @@ def prepare(zygote) -> int:
     keeper.serve(keeper.Keeper(config, overlay), channel)
     os._exit(0)
   channel.close()
-  config['warm'] = _adopt(config)
+  _adopt(config)
   zygote.about |= {
-      'overlay': overlay is not None, 'warm': config['warm'],
-      'proc': config['proc_options'] is not None,
-  }  # fmt: skip
+    'overlay': overlay is not None,
+    'proc': config['proc_options'] is not None,
+  }
   return pid
 
 
@@ -103,19 +100,20 @@ def _write_environment(config: dict) -> None:
     os.mkdir(f'{library}/site-packages')
 
 
-def _adopt(config: dict) -> bool:
-  """Becomes the environment's interpreter; true if pytest was imported."""
+def _adopt(config: dict) -> None:
+  """Becomes the environment's interpreter, with pytest imported if it is there.
+
+  Then also with modules that every run of it imports before its first test.
+  """
   sys.executable = config['python']
   site.main()
   try:
     pytest_config = importlib.import_module('_pytest.config')
   except ModuleNotFoundError:
-    return False
-  # Modules that every run imports before its first test.
+    return
   names = [f'_pytest.{name}' for name in pytest_config.default_plugins]
   for name in ('pytest', 'pdb', *names):
     importlib.import_module(name)
-  return True
 
 
 def init(zygote, report: int) -> Callable[[], None]:

@@ -350,7 +350,7 @@ def process_limit(processes: int, others: int, uid: int | None) -> int:
         raise
 
   counts_others = not _succeeds(fork_at_limit)
-  # Zygote, init and the helper of bwrap share the uid with the code.
+  # Zygote, keeper, init and its helper share the uid with the code.
   return processes + 4 + (others if counts_others else 0)
 
 

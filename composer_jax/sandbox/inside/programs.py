@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 
-from composer_jax.sandbox.inside import confine
+from composer_jax.sandbox.inside import confine, runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,7 @@ def resolve(config: dict, request: dict, place: RunFolders) -> BoxProgram:
       **request['environment'],
   }  # fmt: skip
   argv = request['argv']
-  is_plain = argv[0] in ('-m', '-c') and len(argv) > 1
-  warm = request['warm'] and config['warm'] and is_plain
+  warm = request['warm'] and argv[0] in ('-m', '-c', runner.CALL)
   if request['warm'] and not warm:
     # Like -I, but with the hash seed of the environment.
     argv = [config['python'], '-s', '-P', *argv]
@@ -149,7 +148,9 @@ def _go_on(program: BoxProgram) -> None:
   sys.orig_argv[:] = [program.python, '-I', *program.argv]
   code = 1
   try:
-    if kind == '-m':
+    if kind == runner.CALL:
+      runner.main()
+    elif kind == '-m':
       sys.argv[:] = ['-m', *arguments[1:]]
       runpy.run_module(arguments[0], run_name='__main__', alter_sys=True)
     else:

@@ -1,32 +1,36 @@
 """Calls the untrusted function and writes its results as JSON.
 
-Runs in the untrusted process, which may forge every byte of the result, but
-never sees an expected value. Standard library only.
+The program of `sandbox.calls`, in the untrusted process, which may forge every
+byte of the result, but never sees an expected value. Standard library only.
 """
 
+import contextlib
 import importlib
 import json
 import os
-import signal
+import resource
 import sys
 from typing import Any
 
+CALL = 'call'  # the program's name in a warm command
 _MAX_DEPTH = 32
 _MAX_TEXT = 500
 _MAX_INTEGER_BITS = 4096
 
 
-def run(request: dict, workspace: str, result_fd: int) -> None:
+def main() -> None:
   """Imports the function, calls it and writes the results; never returns."""
+  request = json.load(sys.stdin)
   code = 1
   try:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    function, failure = _load(request, workspace)
+    # An error of one call, where the sandbox's own limit would end them all.
+    _bound(request['memory_bytes'])
+    function, failure = _load(request)
     outcomes = [
       failure or _outcome(function, arguments)
       for arguments in request['arguments']
     ]
-    with open(result_fd, 'wb') as file:
+    with open(3, 'wb') as file:
       file.write(json.dumps(outcomes).encode())
     code = 0
   except SystemExit as error:
@@ -39,12 +43,18 @@ def run(request: dict, workspace: str, result_fd: int) -> None:
       os._exit(code)
 
 
-def _load(request: dict, workspace: str) -> tuple[Any, list | None]:
-  for name in request['files']:
+def _bound(memory_bytes: int) -> None:
+  # A lower limit may hold, and macOS refuses the call.
+  with contextlib.suppress(OSError, ValueError):
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _load(request: dict) -> tuple[Any, list | None]:
+  for name in request['names']:
     # A file of the workspace takes precedence over a module already loaded.
     top = name.split('/')[0].removesuffix('.py')
     sys.modules.pop(top, None)
-  sys.path.insert(0, workspace)
+  sys.path.insert(0, os.getcwd())
   importlib.invalidate_caches()
   try:
     module = importlib.import_module(request['module'])

@@ -1,15 +1,15 @@
-"""The process inside the sandbox that forks once per call.
+"""The process inside the sandbox that forks once per program.
 
 Standard library only, run by path with the site machinery off: the package is
-not installed where this runs. It never reads a request: the child of the call
-does, so that the next call inherits no memory of this one.
+not installed where this runs. It never reads a request: the child of the
+program does, so that the next program inherits no memory of this one.
 
 Consumes: requests on the control socket, one at a time; the frame carries the
-  write ends of the pipes for the result and the output.
+  write ends of the pipes for the result and the output, and cgroups to join.
 Waits for: the control socket, the death of the host process.
 Woken by: a request; end of file or the host's death, upon which it exits and
-  its namespaces end; during a call also by the wall limit.
-Produces: one JSON line per call on the control socket.
+  its namespaces end; during a program also by the wall limit.
+Produces: one JSON line per program on the control socket.
 """
 
 import contextlib
@@ -27,14 +27,9 @@ if __name__ == '__main__':
   # In the sandbox these few files are all of the package.
   sys.path.insert(0, os.path.abspath(f'{__file__}/../../../..'))
 
-from composer_jax.sandbox.inside import confine, runner, seccomp, wire
+from composer_jax.sandbox.inside import box_runs, confine, programs, seccomp
 
-# Calls do not import the part of boxes: every call copies the memory.
-_boxes = None
 _config = json.loads(sys.argv[1]) if __name__ == '__main__' else {}
-if _config.get('boxes'):
-  from composer_jax.sandbox.inside import box_runs as _boxes
-
 if __name__ == '__main__':
   del sys.path[0]
   for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
@@ -46,7 +41,7 @@ class HostGoneError(Exception):
 
 
 class Zygote:
-  """State shared by all calls: limits, filter and descriptors."""
+  """State shared by all programs: limits, filter and descriptors."""
 
   def __init__(self, config: dict):
     self.config = config
@@ -55,9 +50,9 @@ class Zygote:
     self.control = socket.socket(fileno=config['control'])
     self.host = config['host_pidfd']
     self.uid = config['uid']
-    self.groups, self.cgroup = config['cgroup_fds'], config['cgroup']
-    if not confine.can_join(self.groups):
-      self.groups, self.cgroup = [], 'none'
+    self.cgroup = config['cgroup']
+    if not confine.can_join(config['cgroup_fds']):
+      self.cgroup = 'none'
     families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
     # Without a network namespace no family may open a socket.
     self.filter, self.seccomp = confine.working_filter(
@@ -66,13 +61,11 @@ class Zygote:
     self.processes = confine.process_limit(
       self.limits['processes'], config['user_processes'], self.uid
     )
-    self.keeper: int | None = None
     self.about = {
         'seccomp': self.seccomp, 'uid': self.uid,
         'processes': self.processes, 'cgroup': self.cgroup,
     }  # fmt: skip
-    if config['boxes']:
-      self.keeper = _boxes.prepare(self)  # pyrefly: ignore
+    self.keeper = box_runs.prepare(self)
     if self.namespaces:
       confine.drop_bounding_set()
     else:
@@ -111,8 +104,7 @@ class Zygote:
     pid = confine.clone_into_namespaces() if self.namespaces else os.fork()
     if pid == 0:
       os.close(read_end)
-      start = _boxes.init if self.keeper else _init  # pyrefly: ignore
-      return start(self, write_end)
+      return box_runs.init(self, write_end)
     os.close(write_end)
     try:
       report, timed_out = self._watch(read_end)
@@ -153,27 +145,19 @@ class Zygote:
         report += piece
         if not started and b'\n' in report and report.startswith(b'started'):
           started = True
-          # A program of a box states its own limit.
           stated = report.split(b'\n')[0].removeprefix(b'started')
-          wall_s = float(stated or self.limits['wall_s'])
-          deadline = time.monotonic() + wall_s
+          deadline = time.monotonic() + float(stated)
           # Not earlier, because init reads the request from this socket.
           poller.register(self.control, select.POLLIN)
 
 
-def _sweep(scratch: str, keeper_pid: int | None) -> None:
-  """Removes processes and files of a call without a pid namespace."""
-  import shutil  # only this level has files to remove
-
+def _sweep(scratch: str, keeper_pid: int) -> None:
+  """Removes processes and files of a program without a pid namespace."""
   while survivors := [x for x in _children() if x != keeper_pid]:
     for pid in survivors:
       os.kill(pid, signal.SIGKILL)
       os.waitpid(pid, 0)
-  if keeper_pid:
-    _boxes.sweep(scratch)  # pyrefly: ignore
-    return
-  for name in os.listdir(scratch):
-    shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)
+  programs.sweep(scratch)
 
 
 def _children() -> list[int]:
@@ -183,66 +167,6 @@ def _children() -> list[int]:
       return [int(pid) for pid in file.read().split()]
   except FileNotFoundError:
     return []
-
-
-def _init(zygote: Zygote, report: int) -> None:
-  """Prepares a call, runs it in a child and outlives it; never returns."""
-  code = 1
-  try:
-    confine.join(zygote.groups)
-    if zygote.namespaces:
-      confine.leave_shared()
-    os.setsid()
-    request, _, descriptors = wire.receive(zygote.control)
-    workspace = _make_workspace(zygote, request['files'])
-    pid = os.fork()
-    if pid == 0:
-      _run(zygote, request, workspace, (*descriptors, report))
-    for descriptor in descriptors:
-      os.close(descriptor)
-    confine.outlive(pid, report, zygote.namespaces)
-    code = 0
-  except (OSError, ValueError) as error:
-    confine.report_error(report, error)
-  finally:
-    os._exit(code)  # the kernel kills the rest of the namespace
-
-
-def _make_workspace(zygote: Zygote, files: dict[str, str]) -> str:
-  contents = {name: text.encode() for name, text in files.items()}
-  if zygote.namespaces:
-    workspace = zygote.config['workspace']
-    pages = sum(-(-len(data) // 4096) + 1 for data in contents.values())
-    num_bytes = pages * 4096 + zygote.limits['file_bytes']
-    confine.mount_workspace(workspace, num_bytes, 1024 + 4 * len(contents))
-  else:
-    workspace = os.path.join(zygote.config['scratch'], f'{os.getpid()}')
-    os.mkdir(workspace, 0o700)
-  for name, data in contents.items():
-    path = os.path.join(workspace, name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, 'wb') as file:
-      file.write(data)
-  if zygote.uid is not None:
-    for folder, _, names in os.walk(workspace):
-      for path in [folder, *(os.path.join(folder, name) for name in names)]:
-        os.chown(path, zygote.uid, zygote.uid)
-  os.chdir(workspace)
-  return workspace
-
-
-def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
-  """Confines this process and runs the call in it; never returns."""
-  try:
-    confine.take_descriptors(*descriptors)
-    confine.set_limits(zygote.limits, zygote.processes)
-    confine.become_nobody(zygote.uid, zygote.filter)
-    os.write(confine.REPORT_FD, b'started\n')
-  except OSError as error:
-    confine.report_error(confine.REPORT_FD, error)
-    os._exit(1)
-  os.close(confine.REPORT_FD)
-  runner.run(request, workspace, confine.RESULT_FD)
 
 
 def main() -> Callable[[], None] | None:

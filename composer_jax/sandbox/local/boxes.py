@@ -53,7 +53,6 @@ class BoxZygote:
         raise base.SandboxLost('the zygote that kept this box is gone')
       try:
         channel = self.process.keeper
-        assert channel
         channel.settimeout(_ANSWER_S)
         wire.send(channel, request, blobs)
         header, (data,), _ = wire.receive(channel)

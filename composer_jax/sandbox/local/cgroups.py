@@ -5,6 +5,7 @@ where none can be made, resource limits must do. Only calls join the group, not
 the zygote, so that the out-of-memory killer does not choose the zygote.
 """
 
+import functools
 import logging
 import os
 import pathlib
@@ -75,7 +76,6 @@ def make(name: str, memory_bytes: int, processes: int) -> ControlGroup:
     return ControlGroup('none', [])
   group = ControlGroup(version, [])
   for parent, settings in plan:
-    _sweep(parent)
     try:
       _make_one(group, parent / full_name, settings)
     except OSError:
@@ -100,8 +100,12 @@ def _make_one(group, path: pathlib.Path, settings: dict[str, int]) -> None:
   group.counts_memory |= any(file.startswith('memory') for file in settings)
 
 
+@functools.cache
 def _own_groups() -> dict[str, pathlib.Path]:
-  """Returns controller -> own group's directory; '' stands for version 2."""
+  """Returns controller -> own group's directory; '' stands for version 2.
+
+  Clears away what host processes left there that were killed.
+  """
   try:
     lines = pathlib.Path('/proc/self/cgroup').read_text().splitlines()
     mounts = pathlib.Path('/proc/self/mounts').read_text().splitlines()
@@ -122,6 +126,8 @@ def _own_groups() -> dict[str, pathlib.Path]:
       directory = pathlib.Path(f'{root}/{path.lstrip("/")}')
       if root and os.access(directory, os.W_OK):
         groups[controller] = directory
+  for directory in set(groups.values()):
+    _sweep(directory)
   return groups
 
 

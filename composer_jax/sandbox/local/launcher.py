@@ -5,11 +5,10 @@ of the zygote, which the kernel kills when this process dies. The host cannot be
 that parent, because the kernel goes by the end of the *thread* that forked.
 
 The file system that the code sees is read-only and built from nothing: the
-system's shared libraries, the interpreter with its packages masked, four
-devices, an empty folder for the workspace; no /proc, /etc, /tmp or home. Names
-are neutral, since a process can list its mounts. For boxes, where whole
-programs run, also /bin, /usr/bin, a small /etc, a virtual environment, and a
-/proc and a /tmp of each run.
+system's programs and shared libraries, the interpreter with its packages
+masked, a virtual environment, a few devices, a small /etc, an empty folder for
+the workspace, and a /proc and a /tmp of each run; no home of the host. Names
+are neutral, since a process can list its mounts.
 """
 
 import contextlib
@@ -32,13 +31,13 @@ _DEVICE_LINKS = [
     ('/proc/self/fd/1', '/dev/stdout'), ('/proc/self/fd/2', '/dev/stderr'),
     ('/tmp', '/dev/shm'), ('/tmp', '/var/tmp'),
 ]  # fmt: skip
-_DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
+_DEVICES = ('/dev/null', '/dev/zero', '/dev/full', '/dev/random',
+            '/dev/urandom')  # fmt: skip
 _BOOT_FILES = (
     'zygote.py', 'runner.py', 'confine.py', 'seccomp.py', 'beneath.py',
     'box_runs.py', 'keeper.py', 'programs.py', 'syscalls.py',
     'trees.py', 'wire.py',
 )  # fmt: skip
-# For boxes only, where whole programs run.
 _PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
                   '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
 _EMPTY = ('/etc', '/tmp', '/boxes', '/proc', '/venv')
@@ -86,24 +85,22 @@ class RootPlan:
     self.boot = [(f'{here}/{file}', f'{_BOOT}/{file}') for file in _BOOT_FILES]
     self.boot.append((self.executable, self.python))
     self.links = []
-    self.proc = config['boxes'] and config['proc']
-    self.empty = [_WORK, *_STAGING, *(_EMPTY if config['boxes'] else ())]
-    for path in _LIBRARY_TREES + (_PROGRAM_TREES if config['boxes'] else ()):
+    self.proc = config['proc']
+    self.empty = [_WORK, *_STAGING, *_EMPTY]
+    for path in _LIBRARY_TREES + _PROGRAM_TREES:
       if os.path.islink(path):
         self.links.append((os.readlink(path), path))
       elif os.path.isdir(path):
         self.binds.append((path, path))
-    if config['boxes']:
-      for source, target in (
-        (config['images'], '/images'),
-        (config['packages'], '/packages'),
-        ('/etc/alternatives', '/boot/alternatives'),
-      ):
-        if source and os.path.isdir(source):
-          self.binds.append((source, target))
-      self.links += _DEVICE_LINKS
-    devices = (*_DEVICES, '/dev/full') if config['boxes'] else _DEVICES
-    self.devices = [path for path in devices if os.path.exists(path)]
+    for source, target in (
+      (config['images'], '/images'),
+      (config['packages'], '/packages'),
+      ('/etc/alternatives', '/boot/alternatives'),
+    ):
+      if source and os.path.isdir(source):
+        self.binds.append((source, target))
+    self.links += _DEVICE_LINKS
+    self.devices = [path for path in _DEVICES if os.path.exists(path)]
     # Installed packages could include this project with its task generators.
     self.masks = sorted(
       inner + folder.removeprefix(outer)
@@ -123,7 +120,7 @@ class RootPlan:
 
   def command(self, config: dict) -> list[str]:
     # Programs can read this as the command of pid 1: no more than is needed.
-    omitted = ('bwrap', 'cores', 'priority')
+    omitted = ('cores', 'priority')
     inner = {name: x for name, x in config.items() if name not in omitted}
     # The folder of images is bound once more by the part of boxes.
     inner['binds'] = [path for _, path in self.binds if path != '/images']
@@ -235,51 +232,13 @@ def _make_read_only(path: str, recursive: bool = True) -> None:
   _mount(None, path, None, flags)
 
 
-def _bwrap_command(plan: RootPlan, config: dict, privileged: bool) -> list[str]:
-  command = [
-      config['bwrap'], '--unshare-pid', '--unshare-net', '--unshare-ipc',
-      '--unshare-uts', '--die-with-parent', '--new-session', '--clearenv',
-  ]  # fmt: skip
-  if not privileged:
-    command += ['--unshare-user', '--uid', '0', '--gid', '0']
-    command += ['--cap-add', 'ALL']
-  for name, value in plan.environment().items():
-    command += ['--setenv', name, value]
-  # Parents that bwrap makes by itself cannot be entered by other uids.
-  parents = {*plan.empty, '/dev', _BOOT}
-  for _, path in [*plan.binds, *plan.boot, *plan.links]:
-    while (path := os.path.dirname(path)) != '/':
-      parents.add(path)
-  for directory in sorted(parents):
-    command += ['--perms', '0755', '--dir', directory]
-  for source, target in plan.binds:
-    command += ['--ro-bind', source, target]
-  for source, target in plan.boot:
-    descriptor = os.open(source, os.O_RDONLY)
-    os.set_inheritable(descriptor, True)
-    command += ['--perms', '0755', '--file', f'{descriptor}', target]
-  for path in plan.devices:
-    command += ['--dev-bind', path, path]
-  for target in plan.masks:
-    command += ['--perms', '0755', '--tmpfs', target, '--remount-ro', target]
-  for text, path in plan.links:
-    command += ['--symlink', text, path]
-  if plan.proc:
-    command += ['--proc', '/proc']
-  command += ['--remount-ro', '/', '--chdir', '/', '--']
-  return command + plan.command(config)
-
-
-def _start(config: dict, plan: RootPlan, privileged: bool) -> None:
-  """Becomes the zygote, or bwrap, which starts it."""
+def _start(config: dict, plan: RootPlan) -> None:
+  """Becomes the zygote."""
   if hasattr(libc, 'prctl'):
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Before Python 3.12 None hashes to its address, which orders sets.
     libc.personality(_FIXED_ADDRESSES)
-  if config['level'] == 'bwrap':
-    command = _bwrap_command(plan, config, privileged)
-    os.execve(command[0], command, {})
-  elif config['level'] == 'unshare':
+  if config['level'] == 'unshare':
     os.setsid()
     _build_root(plan)
     os.execve(plan.python, plan.command(config), plan.environment())
@@ -345,8 +304,7 @@ def main() -> None:
     config['uid'] = None
   config['workspace'] = _WORK
   config['user_processes'] = _user_processes()
-  if config['boxes']:
-    _arrange_boxes(config, plan)
+  _arrange_boxes(config, plan)
   descriptors = [os.open(x, os.O_WRONLY) for x in config.pop('cgroup_procs')]
   config['cgroup_fds'] = descriptors
   config['host_pidfd'] = None
@@ -365,13 +323,13 @@ def main() -> None:
   pid = os.fork()
   if pid == 0:
     try:
-      _start(config, plan, privileged)
+      _start(config, plan)
     except OSError as error:
       print(error, file=sys.stderr)
     finally:
       os._exit(1)
   # Otherwise the host would not see the sockets close when the zygote ends.
-  for name in config.keys() & {'control', 'keeper'}:
+  for name in ('control', 'keeper'):
     os.close(config[name])
   sys.exit(os.waitpid(pid, 0)[1] != 0)
 

@@ -94,8 +94,7 @@ class Process:
   Attributes:
     about: facts that the zygote stated at its start.
     control: socket to the zygote.
-    keeper: socket to the process that keeps the boxes' files; None without
-      boxes.
+    keeper: socket to the process that keeps the boxes' files.
     serial: number of this zygote, unique in the host process.
   """
 
@@ -104,8 +103,19 @@ class Process:
     level: str,
     limits: base.Limits,
     scheduling: dict[str, Any],
-    boxes: dict[str, Any] | None = None,
+    options: dict[str, Any],
   ):
+    """Starts it.
+
+    Args:
+      level: isolation.
+      limits: limits of each program.
+      scheduling: what `scheduling` returned.
+      options: folders of images and packages; whether /proc is mounted.
+
+    Raises:
+      ZygoteError: the zygote could not start.
+    """
     self.level, self.limits = level, limits
     self._scheduling = scheduling
     self.about: dict = {}
@@ -118,34 +128,31 @@ class Process:
     self._scratch = None
     self._process: subprocess.Popen | None = None
     self.control, control = socket.socketpair()
-    inner_ends, self.keeper = {'control': control}, None
-    if boxes:
-      self.keeper, inner_ends['keeper'] = socket.socketpair()
+    self.keeper, keeper = socket.socketpair()
+    inner_ends = {'control': control, 'keeper': keeper}
     with contextlib.ExitStack() as unless_started:
       unless_started.callback(self.close)
       if level == 'rlimits':  # the others mount a workspace of their own
         self._scratch = tempfile.mkdtemp(prefix=f'composer-{os.getpid()}-')
         # The user that the code becomes can enter it but not list it.
         os.chmod(self._scratch, 0o711)
-      self._start(boxes, inner_ends)
+      self._start(options, inner_ends)
       unless_started.pop_all()
 
   def _start(
-    self, boxes: dict[str, Any] | None, inner_ends: dict[str, socket.socket]
+    self, options: dict[str, Any], inner_ends: dict[str, socket.socket]
   ) -> None:
     with tempfile.TemporaryFile() as errors:
       passed = {name: end.fileno() for name, end in inner_ends.items()}
       config = {
           'level': self.level, 'host_pid': os.getpid(), **passed,
           'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
-          'scratch': self._scratch, 'bwrap': shutil.which('bwrap'),
+          'scratch': self._scratch, 'counts_memory': self.counts_memory,
           'cgroup': self._group.version,
-          'cgroup_procs': self._group.entrances(), 'boxes': boxes is not None,
+          'cgroup_procs': self._group.entrances(), **options,
           'setup_s': _SETUP_S, **self._scheduling,
           'limits': dataclasses.asdict(self.limits),
       }  # fmt: skip
-      if boxes:
-        config |= {**boxes, 'counts_memory': self.counts_memory}
       script = pathlib.Path(__file__).with_name('launcher.py')
       python = getattr(sys, '_base_executable', None) or sys.executable
       with contextlib.ExitStack() as closing:
@@ -275,8 +282,7 @@ class Process:
   def _stop(self) -> None:
     """Closes the sockets, upon which the zygote ends, or else kills it."""
     self.control.close()
-    if self.keeper:
-      self.keeper.close()
+    self.keeper.close()
     if self._process is None:
       return
     try:

@@ -9,13 +9,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.sandbox import base, results
+from composer_jax.sandbox import base, calls, results
 from composer_jax.sandbox.remote import messages
 
 _QUICK_S = 30.0
@@ -62,11 +61,6 @@ class SandboxServer:
       case 'about':
         about = self._sandbox.about
         return {'level': self._sandbox.level, 'about': about}, ()
-      case 'call':
-        names = ('files', 'module', 'function', 'arguments')
-        result = self._sandbox.call(*(header[name] for name in names))
-        fields = dataclasses.asdict(result)
-        return fields, (json.dumps(fields.pop('value')).encode(),)
       case 'open':
         changes = dict.fromkeys(header['removed'])
         changes.update(zip(header['written'], parts, strict=True))
@@ -147,7 +141,7 @@ def serve(
   server.close()
 
 
-class RemoteSandbox(base.Closing):
+class RemoteSandbox(calls.CallingSandbox):
   """A sandbox at the other end of a transport.
 
   When it is lost, `call` and `run` return 'infrastructure', and everything else
@@ -174,7 +168,7 @@ class RemoteSandbox(base.Closing):
       grace_s: seconds to wait for the first answer, and beyond wall limits.
       on_close: called at the end, to end the other side.
     """
-    self._transport, self._limits = transport, limits
+    self._transport, self.limits = transport, limits
     self._grace_s, self._on_close = grace_s, on_close
     self._slots = threading.BoundedSemaphore(size)
     header, _ = self.ask({'do': 'about'}, (), grace_s)
@@ -198,37 +192,6 @@ class RemoteSandbox(base.Closing):
     with self._slots:
       return self.ask(header, parts, wall_s + self._grace_s)
 
-  def call(
-    self, files: dict[str, str], module: str, function: str, arguments: list
-  ) -> base.Result:
-    header = {
-        'do': 'call', 'files': files, 'module': module, 'function': function,
-        'arguments': arguments,
-    }  # fmt: skip
-    try:
-      reply, parts = self.timed(header, (), self._limits.wall_s)
-      return self._result(reply, parts, len(arguments))
-    except base.SandboxLost as error:
-      return base.Result(
-        level=self.level, status='infrastructure', error=str(error)
-      )
-
-  def _result(self, reply, parts, num_calls) -> base.Result:
-    status = _typed(reply, 'status', str)
-    error, value = _typed(reply, 'error', str), None
-    if status == 'ok':
-      try:
-        value = results.parse(parts[0] if parts else b'', num_calls)
-      except ValueError as reason:
-        status, error = 'exit', str(reason)
-    elif status not in base.STATUSES:
-      raise base.SandboxLost(f'unknown status {status[:40]!r}')
-    return base.Result(
-        level=self.level, status=status, value=value, error=_clean(error),
-        stdout=_clean(_typed(reply, 'stdout', str), self._limits.output_bytes),
-        wall_s=_seconds(reply),
-    )  # fmt: skip
-
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
   ) -> 'RemoteBox':
@@ -239,7 +202,7 @@ class RemoteSandbox(base.Closing):
         'removed': [k for k, v in changes.items() if v is None],
     }  # fmt: skip
     reply, _ = self.timed(header, list(written.values()), _QUICK_S)
-    return RemoteBox(self, self._limits, _typed(reply, 'box', int))
+    return RemoteBox(self, self.limits, _typed(reply, 'box', int))
 
   def close(self) -> None:
     self._transport.close()

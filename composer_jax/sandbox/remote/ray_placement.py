@@ -5,11 +5,10 @@ micro VM and is trusted as little. Ray is in the extra `fleet`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer_jax.sandbox import base
-from composer_jax.sandbox import open as sandbox_open
 from composer_jax.sandbox.remote import messages, protocol, renewed
 
 _START_S = 120.0  # a worker process of Ray has to start first
@@ -19,8 +18,8 @@ _CLOSE_S = 10.0
 class SandboxActor:
   """The class of the actors: a sandbox that answers messages."""
 
-  def __init__(self, level: str, limits: base.Limits, options: dict[str, Any]):
-    self._sandbox = sandbox_open.open_sandbox(level, limits, **options)
+  def __init__(self, open_sandbox: Callable[..., base.Sandbox], *args, **more):
+    self._sandbox = open_sandbox(*args, **more)
     self._server = protocol.SandboxServer(self._sandbox)
 
   def answer(self, header: dict, parts: tuple[bytes, ...]):
@@ -65,6 +64,7 @@ class RaySandbox(renewed.RenewedSandbox):
 
   def __init__(
     self,
+    open_sandbox: Callable[..., base.Sandbox],
     level: str,
     limits: base.Limits,
     *,
@@ -75,12 +75,13 @@ class RaySandbox(renewed.RenewedSandbox):
     """Opens a sandbox in an actor; starts Ray here if none was joined.
 
     Args:
-      level: preference of `open.open_sandbox` in the actor.
+      open_sandbox: `open.open_sandbox`, which the actor calls.
+      level: its preference.
       limits: limits of each call and program.
       num_cpus: processors that Ray reserves for the actor.
       size: number of calls at a time.
-      options: further options of `open.open_sandbox`; images is an absolute
-        path on all machines, and packages are installed there.
+      options: its further options; images is an absolute path on all machines,
+        and packages are installed there.
 
     Raises:
       ValueError: Ray is not installed.
@@ -103,12 +104,12 @@ class RaySandbox(renewed.RenewedSandbox):
 
     def begin() -> protocol.RemoteSandbox:
       transport = ActorTransport(
-        ray, actors.remote(level, limits, {'size': size, **options})
+        ray, actors.remote(open_sandbox, level, limits, size=size, **options)
       )
       try:
         # Its first answer comes when the sandbox is open.
         return protocol.RemoteSandbox(
-          transport, limits, size=size, grace_s=_START_S
+          transport, limits, level='ray', size=size, grace_s=_START_S
         )
       except base.SandboxLost:
         transport.close()

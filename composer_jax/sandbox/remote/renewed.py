@@ -4,11 +4,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from composer_jax.sandbox import base
+from composer_jax.sandbox import base, calls
 from composer_jax.sandbox.remote import protocol
 
 
-class RenewedSandbox(base.Closing):
+class RenewedSandbox(calls.CallingSandbox):
   """Calls and boxes of one place at a time.
 
   The boxes of a lost place are lost: their runs return 'infrastructure'. The
@@ -27,7 +27,7 @@ class RenewedSandbox(base.Closing):
     self._lock = threading.Lock()
     self._closed = False
     self._place: protocol.RemoteSandbox | None = begin()
-    self.level = self._place.level
+    self.level, self.limits = self._place.level, self._place.limits
     self.about = dict(self._place.about)
 
   def _current(
@@ -43,21 +43,6 @@ class RenewedSandbox(base.Closing):
       if self._place is None:
         self._place = self._begin()
       return self._place
-
-  def call(
-    self, files: dict[str, str], module: str, function: str, arguments: list
-  ) -> base.Result:
-    try:
-      current = self._current()
-      result = current.call(files, module, function, arguments)
-      if result.status == 'infrastructure':
-        current = self._current(current)
-        result = current.call(files, module, function, arguments)
-      return result
-    except base.SandboxLost as error:
-      return base.Result(
-        level=self.level, status='infrastructure', error=str(error)
-      )
 
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None

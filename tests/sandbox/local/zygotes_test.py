@@ -244,7 +244,7 @@ def test_an_end_without_a_result_is_never_ok(run, text, status):
 
 
 def test_file_names_stay_in_the_workspace(sandbox):
-  for name in ('../m.py', '/m.py', 'a/../../m.py', ''):
+  for name in ('../m.py', '/m.py', 'a/../../m.py'):
     with pytest.raises(ValueError, match='stay in the workspace'):
       sandbox.call({name: ''}, 'm', 'f', [[]])
 
@@ -296,7 +296,7 @@ def test_a_dead_zygote_is_replaced_and_the_call_repeated(own, caplog):
   _kill_all(zygote_processes() - before)
   with caplog.at_level(logging.WARNING):
     assert sandbox.call(DOUBLE, 'm', 'f', [[1]]).value == [['ok', [1, 1]]]
-  assert 'restarting' in caplog.text
+  assert 'zygote of boxes failed' in caplog.text
 
 
 def test_a_restarted_zygote_runs_where_the_pool_was_opened(own):

@@ -180,8 +180,8 @@ def test_an_answer_is_bounded_and_safe_to_show():
 
 @pytest.mark.parametrize('value', [b'[NaN]', b'[["ok", 1]]', b'', b'{'])
 def test_a_forged_value_is_no_value(value):
-  fields = {'status': 'ok', 'stdout': '', 'error': '', 'wall_s': 0.1}
-  with connected(answering((fields, (value,)))) as sandbox:
+  closed = ({}, ())
+  with connected(answering(OPENED, (RAN, (value,)), closed)) as sandbox:
     result = sandbox.call({}, 'm', 'f', [[1], [2]])
   assert (result.status, result.value) == ('exit', None)
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandbox_open
 from composer_jax.sandbox.remote import ray_placement
 from tests.sandbox import conftest
 
@@ -20,11 +21,13 @@ NUMBER = {'m.py': 'def f(x): return x + 1'}
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'ray', None)
   with pytest.raises(ValueError, match=r"pip install -e '\.\[fleet\]'"):
-    ray_placement.RaySandbox('unshare', LIMITS)
+    sandbox_open.open_sandbox('ray', LIMITS)
 
 
 def test_a_seat_answers_like_the_sandbox_in_it():
-  seat = ray_placement.SandboxActor('rlimits', LIMITS, {'allow_unsafe': True})
+  seat = ray_placement.SandboxActor(
+    sandbox_open.open_sandbox, 'rlimits', LIMITS, allow_unsafe=True
+  )
   try:
     opened, _ = seat.answer(
       {'do': 'open', 'image': '', 'written': ['a'], 'removed': []}, (b'a',)
@@ -77,15 +80,13 @@ def images(tmp_path_factory):
 @pytest.fixture(scope='module')
 def sandbox(cluster, images):
   conftest.open_or_skip('unshare').close()
-  with ray_placement.RaySandbox(
-    'unshare', LIMITS, images=images, num_cpus=0.5
-  ) as sandbox:
+  with sandbox_open.open_sandbox('ray', LIMITS, images=images) as sandbox:
     yield sandbox
 
 
 @pytest.mark.slow
 def test_calls_and_boxes_run_in_an_actor(sandbox):
-  assert sandbox.level == 'unshare'
+  assert sandbox.level == 'ray'
   assert sandbox.call(NUMBER, 'm', 'f', [[1]]).value == [['ok', 2]]
   with contextlib.closing(sandbox.open('one', {'b': b'b'})) as box:
     result = box.run(base.Command(argv=('sh', '-c', 'cat a.txt b; exit 3')))
@@ -113,4 +114,6 @@ def test_the_death_of_an_actor_is_reported_and_it_is_replaced(cluster, sandbox):
 @pytest.mark.slow
 def test_an_actor_that_cannot_begin_says_why(cluster, images):
   with pytest.raises((base.SandboxLost, ValueError), match='rlimits|refused'):
-    ray_placement.RaySandbox('rlimits', LIMITS, num_cpus=0.1)
+    ray_placement.RaySandbox(
+      sandbox_open.open_sandbox, 'rlimits', LIMITS, num_cpus=0.1
+    )

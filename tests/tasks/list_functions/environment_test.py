@@ -216,14 +216,14 @@ def test_a_run_that_does_not_end_says_so():
 
 def test_a_sandbox_that_fails_twice_breaks_the_episode_and_not_the_policy():
   class Broken:
-    level = 'bwrap'
+    level = 'unshare'
     calls = 0
 
     def call(self, files, module, function, arguments):
       del files, module, function, arguments
       self.calls += 1
       return runners.LocalResult(
-        level='bwrap', value=[], wall_s=0.0, status='infrastructure'
+        level='unshare', value=[], wall_s=0.0, status='infrastructure'
       )
 
   runner = Broken()
@@ -233,7 +233,7 @@ def test_a_sandbox_that_fails_twice_breaks_the_episode_and_not_the_policy():
   verdict = workspace.verdict(True)
   assert (verdict.status, runner.calls) == (records.INFRASTRUCTURE, 2)
   assert verdict.num_tests == len(TASK.hidden)
-  assert verdict.sandbox_level == 'bwrap'
+  assert verdict.sandbox_level == 'unshare'
 
 
 def test_tools_tell_how_they_are_called(workspace):

@@ -166,7 +166,7 @@ def test_lines_are_json(spec, tmp_path):
   (line,) = (tmp_path / 'episodes.jsonl').read_text().splitlines()
   row = json.loads(line)
   assert row['passed'] and row['reward_terms'] is not None
-  assert row['sandbox_level'] in ('bwrap', 'unshare')
+  assert row['sandbox_level'] == 'unshare'
 
 
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_pass():

@@ -185,10 +185,10 @@ def test_deletion_tasks_are_refused_where_nothing_isolates(
   spec = deletion_spec(folder)
 
   def refuse(*_, **__):
-    raise base.NoSandbox('no sandbox works here (bwrap: not here).')
+    raise base.NoSandbox('no sandbox works here (unshare: not here).')
 
   monkeypatch.setattr(judging.sandboxes, 'open_sandbox', refuse)
-  with pytest.raises(ValueError, match='execute code .*bwrap: '):
+  with pytest.raises(ValueError, match='execute code .*unshare: '):
     wiring.systems_of(spec).settle_judge(tmp_path)
   assert not (tmp_path / 'sandbox.json').exists()
 

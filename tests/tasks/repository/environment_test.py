@@ -240,7 +240,7 @@ class _Idle(_Box):
 
   def run(self, command):
     type(self).runs += 1
-    return base.CommandResult(level='bwrap', status='infrastructure')
+    return base.CommandResult(level='unshare', status='infrastructure')
 
 
 @pytest.mark.parametrize(

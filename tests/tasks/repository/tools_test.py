@@ -282,7 +282,7 @@ def test_search_finds_lines_and_counts_what_it_does_not_show(box):
 
 def test_a_search_whose_answer_is_cut_off_says_so():
   for report in (b'', b'{"found": [["a.py", 1, "x'):
-    result = base.CommandResult(level='bwrap', status='ok', report=report)
+    result = base.CommandResult(level='unshare', status='ok', report=report)
     arguments = {'pattern': 'x'}
     text, outcome = tools.search(lambda command, r=result: r, arguments, BOUNDS)
     assert outcome == turns_lib.FAILED and 'was stopped' in text
@@ -373,7 +373,7 @@ def test_bounds_that_make_no_sense_are_refused():
 
 
 def test_a_result_of_a_killed_program_says_so():
-  result = base.CommandResult(level='bwrap', status='killed', output='half')
+  result = base.CommandResult(level='unshare', status='killed', output='half')
   arguments = {'command': 'true'}
   text, outcome = tools.run(lambda command: result, arguments, BOUNDS)
   assert text == '[killed: a crash, or too much memory]\nhalf'

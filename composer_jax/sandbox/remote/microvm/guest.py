@@ -32,7 +32,7 @@ _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
 
 
 def _awake(header: dict) -> dict:
-  """Sets clock and randomness, which guests of one saved state would share."""
+  """Sets the clock, and adds to what random numbers are drawn from."""
   time.clock_settime(time.CLOCK_REALTIME, header['time'])
   seed = bytes.fromhex(header['seed'])
   with open('/dev/urandom', 'wb', buffering=0) as random:

@@ -8,7 +8,6 @@ some ten times slower against the same wall limits.
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import pathlib
@@ -25,7 +24,6 @@ from composer_jax.sandbox.remote.microvm import qemu as microvm_qemu
 _PROBE_S = 4.0  # a machine with a working KVM answers within one
 _START_S = 150.0  # emulated, on a host that does much else
 _GRACE_S = 180.0  # more than what the sandbox inside allows itself
-_MACHINE = 'machine.json'
 _OVERHEAD_MB = 256  # the guest's kernel, its zygotes and the files of boxes
 
 
@@ -85,7 +83,6 @@ class MicroVM(renewed.RenewedSandbox):
     size: int = 1,
     images: pathlib.Path | None = None,
     packages: pathlib.Path | None = None,
-    saved: pathlib.Path | None = None,
   ):
     """Boots a guest and waits for its sandbox.
 
@@ -94,23 +91,16 @@ class MicroVM(renewed.RenewedSandbox):
       size: number of calls at a time, and of cores of the guest.
       images: folder of images, which is copied onto a disk.
       packages: folder that `packages.gather` returned, which is copied, too.
-      saved: folder that `save` wrote, from which guests begin; size, images and
-        packages are then those of the saved guest, and limits must be the same.
-        None to boot.
 
     Raises:
       ValueError: the host lacks a program or a kernel.
       base.SandboxLost: the guest does not start.
     """
     accelerator, reason = choose_accelerator()
-    self._limits = limits
+    self.limits = limits
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='composer-vm-'))
     try:
-      self._state = saved / 'state' if saved else None
-      if saved:
-        self._machine = _saved_machine(saved, accelerator)
-      else:
-        self._machine = self._describe(size, images, packages, accelerator)
+      self._machine = self._describe(size, images, packages, accelerator)
       super().__init__(self._boot, 'A micro VM')
     except BaseException:
       shutil.rmtree(self._folder, ignore_errors=True)
@@ -127,28 +117,28 @@ class MicroVM(renewed.RenewedSandbox):
         target = self._folder / f'{name}.ext4'
         disks[name] = str(microvm_image.pack(folder, target))
     config = {
-      'limits': dataclasses.asdict(self._limits),
+      'limits': dataclasses.asdict(self.limits),
       'size': size,
       'packages': packages is not None,
     }
     initrd = self._folder / 'initrd'
     initrd.write_bytes(microvm_image.initrd(kernel, microvm_image.INIT, config))
-    memory = size * self._limits.memory_bytes >> 20
+    memory = size * self.limits.memory_bytes >> 20
     return microvm_qemu.VirtualMachine(
         kernel=str(kernel.image), initrd=str(initrd), disks=disks,
         memory_mb=_OVERHEAD_MB + memory, cores=size, accelerator=accelerator,
     )  # fmt: skip
 
   def _boot(self) -> protocol.RemoteSandbox:
-    guest = microvm_qemu.Guest(self._machine, self._state)
+    guest = microvm_qemu.Guest(self._machine)
     transport = messages.StreamTransport(guest.agent)
     try:
-      # Guests of one saved state have the same clock and randomness.
+      # A guest has no clock of its own, and little to draw randomness from.
       seed = secrets.token_hex(32)
       awake = {'do': 'awake', 'time': time.time(), 'seed': seed}
       transport.ask(awake, (), _START_S)
       sandbox = protocol.RemoteSandbox(
-          transport, self._limits, level=self.level, size=self._machine.cores,
+          transport, self.limits, level=self.level, size=self._machine.cores,
           grace_s=_GRACE_S, on_close=guest.close,
       )  # fmt: skip
     except base.SandboxLost as error:
@@ -161,40 +151,7 @@ class MicroVM(renewed.RenewedSandbox):
     self._guest = guest
     return sandbox
 
-  def save(self, folder: pathlib.Path) -> None:
-    """Writes the guest's state, memory included, and closes this sandbox.
-
-    Nothing may run in the guest; its boxes are lost.
-    """
-    folder.mkdir(parents=True)
-    self._guest.save(folder / 'state')
-    disks = dict(self._machine.disks)
-    for name, path in disks.items():
-      if pathlib.Path(path).parent == self._folder:  # deleted by `close`
-        disks[name] = str(shutil.copy(path, folder.absolute()))
-    initrd = str(shutil.copy(self._machine.initrd, folder.absolute()))
-    machine = dataclasses.replace(self._machine, initrd=initrd, disks=disks)
-    # Last: a folder without it is no saved guest.
-    text = json.dumps(dataclasses.asdict(machine))
-    (folder / _MACHINE).write_text(text)
-    self.close()
-
   def close(self) -> None:
     """May be called twice."""
     super().close()
     shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _saved_machine(
-  folder: pathlib.Path, accelerator: str
-) -> microvm_qemu.VirtualMachine:
-  try:
-    fields = json.loads((folder / _MACHINE).read_text())
-  except FileNotFoundError as error:
-    raise ValueError(f'{folder} holds no saved guest: {error}.') from error
-  if fields['accelerator'] != accelerator:
-    raise ValueError(
-      f'{folder} was saved under {fields["accelerator"]} and cannot begin '
-      f'under {accelerator}; save another one.'
-    )
-  return microvm_qemu.VirtualMachine(**fields)
