@@ -20,7 +20,7 @@ from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import options as sandbox_options
-from composer_jax.tasks import curriculum, judging
+from composer_jax.tasks import auditor, curriculum, judging
 from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
@@ -41,6 +41,7 @@ SECTIONS = {
   'demonstrations': task_options.DemonstrationOptions,
   'tasks': task_options.TaskOptions,
   'curriculum': curriculum.CurriculumOptions,
+  'auditor': auditor.AuditorOptions,
   'sandbox': sandbox_options.SandboxOptions,
   'delta': transport.DeltaOptions,
   'hints': hints.HintSection,
@@ -127,7 +128,9 @@ def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
 
 def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
-  family = family_of(spec)
+  family, audit = family_of(spec), spec.systems['auditor']
+  if audit.url:
+    family = auditor.AuditedFamily(family, audit.judge())
   open_runner = functools.partial(_open_runner, spec, family)
   initial = _initial(spec)
   return seams.Systems(
