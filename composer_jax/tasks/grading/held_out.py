@@ -5,7 +5,9 @@ on inputs, the values come out, and the host compares them: the process that
 computes them holds neither the tests nor a right value.
 
 The inputs are those with which the package's tests call functions that run
-deleted code, recorded once from the original, and variations of them. Functions
+deleted code, recorded once from the original, others near them, and larger
+ones: what is right for the small inputs of tests may be wrong for others, so
+that each kind counts by itself. Functions
 that only take or return objects are not reached; `Agreement.calls` counts the
 calls.
 """
@@ -16,16 +18,19 @@ import json
 import pathlib
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base, results
 from composer_jax.tasks.grading import memory, plain, suites
 from composer_jax.tasks.repository import task_set
 
-_MAX_CALLS = 24  # recorded ones, and twice as many variations
+_MAX_CALLS = 24  # of each kind
+_KINDS = 3  # recorded ones, others near them, larger ones
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
+# Shares of right answers of a table: on the inputs of tests, and on others.
+_KNOWN, _UNKNOWN = 0.9, 0.2
 _MAX_TESTS = 24  # from which inputs are taken
 # Seconds of a call. Slower calls of the original are not asked of a solution,
 # which may take longer.
@@ -43,29 +48,53 @@ class Agreement:
   """How far two implementations agree.
 
   Attributes:
-    calls: numbers of compared calls: on the inputs of tests, and on variations.
+    calls: numbers of compared calls: on the inputs of tests, on others near
+      them, and on larger ones.
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
       (no input could be compared), or the status of a run that failed.
     outcomes: what the solution gave for each call, by the JSON of the call.
   """
 
-  calls: tuple[int, int] = (0, 0)
-  agreed: tuple[int, int] = (0, 0)
+  calls: tuple[int, ...] = (0,) * _KINDS
+  agreed: tuple[int, ...] = (0,) * _KINDS
   status: str
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
 
   def disagrees(self, least: float) -> bool:
-    """True if less than this share of the calls agrees."""
+    """True if less than this share of the calls of a kind agrees."""
+    return self._is_below(least, zip(self.calls, self.agreed))
+
+  @property
+  def is_forged(self) -> bool:
+    """True if not even half of the calls agrees on known inputs or on others.
+
+    A half-right solution may fail on nearly all large inputs.
+    """
+    (known, *others), (right, *more) = self.calls, self.agreed
+    return self._is_below(0.5, [(known, right), (sum(others), sum(more))])
+
+  def _is_below(self, least: float, kinds: Iterable[tuple[int, int]]) -> bool:
     return self.status == 'ok' and any(
-      calls >= MIN_CALLS and agreed < least * calls
-      for calls, agreed in zip(self.calls, self.agreed)
+      calls >= MIN_CALLS and agreed < least * calls for calls, agreed in kinds
     )
 
   @property
   def proves(self) -> bool:
     """True if there were enough calls to tell."""
     return self.status == 'ok' and sum(self.calls) >= MIN_CALLS
+
+  @property
+  def is_table(self) -> bool:
+    """True if it knows the inputs of tests, and hardly any near them."""
+    (known, *others), (right, *more) = self.calls, self.agreed
+    return (
+      self.status == 'ok'
+      and known >= MIN_CALLS
+      and right >= _KNOWN * known
+      and sum(others) >= 2 * MIN_CALLS
+      and sum(more) <= _UNKNOWN * sum(others)
+    )
 
 
 class Recorded(NamedTuple):
@@ -86,23 +115,23 @@ class Recorded(NamedTuple):
 
 
 def record(
-  task: task_set.RepositoryTask, sandbox: base.Sandbox
+  task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: Sequence[str]
 ) -> tuple[tuple[Recorded, ...], str]:
-  """Returns calls that reach deleted code, and the status of the run.
+  """Returns calls by which tests reach deleted code, and the run's status.
 
   The original runs in a box of its own, once per task unless the run fails.
 
   Raises:
     base.SandboxLost: the sandbox failed.
   """
-  if (known := memory.of(task).get('calls')) is not None:
+  ids = tuple(tests[:_MAX_TESTS])  # tracing is slow
+  if (known := memory.of(task).get(ids)) is not None:
     return known, 'ok'
   with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
       box,
       arguments=task.test_arguments,
-      # Tracing is slow; the tests that the policy never saw come first.
-      ids=(*task.hidden, *task.shown)[:_MAX_TESTS],
+      ids=ids,
       source_roots=task.source_roots,
       wall_s=task.timeout_s,
       trace=suites.Trace(
@@ -115,7 +144,7 @@ def record(
   recorded = tuple(_recorded(result.inputs, task.source_roots))
   if result.status == 'ok':
     # A run that a busy machine cut short says nothing about the next one.
-    memory.of(task)['calls'] = recorded
+    memory.of(task)[ids] = recorded
   return recorded, result.status
 
 
@@ -157,6 +186,7 @@ def compare(
   sandbox: base.Sandbox,
   draw: random.Random,
   tolerance: float = 0.0,
+  tests: Sequence[str] | None = None,
 ) -> Agreement:
   """Calls the original and the solution on the same inputs.
 
@@ -166,14 +196,18 @@ def compare(
     sandbox: sandbox with the images of the task's set.
     draw: chooses the inputs and their variations.
     tolerance: relative difference of floats that counts as equal.
+    tests: tests whose inputs are taken; None for those of the feature, which
+      the policy never saw first.
 
   Raises:
     base.SandboxLost: the sandbox failed.
   """
-  calls_of_tests, status = record(task, sandbox)
+  if tests is None:
+    tests = (*task.hidden, *task.shown)
+  calls_of_tests, status = record(task, sandbox, tests)
   recorded = list(calls_of_tests)
   draw.shuffle(recorded)
-  calls = [*recorded[:_MAX_CALLS], *_variations(recorded, draw)]
+  kinds, calls = _inputs(recorded, draw)
   if not calls:
     return Agreement(status='none' if status == 'ok' else status)
   without_tests = dict.fromkeys(task.test_paths)
@@ -186,14 +220,10 @@ def compare(
     if outcomes is None:
       return Agreement(status=status)
     originals.append(outcomes)
-  num_recorded = min(len(recorded), _MAX_CALLS)
   asked = [
-    (int(index >= num_recorded), call, outcome)
-    for index, (call, outcome, again) in enumerate(
-      zip(calls, *originals, strict=True)
-    )
-    if _agree(outcome, again, 0.0)
-    and _is_required(outcome, index < num_recorded)
+    (kind, call, outcome)
+    for kind, call, outcome, again in zip(kinds, calls, *originals, strict=True)
+    if _agree(outcome, again, 0.0) and _is_required(outcome, kind == 0)
   ]
   if not asked:
     return Agreement(status='none')
@@ -208,15 +238,15 @@ def compare(
     for d in task.deleted
     if d.symbol and d.symbol[0] != '_'
   }
-  calls_made, agreed = [0, 0], [0, 0]
+  calls_made, agreed = [0] * _KINDS, [0] * _KINDS
   for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
     if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
       continue
     calls_made[kind] += 1
     agreed[kind] += _agree(outcome, wanted, tolerance)
   return Agreement(
-    calls=(calls_made[0], calls_made[1]),
-    agreed=(agreed[0], agreed[1]),
+    calls=tuple(calls_made),
+    agreed=tuple(agreed),
     status='ok' if any(calls_made) else 'unresolved',
     outcomes={json.dumps(a[1]): o for a, o in zip(asked, given)},
   )
@@ -322,26 +352,24 @@ def _is_outcome(outcome: list) -> bool:
   return outcome == ['missing']
 
 
-def _variations(
+def _inputs(
   recorded: Sequence[Recorded], draw: random.Random
-) -> list[Recorded]:
-  """Calls near the recorded ones and larger ones, but none of them.
-
-  What is right for the small inputs of tests may be wrong for others.
-  """
+) -> tuple[list[int], list[Recorded]]:
+  """The kinds of calls, and the calls: no call stands twice."""
+  calls = list(recorded[:_MAX_CALLS])
+  kinds = [0] * len(calls)
   seen = {json.dumps(call) for call in recorded}
-  calls: list[Recorded] = []
-  for change in (_varied, _grown):
-    most = len(calls) + _MAX_CALLS
+  for kind, change in enumerate((_varied, _grown), 1):
     for _ in range(4 * _MAX_CALLS):
-      if not recorded or len(calls) == most:
+      if not recorded or kinds.count(kind) == _MAX_CALLS:
         break
       call = change(draw.choice(recorded), draw)
       key = json.dumps(call)
       if key not in seen:
         seen.add(key)
         calls.append(call)
-  return calls
+        kinds.append(kind)
+  return kinds, calls
 
 
 def _grown(call: Recorded, draw: random.Random) -> Recorded:

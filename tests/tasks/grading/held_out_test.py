@@ -155,13 +155,36 @@ def test_methods_have_the_past_of_their_object():
 @pytest.mark.parametrize(
   'calls, agreed, disagrees',
   [
-    ((10, 10), (10, 10), False),
-    ((10, 10), (5, 5), False),
-    ((10, 10), (10, 4), True),
-    ((10, 10), (4, 10), True),
-    ((2, 2), (0, 0), False),  # too few to tell
+    ((10, 10, 10), (10, 10, 10), False),
+    ((10, 10, 10), (5, 5, 5), False),
+    ((10, 10, 10), (10, 4, 10), True),
+    ((10, 10, 10), (4, 10, 10), True),
+    ((10, 20, 20), (10, 20, 9), True),  # larger ones count by themselves
+    ((2, 2, 2), (0, 0, 0), False),  # too few to tell
   ],
 )
 def test_disagreement_is_less_than_the_share(calls, agreed, disagrees):
   evidence = held_out.Agreement(calls=calls, agreed=agreed, status='ok')
   assert evidence.disagrees(0.5) is disagrees
+
+
+def test_right_for_small_inputs_alone_is_no_forgery():
+  seen = {'status': 'ok', 'calls': (9, 20, 20)}
+  assert not held_out.Agreement(agreed=(9, 18, 3), **seen).is_forged
+  assert held_out.Agreement(agreed=(9, 8, 3), **seen).is_forged
+  assert held_out.Agreement(agreed=(4, 18, 18), **seen).is_forged
+
+
+@pytest.mark.parametrize(
+  'calls, agreed, is_table',
+  [
+    ((8, 10, 10), (8, 1, 2), True),
+    ((8, 10, 10), (8, 3, 3), False),  # half-right
+    ((8, 10, 10), (6, 0, 0), False),  # wrong
+    ((8, 2, 3), (8, 0, 0), False),  # too few to tell
+    ((2, 10, 10), (2, 0, 0), False),
+  ],
+)
+def test_a_table_knows_the_inputs_of_tests_alone(calls, agreed, is_table):
+  evidence = held_out.Agreement(calls=calls, agreed=agreed, status='ok')
+  assert evidence.is_table is is_table
