@@ -145,16 +145,11 @@ def _rows(sandbox, images: pathlib.Path):
   )
   # A box that was written to, as in an episode.
   boxes[0].write('part0/module0.py', b'changed')
-  forked = _in_turn({'': lambda: boxes.append(boxes[0].fork())}, _TIMES)
-  shot = _in_turn({'': boxes[0].snapshot}, _TIMES)
-  snapshot = boxes[0].snapshot()
-  restored = _in_turn({'': lambda: boxes[0].restore(snapshot)}, _TIMES)
   compared = _in_turn({'': boxes[0].changes}, _TIMES)
   closed = _percentiles([_timed(box.close) for box in boxes])
   files = {'files': _NUM_FILES, 'megabytes': _NUM_FILES * _FILE_BYTES / 1e6}
   for name, numbers in {
-      'fresh copy': fresh, 'fork': forked, 'snapshot': shot,
-      'restore': restored, 'changes': compared, 'close': closed,
+      'fresh copy': fresh, 'changes': compared, 'close': closed,
   }.items():  # fmt: skip
     yield f'{name} of a repository', numbers | files
   for name, command in (('python -c pass', start_python), ('pytest', pytest)):

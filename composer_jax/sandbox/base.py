@@ -182,18 +182,6 @@ class Box(Protocol):
     'special' paths are links, pipes and devices, which no artefact may be.
     """
 
-  def snapshot(self) -> bytes:
-    """Returns the workspace's difference to its image; it survives the box."""
-
-  def restore(self, snapshot: bytes) -> None:
-    """Makes the workspace what it was at the snapshot.
-
-    Bytes that are no snapshot are a `FileRefused` and change nothing.
-    """
-
-  def fork(self) -> 'Box':
-    """Opens another box with the same content."""
-
   def close(self) -> None:
     """Forgets the box; may be called twice."""
 

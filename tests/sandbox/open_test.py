@@ -81,9 +81,8 @@ try:
       result = sandbox.call({'m.py': CODE}, 'm', 'f', [[]])
       with sandbox.open('i', {'new': b'x'}) as box:
         run = box.run(base.Command(argv=('sh', '-c', SCRIPT)))
-        copy = box.fork()
         print(json.dumps([sandbox.about, result.value, run.output, run.error,
-                          box.changes(), copy.changes()]))
+                          box.changes()]))
 except ValueError as error:
   print(json.dumps(str(error)))
 """
@@ -113,7 +112,7 @@ def _check_report(command, **more):
   if isinstance(report, str):
     assert 'refused here' in report, report
     pytest.skip(f'no namespaces: {report}')
-  about, ((outcome, (made, *rest)),), output, error, *changes = report
+  about, ((outcome, (made, *rest)),), output, error, changes = report
   assert not error and output.splitlines() == [
     '5',
     '/boxes:',
@@ -121,7 +120,7 @@ def _check_report(command, **more):
     'sh -c',
   ]
   expected = {'d/a': 'changed', 'd/b': 'removed', 'new': 'added'}
-  assert changes == [expected, expected]
+  assert changes == expected
   assert about['overlay'] and about['proc']
   assert outcome == 'ok' and about['uid'] is None
   # The kernel sets root no limit of processes; only a cgroup does.

@@ -127,7 +127,6 @@ def write(
   path: str,
   data: bytes | memoryview,
   owner: int | None,
-  mode: int | None = None,
   one_name: bool = False,
 ) -> None:
   """Writes a regular file and makes the folders above it."""
@@ -142,8 +141,6 @@ def write(
         view = view[file.write(view) :]
       if owner is not None and status.st_uid != owner:
         os.fchown(descriptor, owner, owner)
-      if mode is not None:
-        os.fchmod(descriptor, mode & 0o777)
 
 
 def remove(top: str, path: str) -> None:

@@ -39,7 +39,6 @@ class Keeper:
     self.namespaces = config['level'] != 'rlimits'
     self.overlay = overlay if self.namespaces else None
     self.trees: dict[int, trees.Tree] = {}
-    self._image_of: dict[int, str] = {}
     self._copies: dict[str, tuple[str, int]] = {}
 
   def open(self, box: int, image: str) -> trees.Tree:
@@ -51,7 +50,6 @@ class Keeper:
     except OSError:
       self._forget(folder)
       raise
-    self._image_of[box] = image
     self.trees[box] = tree
     return tree
 
@@ -76,7 +74,7 @@ class Keeper:
       confine.mount_overlay('image', 'upper', 'work', top, self.overlay)
       os.chdir('/')
       opaque = confine.opaque_mark(self.overlay)
-    return trees.Tree(top, lower, upper, self.owner, num_bytes, opaque)
+    return trees.Tree(top, lower, upper, self.owner, opaque)
 
   def _give(self, path: str) -> None:
     if self.owner is not None:
@@ -130,7 +128,7 @@ class Keeper:
       self.close(box)
       return {}, b''
     if box not in self.trees:
-      raise beneath.RefusedError('the box was lost when it was restored')
+      raise beneath.RefusedError('there is no such box')
     tree = self.trees[box]
     one_name = not self.namespaces
     match operation:
@@ -146,12 +144,6 @@ class Keeper:
         return {}, json.dumps(_files(tree.top, request['path'])).encode()
       case 'changes':
         return {}, json.dumps(trees.changes(tree)).encode()
-      case 'snapshot':
-        return {}, trees.pack(tree)
-      case 'restore':
-        snapshot = trees.parse(blobs[0])  # before anything is lost
-        self.close(box)
-        trees.unpack(self.open(box, self._image_of[box]), snapshot)
       case unknown:
         raise AssertionError(unknown)
     return {}, b''

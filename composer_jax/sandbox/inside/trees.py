@@ -1,4 +1,4 @@
-"""Differences between a workspace and its image: found, packed and applied.
+"""Differences between a workspace and its image.
 
 Standard library only: runs inside the sandbox, on trees that untrusted code
 filled and that nothing changes meanwhile.
@@ -6,17 +6,11 @@ filled and that nothing changes meanwhile.
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import stat
-import struct
 
 from composer_jax.sandbox.inside import beneath
-
-_MAGIC = b'composer-box-1\n'
-_KINDS = ('file', 'folder', 'link', 'pipe')
-_MOST_TIME = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +23,6 @@ class Tree:
     upper: folder where overlayfs keeps the difference; None where `top` is a
       copy of the image.
     owner: uid and gid of its files; None for those of this process.
-    most_bytes: bytes that it can hold.
     opaque: attribute by which overlayfs marks a folder that hides the one of
       the image; programs cannot set it.
   """
@@ -38,7 +31,6 @@ class Tree:
   lower: str | None
   upper: str | None
   owner: int | None
-  most_bytes: int
   opaque: str = ''
 
 
@@ -203,135 +195,3 @@ def changes(tree: Tree) -> dict[str, str]:
       is_known = below and stat.S_ISREG(below.st_mode)
       kinds[path] = 'changed' if is_known else 'added'
   return dict(sorted(kinds.items()))
-
-
-def pack(tree: Tree) -> bytes:
-  """Returns the difference as bytes.
-
-  Raises:
-    RefusedError: sparse files would make it larger than the workspace.
-  """
-  diff = difference(tree)
-  entries, blobs, total = [], [], 0
-  for path, status in diff.present.items():
-    kind = beneath.kind_of(status.st_mode)
-    extra: str | int = ''
-    if kind == 'device':
-      continue  # a socket, whose listener is dead
-    if kind == 'link':
-      extra = os.readlink(os.path.join(tree.top, path))
-    elif kind == 'file':
-      most_bytes = tree.most_bytes - total
-      blobs.append(beneath.read(tree.top, path, most_bytes, one_name=False))
-      extra = len(blobs[-1])
-      total += extra
-    mode = stat.S_IMODE(status.st_mode)
-    entries.append([path, kind, mode, status.st_mtime_ns, extra])
-  text = json.dumps({'removed': diff.removed, 'entries': entries}).encode()
-  return b''.join([_MAGIC, struct.pack('!Q', len(text)), text, *blobs])
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-  """A difference that `pack` wrote, with every type and size checked."""
-
-  removed: list[str]
-  entries: list[list]
-  content: memoryview
-
-
-def parse(data: bytes) -> Snapshot:
-  """Reads bytes that may come from `pack`; RefusedError for all others."""
-  start = len(_MAGIC) + 8
-  if data[: len(_MAGIC)] != _MAGIC or len(data) < start:
-    raise beneath.RefusedError('these bytes are no snapshot of a box')
-  (size,) = struct.unpack('!Q', data[start - 8 : start])
-  content = memoryview(data)[start + size :]
-  try:
-    header = json.loads(data[start : start + size])
-    removed, entries = header['removed'], header['entries']
-    lengths = [_length(*entry) for entry in entries]
-    is_right = all(type(path) is str for path in removed)
-  except (KeyError, TypeError, ValueError, RecursionError) as error:
-    raise beneath.RefusedError(f'a damaged snapshot: {error}') from error
-  if not is_right or sum(lengths) != len(content):
-    raise beneath.RefusedError('a damaged snapshot: its parts do not fit')
-  return Snapshot(removed, entries, content)
-
-
-def _length(path, kind, mode, time_ns, extra) -> int:
-  """Returns an entry's size in the content; ValueError for a malformed one."""
-  length = extra if kind == 'file' else 0
-  if not (
-    type(path) is str
-    and kind in _KINDS
-    and type(mode) is int
-    and 0 <= mode <= 0o7777
-    and type(time_ns) is int
-    and abs(time_ns) < _MOST_TIME
-    and type(length) is int
-    and length >= 0
-    and (kind == 'file' or type(extra) is str)
-  ):
-    raise ValueError(f'entry {str(path)[:80]!r} is malformed')
-  return length
-
-
-def unpack(tree: Tree, snapshot: Snapshot) -> None:
-  """Applies a difference to a workspace that equals its image.
-
-  Raises:
-    RefusedError: the difference does not fit the image or the workspace.
-  """
-  for path in snapshot.removed:
-    _remove(tree, path)
-  position = 0
-  for path, kind, mode, _, extra in snapshot.entries:
-    blob = b''
-    if kind == 'file':
-      blob = snapshot.content[position : position + extra]
-      position += extra
-    _make(tree, path, kind, mode, extra, blob)
-  # Last, and inner entries first: making an entry changes its folder's time.
-  for path, kind, mode, time_ns, _ in reversed(snapshot.entries):
-    with beneath.parent_of(tree.top, path) as (folder, name):
-      if kind == 'folder':
-        _set_mode(folder, name, mode)
-      times = (time_ns, time_ns)
-      os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
-
-
-def _set_mode(parent: int, name: str, mode: int) -> None:
-  """Sets the mode of a folder; a link of that name is not followed."""
-  descriptor = os.open(name, beneath.FOLDER, dir_fd=parent)
-  try:
-    os.fchmod(descriptor, mode & 0o1777)
-  finally:
-    os.close(descriptor)
-
-
-def _remove(tree: Tree, path: str) -> None:
-  with beneath.parent_of(tree.top, path) as (folder, name):
-    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if stat.S_ISDIR(status.st_mode):
-      shutil.rmtree(name, dir_fd=folder)
-    else:
-      os.unlink(name, dir_fd=folder)
-
-
-def _make(tree, path, kind, mode, extra, blob) -> None:
-  if kind == 'file':
-    beneath.write(tree.top, path, blob, tree.owner, mode)
-    return
-  with beneath.parent_of(tree.top, path) as (folder, name):
-    if kind == 'folder':
-      with contextlib.suppress(FileExistsError):
-        os.mkdir(name, 0o755, dir_fd=folder)
-    elif kind == 'link':
-      with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)
-      os.symlink(extra, name, dir_fd=folder)
-    elif kind == 'pipe':
-      os.mkfifo(name, dir_fd=folder)
-      os.chmod(name, mode & 0o777, dir_fd=folder)  # mkfifo obeys the umask
-    beneath.give(tree.owner, name, folder)

@@ -129,7 +129,6 @@ class LocalBox(base.Closing):
     self,
     seat: BoxZygote,
     number: int,
-    reopen: Callable[[], 'LocalBox'],
     leave: Callable[[], None],
   ):
     """Names a box that the zygote's keeper has made.
@@ -137,12 +136,11 @@ class LocalBox(base.Closing):
     Args:
       seat: zygote of the box.
       number: number of the box in its pool.
-      reopen: opens another box of the same image.
       leave: tells the pool that the box is gone.
     """
     self.level = seat.level
     self._seat, self._number = seat, number
-    self._reopen, self._leave = reopen, leave
+    self._leave = leave
     self._lock = threading.Lock()
     self._is_open = True
 
@@ -186,21 +184,6 @@ class LocalBox(base.Closing):
 
   def changes(self) -> dict[str, str]:
     return json.loads(self._ask('changes'))
-
-  def snapshot(self) -> bytes:
-    return self._ask('snapshot')
-
-  def restore(self, snapshot: bytes) -> None:
-    self._ask('restore', snapshot)
-
-  def fork(self) -> 'LocalBox':
-    snapshot = self.snapshot()
-    with contextlib.ExitStack() as unless_restored:
-      other = self._reopen()
-      unless_restored.callback(other.close)
-      other.restore(snapshot)
-      unless_restored.pop_all()
-    return other
 
   def close(self) -> None:
     """Forgets the box; may be called twice."""

@@ -65,8 +65,7 @@ class ZygotePool(calls.CallingSandbox):
       leave = functools.partial(self._leave, seat)
       try:
         seat.ask(request, blobs)
-        reopen = functools.partial(self.open, image)
-        return boxes.LocalBox(seat, number, reopen, leave)
+        return boxes.LocalBox(seat, number, leave)
       except base.SandboxLost:
         leave()
         if is_last or not seat.is_lost:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from composer_jax.sandbox import base
 from composer_jax.sandbox.inside import wire
 
-MAX_PARTS = 256 << 20  # a snapshot is the largest part
+MAX_PARTS = 256 << 20  # files that a box begins with
 
 Message = tuple[dict[str, Any], tuple[bytes, ...]]
 

@@ -19,9 +19,7 @@ from composer_jax.sandbox.remote import messages
 
 _QUICK_S = 30.0
 # Methods of a box that answer to any message; the others have cases.
-_OF_BOX = (
-  'read', 'write', 'remove', 'files', 'changes', 'snapshot', 'restore', 'fork',
-)  # fmt: skip
+_OF_BOX = ('read', 'write', 'remove', 'files', 'changes')
 _CHANGES = ('added', 'changed', 'removed', 'special')
 _ERRORS = {
   'refused': base.FileRefused,
@@ -82,8 +80,6 @@ class SandboxServer:
       return fields, (fields.pop('report'),)
     assert header['do'] in _OF_BOX, header['do']
     value = getattr(box, header['do'])(*header['arguments'], *parts)
-    if header['do'] == 'fork':
-      return self._keep(value)
     return ({}, (value,)) if type(value) is bytes else ({'value': value}, ())
 
   def _keep(self, box: base.Box) -> Message:
@@ -269,16 +265,6 @@ class RemoteBox(base.Closing):
     if not set(_texts(list(changes.values()))) <= set(_CHANGES):
       raise base.SandboxLost(f'the answer has changes not in {_CHANGES}')
     return changes
-
-  def snapshot(self) -> bytes:
-    return _only(self._ask('snapshot')[1])
-
-  def restore(self, snapshot: bytes) -> None:
-    self._ask('restore', parts=(snapshot,))
-
-  def fork(self) -> 'RemoteBox':
-    serial = _typed(self._ask('fork')[0], 'box', int)
-    return RemoteBox(self._sandbox, self._limits, serial)
 
   def close(self) -> None:
     if not self._closed:
