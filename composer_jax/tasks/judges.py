@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from composer_jax.core import checks
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import tools
 
@@ -33,13 +32,11 @@ class Question:
 
   Attributes:
     wanted: answer for a rollout without fault; true for yes.
-    weight: weight of the question in the score.
   """
 
   name: str
   text: str
   wanted: bool = False
-  weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +59,6 @@ class Rubric:
         f'Rubric {self.name!r} needs questions with different names; got '
         f'{names}.'
       )
-    for question in self.questions:
-      checks.positive(question, 'weight')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +75,6 @@ class Judgement:
   answers: Mapping[str, bool]
   reasons: Mapping[str, str]
   judge: str
-
-  @property
-  def score(self) -> float:
-    """Weighted share of the answers that are as wanted."""
-    weights = {q.name: q.weight for q in self.rubric.questions}
-    return 1 - sum(weights[n] for n in self.faults) / sum(weights.values())
 
   @property
   def faults(self) -> tuple[str, ...]:

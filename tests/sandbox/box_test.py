@@ -29,17 +29,6 @@ def python(box, code, warm=True, **more):
   return box.run(base.Command(argv=argv, warm=warm, **more))
 
 
-def content(box, times=True):
-  """Paths, kinds, modes, links and bytes of a box as one text."""
-  script = 'find . -printf "%p %y %m %l\\n" | sort; find . -type f | sort |'
-  script += ' xargs -r tail -n +1'
-  if times:
-    script += '; find . -type f -printf "%p %T@\\n" | sort'
-  result = sh(box, script)
-  assert result.exit_code == 0, result
-  return result.output
-
-
 def test_a_program_gets_its_input_and_gives_output_code_and_report(box):
   result = sh(
     box,

@@ -73,7 +73,7 @@ def clone_into_namespaces() -> int:
   )  # fmt: skip
 
 
-def _mount(source, target, kind, flags, options='') -> None:
+def mount(source, target, kind, flags, options='') -> None:
   encoded = [x.encode() for x in (source, target, kind, options)]
   outcome = libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3])
   check(outcome, f'mount of {target}')
@@ -81,16 +81,16 @@ def _mount(source, target, kind, flags, options='') -> None:
 
 def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
   options = f'size={num_bytes},nr_inodes={num_files},mode=0777'
-  _mount('tmpfs', path, 'tmpfs', MS_NOSUID | MS_NODEV, options)
+  mount('tmpfs', path, 'tmpfs', MS_NOSUID | MS_NODEV, options)
 
 
 def bind(source: str, target: str) -> None:
-  _mount(source, target, '', MS_BIND)
+  mount(source, target, '', MS_BIND)
 
 
 def make_read_only(path: str) -> None:
   flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
-  _mount('', path, '', flags)
+  mount('', path, '', flags)
 
 
 def unmount(path: str) -> None:
@@ -103,7 +103,7 @@ def mount_overlay(
 ) -> None:
   """Mounts layers; their paths must not contain the characters , : and \\."""
   layers = f'lowerdir={lower},upperdir={upper},workdir={work},{options}'
-  _mount('overlay', target, 'overlay', MS_NOSUID | MS_NODEV, layers)
+  mount('overlay', target, 'overlay', MS_NOSUID | MS_NODEV, layers)
 
 
 def opaque_mark(options: str) -> str:
@@ -136,15 +136,15 @@ def own_files(folders: list[str], masks: list[str]) -> None:
   flags = MS_RDONLY | MS_NOSUID | MS_NODEV
   for folder in folders:
     try:
-      _mount('overlay', STAGE, 'overlay', flags, f'lowerdir={EMPTY}:{folder}')
+      mount('overlay', STAGE, 'overlay', flags, f'lowerdir={EMPTY}:{folder}')
     except OSError:
       return
     for mask in masks:
       if mask.startswith(f'{folder}/'):
         inner = STAGE + mask.removeprefix(folder)
-        _mount('tmpfs', inner, 'tmpfs', flags, 'size=4k,mode=0755')
+        mount('tmpfs', inner, 'tmpfs', flags, 'size=4k,mode=0755')
     unmount(folder)
-    _mount(STAGE, folder, '', _MS_MOVE)
+    mount(STAGE, folder, '', _MS_MOVE)
 
 
 def own_devices(paths: list[str]) -> None:
@@ -153,7 +153,7 @@ def own_devices(paths: list[str]) -> None:
   Without the right to make devices the binds stay, and show others' locks.
   """
   flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
-  _mount('tmpfs', STAGE, 'tmpfs', MS_NOSUID | MS_NOEXEC, 'size=64k,mode=0755')
+  mount('tmpfs', STAGE, 'tmpfs', MS_NOSUID | MS_NOEXEC, 'size=64k,mode=0755')
   try:
     for path in paths:
       made = f'{STAGE}/{os.path.basename(path)}'
@@ -163,23 +163,23 @@ def own_devices(paths: list[str]) -> None:
   except OSError:
     unmount(STAGE)
     for path in paths:
-      _mount('', path, '', flags)
+      mount('', path, '', flags)
     return
   for link in filter(os.path.islink, map('/dev/{}'.format, os.listdir('/dev'))):
     os.symlink(os.readlink(link), f'{STAGE}/{os.path.basename(link)}')
   for path in paths:
     unmount(path)
-  _mount(STAGE, '/dev', '', _MS_MOVE)
-  _mount('', '/dev', '', flags)
+  mount(STAGE, '/dev', '', _MS_MOVE)
+  mount('', '/dev', '', flags)
 
 
 def mount_proc(options: str | None) -> None:
   """Mounts /proc for this namespace; options of None cover the one there."""
   if options is None:
-    _mount('tmpfs', '/proc', 'tmpfs', MS_RDONLY | MS_NOSUID, 'size=4k')
+    mount('tmpfs', '/proc', 'tmpfs', MS_RDONLY | MS_NOSUID, 'size=4k')
   else:
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-    _mount('proc', '/proc', 'proc', flags, options)
+    mount('proc', '/proc', 'proc', flags, options)
 
 
 def working_proc() -> str | None:

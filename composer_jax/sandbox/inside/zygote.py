@@ -171,13 +171,6 @@ def _children() -> list[int]:
 
 def main() -> Callable[[], None] | None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C
-  if binds := _config.pop('binds', None):
-    confine.own_files(binds, _config['masks'])
-    confine.own_devices(_config['devices'])
-    # This interpreter's libraries are still those of the binds, and lie at
-    # other addresses than those of interpreters that programs start.
-    arguments = [*sys.orig_argv[:-1], json.dumps(_config)]
-    os.execv(sys.executable, arguments)
   zygote = Zygote(_config)
   gc.collect()
   gc.freeze()  # children would copy every page that a collection touches

@@ -12,7 +12,6 @@ are neutral, since a process can list its mounts.
 """
 
 import contextlib
-import ctypes
 import glob
 import json
 import os
@@ -21,6 +20,10 @@ import shutil
 import signal
 import struct
 import sys
+
+sys.path.insert(0, os.path.abspath(f'{__file__}/../../../..'))
+
+from composer_jax.sandbox.inside import confine
 
 _PYTHON, _WORK = '/python', '/work'
 _BOOT = '/boot/composer_jax/sandbox/inside'  # has `_BOOT_FILES` only
@@ -41,31 +44,16 @@ _BOOT_FILES = (
 _PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
                   '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
 _EMPTY = ('/etc', '/tmp', '/boxes', '/proc', '/venv')
-_STAGING = ('/boot/stage', '/boot/empty')  # as in `inside.confine`
 # -I without its -E, which would ignore the hash seed: random hashes would make
 # verdicts irreproducible. The environment is built here from nothing.
 _FLAGS = ('-s', '-P', '-S')
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
-_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
-_MNT_DETACH, _PR_SET_PDEATHSIG, _FIXED_ADDRESSES = 2, 1, 0x0040000
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
+_PR_SET_PDEATHSIG, _FIXED_ADDRESSES = 1, 0x0040000
 _NEW_USER = 0x10000000
 _NEW_OTHERS = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 _PIVOT_ROOT = {'x86_64': 155, 'aarch64': 41}
 _MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000
 _CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 6, 7, 21
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _check(outcome: int, call: str) -> None:
-  if outcome:
-    code = ctypes.get_errno()
-    raise OSError(code, f'{call}: {os.strerror(code)}')
-
-
-def _mount(source, target, kind, flags, options=None):
-  encoded = [x and x.encode() for x in (source, target, kind, options)]
-  _check(libc.mount(*encoded[:3], flags, encoded[3]), f'mount of {target}')
 
 
 class RootPlan:
@@ -86,7 +74,7 @@ class RootPlan:
     self.boot.append((self.executable, self.python))
     self.links = []
     self.proc = config['proc']
-    self.empty = [_WORK, *_STAGING, *_EMPTY]
+    self.empty = [_WORK, confine.STAGE, confine.EMPTY, *_EMPTY]
     for path in _LIBRARY_TREES + _PROGRAM_TREES:
       if os.path.islink(path):
         self.links.append((os.readlink(path), path))
@@ -122,9 +110,6 @@ class RootPlan:
     # Programs can read this as the command of pid 1: no more than is needed.
     omitted = ('cores', 'priority')
     inner = {name: x for name, x in config.items() if name not in omitted}
-    # The folder of images is bound once more by the part of boxes.
-    inner['binds'] = [path for _, path in self.binds if path != '/images']
-    inner |= {'masks': self.masks, 'devices': self.devices}
     return [self.python, *_FLAGS, f'{_BOOT}/zygote.py', json.dumps(inner)]
 
 
@@ -171,7 +156,7 @@ def _enter(privileged: bool) -> None:
   """Unshares; the next child is the init of the new pid namespace."""
   uid, gid = os.geteuid(), os.getegid()
   flags = _NEW_OTHERS if privileged else _NEW_OTHERS | _NEW_USER
-  _check(libc.unshare(flags), 'unshare of namespaces')
+  confine.check(confine.libc.unshare(flags), 'unshare of namespaces')
   if not privileged:
     for name, text in (
       ('setgroups', 'deny'),
@@ -183,10 +168,16 @@ def _enter(privileged: bool) -> None:
 
 
 def _build_root(plan: RootPlan) -> None:
-  _mount(None, '/', None, _MS_REC | _MS_PRIVATE)
+  confine.mount('', '/', '', _MS_REC | _MS_PRIVATE)
   # Covers /sys in this namespace only; no source of a bind is below it.
   root = '/sys'
-  _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=64m')
+  confine.mount(
+    'tmpfs',
+    root,
+    'tmpfs',
+    confine.MS_NOSUID | confine.MS_NODEV,
+    'mode=0755,size=64m',
+  )
   for directory in (*plan.empty, _BOOT, '/dev'):
     os.makedirs(root + directory, 0o755)
   for source, target in [*plan.binds, *((x, x) for x in plan.devices)]:
@@ -196,7 +187,7 @@ def _build_root(plan: RootPlan) -> None:
       os.makedirs(os.path.dirname(root + target), 0o755, exist_ok=True)
       with open(root + target, 'w'):
         pass
-    _mount(source, root + target, None, _MS_BIND | _MS_REC)
+    confine.mount(source, root + target, '', confine.MS_BIND | _MS_REC)
     if source not in plan.devices:
       _make_read_only(root + target)
   for source, target in plan.boot:
@@ -204,40 +195,59 @@ def _build_root(plan: RootPlan) -> None:
     shutil.copyfile(source, root + target)
     os.chmod(root + target, 0o755)
   for target in plan.masks:
-    _mount('tmpfs', root + target, 'tmpfs', _MS_RDONLY, 'size=4k,mode=0755')
+    confine.mount(
+      'tmpfs', root + target, 'tmpfs', confine.MS_RDONLY, 'size=4k,mode=0755'
+    )
   for text, path in plan.links:
     os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
     os.symlink(text, root + path)
   if plan.proc:
-    _mount('proc', root + '/proc', 'proc', _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    confine.mount(
+      'proc',
+      root + '/proc',
+      'proc',
+      confine.MS_NOSUID | confine.MS_NODEV | confine.MS_NOEXEC,
+    )
   os.chdir(root)
   pivot = _PIVOT_ROOT[os.uname().machine]
-  _check(libc.syscall(pivot, b'.', b'.'), 'pivot_root')
-  _check(libc.umount2(b'.', _MNT_DETACH), 'umount of the old root')
+  confine.check(confine.libc.syscall(pivot, b'.', b'.'), 'pivot_root')
+  confine.unmount('.')  # the old root
   os.chdir('/')
   _make_read_only('/', recursive=False)
+  # The folder of images is bound once more by the zygote.
+  folders = [path for _, path in plan.binds if path != '/images']
+  confine.own_files(folders, plan.masks)
+  confine.own_devices(plan.devices)
 
 
 def _make_read_only(path: str, recursive: bool = True) -> None:
-  attributes = struct.pack('QQQQ', _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+  attributes = struct.pack(
+    'QQQQ', confine.MS_RDONLY | confine.MS_NOSUID | confine.MS_NODEV, 0, 0, 0
+  )
   flags = _AT_RECURSIVE if recursive else 0
-  if not libc.syscall(
+  if not confine.libc.syscall(
     _MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)
   ):
     return
   # Before Linux 5.12. A user namespace may not drop flags that it inherited.
-  kept = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00
+  kept = confine.MS_NOSUID | confine.MS_NODEV | confine.MS_NOEXEC | 0x1C00
   kept &= os.statvfs(path).f_flag
-  flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept
-  _mount(None, path, None, flags)
+  flags = (
+    confine.MS_REMOUNT
+    | confine.MS_BIND
+    | confine.MS_RDONLY
+    | confine.MS_NOSUID
+    | kept
+  )
+  confine.mount('', path, '', flags)
 
 
 def _start(config: dict, plan: RootPlan) -> None:
   """Becomes the zygote."""
-  if hasattr(libc, 'prctl'):
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  if hasattr(confine.libc, 'prctl'):
+    confine.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Before Python 3.12 None hashes to its address, which orders sets.
-    libc.personality(_FIXED_ADDRESSES)
+    confine.libc.personality(_FIXED_ADDRESSES)
   if config['level'] == 'unshare':
     os.setsid()
     _build_root(plan)
