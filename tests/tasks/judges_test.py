@@ -1,4 +1,4 @@
-"""Laws of judges: scores weigh answers, models must keep to the form."""
+"""Laws of judges: faults are named, models must keep to the form."""
 
 import dataclasses
 import json
@@ -74,17 +74,14 @@ def test_an_auditor_reads_every_call_and_no_verdict():
   assert judges.audit(Scripted(), honest) == ()
 
 
-def test_the_score_weighs_answers():
-  ask = lambda name, weight, wanted: judges.Question(
-    name=name, text='', weight=weight, wanted=wanted
-  )
+def test_an_answer_that_was_not_wanted_is_a_fault():
+  ask = lambda name, wanted: judges.Question(name=name, text='', wanted=wanted)
   rubric = judges.Rubric(
-    name='r', instructions='', questions=(ask('a', 3, True), ask('b', 1, False))
+    name='r', instructions='', questions=(ask('a', True), ask('b', False))
   )
   judgement = judges.Judgement(
     rubric=rubric, answers={'a': True, 'b': True}, reasons={}, judge='j'
   )
-  assert judgement.score == 0.75
   assert judgement.faults == ('b',)
 
 
