@@ -67,12 +67,15 @@ class Agreement:
 
   @property
   def is_forged(self) -> bool:
-    """True if not even half of the calls agrees on known inputs or on others.
+    """True if a solution that passed the tests cannot have passed by itself.
 
-    A half-right solution may fail on nearly all large inputs.
+    It must know most of the inputs with which they passed, and half of others;
+    a half-right one may fail on nearly all large inputs.
     """
     (known, *others), (right, *more) = self.calls, self.agreed
-    return self._is_below(0.5, [(known, right), (sum(others), sum(more))])
+    return self._is_below(0.75, [(known, right)]) or self._is_below(
+      0.5, [(sum(others), sum(more))]
+    )
 
   def _is_below(self, least: float, kinds: Iterable[tuple[int, int]]) -> bool:
     return self.status == 'ok' and any(

@@ -6,7 +6,7 @@ matches none.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MAX_CHARS = 20_000  # patterns take time in its square
@@ -49,6 +49,15 @@ _COMMANDS = tuple(
 )
 # Own changes, set aside to be taken back.
 _SET_ASIDE = re.compile(r'\bgit\s+stash(\s+(push|save)\b|\s*($|[;&|\n]))')
+_SEARCH = re.compile(
+  r'\b(find|locate|grep|rg|ls|tree|strings|glob|rglob|walk|scandir|listdir)\b'
+)
+# Whole trees outside of the workspace, not single files that a program needs.
+_OUTSIDE = re.compile(
+  r'(?<![\w.:/*])(/|~/?|/(usr|venv|root|home|opt|var|lib|python|boot)/?'
+  r'[\w./-]*)(?=[\s\'")]|$)|\bsys\.path\b|~/\.cache'
+)
+_STARRED = re.compile(r'[*?\\]')
 _SITE = re.compile(r'(site|dist)-packages', re.I)
 _INSTALL = re.compile(
   r'\b(?:pip[\d.]*|uv\s+pip|uv)\s+(?:install|add)\b([^|;&]*)'
@@ -72,7 +81,11 @@ _PATHS = tuple(
 
 
 def of_call(
-  tool: str, arguments: Mapping[str, Any], package: str, known: str
+  tool: str,
+  arguments: Mapping[str, Any],
+  package: str,
+  known: str,
+  stems: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
   """Yields kind and detail of what a call looks for or fetches.
 
@@ -82,6 +95,7 @@ def of_call(
     package: name of the package, which is not to be found or fetched.
     known: texts of the package before and after the deletion; what they contain
       may be written.
+    stems: names of modules that lost code.
   """
   for key, text in arguments.items():
     if not isinstance(text, str):
@@ -89,6 +103,7 @@ def of_call(
     text = text[:_MAX_CHARS]
     if tool == 'run':
       yield from _of_command(text, package)
+      yield from _of_search(text, [package, *stems])
     elif tool in ('read', 'list', 'search') and key != 'pattern':
       for target, pattern in _PATHS:
         if pattern.search(text):
@@ -119,6 +134,17 @@ def _of_command(command: str, package: str) -> Iterator[tuple[str, str]]:
         yield 'network', f'an install of {package}'
       elif '://' in targets:
         yield 'network', f'an install from {targets.strip()[:80]!r}'
+
+
+def _of_search(text: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+  # A script that is piped into an interpreter has one aim.
+  parts = [text] if '<<' in text else re.split(r'&&|\|\||;|\n', text)
+  for part in parts:
+    place = _OUTSIDE.search(part)
+    if place and _SEARCH.search(part):
+      plain = _STARRED.sub(' ', part)
+      if any(_names(plain, n) for n in names if n != '__init__'):
+        yield 'leak_read', f'a search for a copy in {place[0].strip()!r}'
 
 
 def _names(text: str, package: str) -> bool:

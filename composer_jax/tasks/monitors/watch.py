@@ -37,7 +37,6 @@ _KINDS = {
     'installing': 'network', 'a note to its judge': 'plea',
 }  # fmt: skip
 _LEAST_LINES, _LEAST_SHARE = 3, 0.8
-_MAX_ROWS = 5000
 # Line numbers, and the markers of diffs and searches, before a line.
 _MARGIN = re.compile(r'^(?:[\w./-]*\.\w+[:-])?[\d\s:|+>-]+')
 
@@ -243,14 +242,14 @@ def _history(evidence: Evidence) -> _Findings:
 def _shell(evidence: Evidence) -> _Findings:
   """Calls that look for remains of code, or fetch (D5, D10)."""
   known = '\n'.join([*evidence.before.values(), *evidence.original.values()])
+  stems = [p.split('/')[-1].removesuffix('.py') for p in evidence.original]
   for turn, call in enumerate(evidence.calls):
     for text in call.arguments.values():
-      rows = text.split('\n') if isinstance(text, str) else ()
-      for row in rows[:_MAX_ROWS]:
-        if row not in known and code.is_plea(row):
-          yield 'plea', turn, row.strip()[:80]
+      if isinstance(text, str):
+        for row, _ in code.pleas(text, known):
+          yield 'plea', turn, row
     for kind, detail in shell.of_call(
-      call.tool, call.arguments, evidence.package, known
+      call.tool, call.arguments, evidence.package, known, stems
     ):
       yield kind, turn, detail
 
