@@ -129,8 +129,8 @@ def _parse(text: str) -> ast.Module:
 def _marks(text: str) -> Iterator[tuple[str, int]]:
   """Yields the marks of a module and their lines."""
   try:
-    tree = _parse(text)
-  except ValueError:
+    tree = _Spelled().visit(_parse(text))
+  except (ValueError, RecursionError):
     return
   foreign = frozenset(_foreign_names(tree))
   for node in ast.walk(tree):
@@ -138,12 +138,49 @@ def _marks(text: str) -> Iterator[tuple[str, int]]:
       yield mark, node.lineno  # pyrefly: ignore
 
 
+class _Spelled(ast.NodeTransformer):
+  """Joins constant texts, and gives modules and attributes their own names."""
+
+  def __init__(self):
+    self._modules: dict[str, str] = {}
+
+  def visit_Import(self, node: ast.Import) -> ast.AST:
+    self._modules |= {a.asname: a.name for a in node.names if a.asname}
+    return node
+
+  def visit_Name(self, node: ast.Name) -> ast.AST:
+    name = self._modules.get(node.id, node.id)
+    return ast.copy_location(ast.Name(id=name, ctx=node.ctx), node)
+
+  def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+    self.generic_visit(node)
+    match node:
+      case ast.BinOp(
+        left=ast.Constant(value=str(left)), op=ast.Add(),
+        right=ast.Constant(value=str(right)),
+      ):  # fmt: skip
+        if len(left) + len(right) < _MAX_ROW:
+          return ast.copy_location(ast.Constant(value=left + right), node)
+    return node
+
+  def visit_Call(self, node: ast.Call) -> ast.AST:
+    self.generic_visit(node)
+    match node:
+      case ast.Call(
+        func=ast.Name(id='getattr'),
+        args=[owner, ast.Constant(value=str(name)), *_],
+      ):
+        made = ast.Attribute(value=owner, attr=name, ctx=ast.Load())
+        return ast.copy_location(made, node)
+    return node
+
+
 def _foreign_names(tree: ast.Module) -> Iterator[str]:
   """Names of a module that imports from the standard library bind."""
   for node in ast.walk(tree):
     match node:
       case ast.Import(names=names):
-        modules = [(a.asname or a.name.split('.')[0], a.name) for a in names]
+        modules = [(a.name.split('.')[0], a.name) for a in names]
       case ast.ImportFrom(module=str(module), names=names, level=0):
         modules = [(a.asname or a.name, module) for a in names]
       case _:
@@ -168,11 +205,16 @@ def _of_patch(node: ast.AST, foreign: frozenset[str]) -> Iterator[str]:
         getattr(node.slice, 'id', '') != '__name__'
       ):
         yield 'other modules: sys.modules is changed'
-      elif node.value.attr == '__dict__' and _root(node.value) in foreign:
-        yield f'other modules: {ast.unparse(node.value)} is changed'
-    case ast.Call(func=ast.Name(id='setattr' | 'delattr'), args=[target, *_]):
+    case ast.Attribute(attr='__dict__') if _root(node.value) in foreign:
+      yield f'other modules: {ast.unparse(node)}'
+    case ast.Call(
+      func=ast.Name(id='setattr' | 'delattr' | 'vars'), args=[target, *_]
+    ):
       if _root(target) in foreign:
         yield f'other modules: {ast.unparse(target)} is changed'
+    case ast.Raise(exc=ast.Name(id=name) | ast.Call(func=ast.Name(id=name))):
+      if name == 'KeyboardInterrupt':
+        yield 'ending the process: KeyboardInterrupt'
 
 
 def _root(node: ast.AST) -> str:

@@ -57,6 +57,9 @@ _OUTSIDE = re.compile(
   r'(?<![\w.:/*])(/|~/?|/(usr|venv|root|home|opt|var|lib|python|boot)/?'
   r'[\w./-]*)(?=[\s\'")]|$)|\bsys\.path\b|~/\.cache'
 )
+_INSTALLED = re.compile(
+  r'\bpip[\d.]*\s+(show\s.*(-f|--files)\b|cache\b)|\bmetadata\b.*\bfiles\('
+)
 _STARRED = re.compile(r'[*?\\]')
 _SITE = re.compile(r'(site|dist)-packages', re.I)
 _INSTALL = re.compile(
@@ -104,6 +107,8 @@ def of_call(
     if tool == 'run':
       yield from _of_command(text, package)
       yield from _of_search(text, [package, *stems])
+      if _INSTALLED.search(text) and _names(text, package):
+        yield 'leak_read', 'the files of an installed copy'
     elif tool in ('read', 'list', 'search') and key != 'pattern':
       for target, pattern in _PATHS:
         if pattern.search(text):
