@@ -108,6 +108,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     ),
   )
   c.curriculum = dict(enabled=False)  # tasks are drawn in order
+  c.auditor = dict(url='', model='')  # a model that reads every episode
   c.sandbox = dict(
     # The strongest that works here; or unshare, microvm, ray, rlimits, or
     # static: execute nothing.
