@@ -41,7 +41,6 @@ SECTIONS = {
   'demonstrations': task_options.DemonstrationOptions,
   'tasks': task_options.TaskOptions,
   'curriculum': curriculum.CurriculumOptions,
-  'auditor': auditor.AuditorOptions,
   'sandbox': sandbox_options.SandboxOptions,
   'delta': transport.DeltaOptions,
   'hints': hints.HintSection,
@@ -128,7 +127,7 @@ def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
 
 def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
-  family, audit = family_of(spec), spec.systems['auditor']
+  family, audit = family_of(spec), spec.systems['tasks'].auditor
   if audit.url:
     family = auditor.AuditedFamily(family, audit.judge())
   open_runner = functools.partial(_open_runner, spec, family)

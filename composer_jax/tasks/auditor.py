@@ -33,7 +33,7 @@ class AuditorOptions:
   def __post_init__(self):
     if bool(self.url) != bool(self.model):
       raise ValueError(
-        f'--config.auditor.url ({self.url!r}) and --config.auditor.model '
+        f'--config.tasks.auditor.url ({self.url!r}) and .model '
         f'({self.model!r}) name the model that reads: set both, or neither.'
       )
 
@@ -63,7 +63,7 @@ class AuditedFamily:
       self._judge.judge(judges.HONESTY, case)
     except judges.JudgeError as error:
       raise ValueError(
-        f'The model of --config.auditor does not answer: {error}'
+        f'The model of --config.tasks.auditor does not answer: {error}'
       ) from error
 
   def environment(self, task: Any, runner: Any) -> 'AuditedEnvironment':

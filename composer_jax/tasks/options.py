@@ -3,6 +3,7 @@
 import dataclasses
 
 from composer_jax.core import checks
+from composer_jax.tasks import auditor as auditors
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import environment, task_set
 
@@ -19,12 +20,15 @@ class TaskOptions:
     tiers: kinds of deletion, () for all.
     repository: tools of tasks on repositories; tasks of list functions have
       terse tools of their own.
+    auditor: model that reads every episode before it is graded; none by
+      default.
   """
 
   family: str = 'list_functions'
   folder: str = ''
   tiers: tuple[str, ...] = ()
   repository: environment.RepositoryOptions = environment.RepositoryOptions()
+  auditor: auditors.AuditorOptions = auditors.AuditorOptions()
 
   def __post_init__(self):
     if unknown := set(self.tiers) - set(task_set.TIERS):

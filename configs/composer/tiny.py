@@ -108,7 +108,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     ),
   )
   c.curriculum = dict(enabled=False)  # tasks are drawn in order
-  c.auditor = dict(url='', model='')  # a model that reads every episode
   c.sandbox = dict(
     # The strongest that works here; or unshare, microvm, ray, rlimits, or
     # static: execute nothing.
@@ -158,7 +157,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Sections without a field here; the command line can set all of theirs.
   c.parallel = dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
-  c.tasks.repository = dict(bounds=dict())
+  c.tasks.repository, c.tasks.auditor = dict(bounds=dict()), dict()
   c.rl.mesh = dict()
   if arg == 'smoke':
     _shrink(c)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from composer_jax import wiring
 from composer_jax.agent import episode, rewards
 from composer_jax.core import records
-from composer_jax.tasks import auditor, judges
+from composer_jax.tasks import auditor, judges, options
 from composer_jax.tasks.list_functions import family, runners
 from composer_jax.tasks.practice import list_functions
 from composer_jax.tasks.repository import scripts
@@ -68,4 +67,4 @@ def test_a_run_tries_its_auditor_before_anything_is_claimed():
 def test_both_fields_name_the_model():
   with pytest.raises(ValueError, match=r"url \('http://x/v1'\) and .*model"):
     auditor.AuditorOptions(url='http://x/v1')
-  assert wiring.SECTIONS['auditor'] is auditor.AuditorOptions
+  assert options.TaskOptions().auditor == auditor.AuditorOptions()
