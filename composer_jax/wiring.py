@@ -127,7 +127,8 @@ def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
 
 def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
-  family, audit = family_of(spec), spec.systems['tasks'].auditor
+  family: Any = family_of(spec)
+  audit = spec.systems['tasks'].auditor
   if audit.url:
     family = auditor.AuditedFamily(family, audit.judge())
   open_runner = functools.partial(_open_runner, spec, family)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from composer_jax.sandbox import base, results
 from composer_jax.sandbox.inside import runner
@@ -23,6 +24,7 @@ class CallingSandbox(base.Closing):
   """
 
   level: str
+  about: dict[str, Any]
   limits: base.Limits
 
   def open(
