@@ -3,11 +3,18 @@
 Nothing is executed here; `open.open_sandbox` picks an implementation.
 """
 
+import contextlib
 import dataclasses
+import json
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
+from composer_jax.sandbox import results
+from composer_jax.sandbox.inside import runner
+
+_MAX_REQUEST = 16 << 20
 LEVELS = ('unshare', 'rlimits')
 # Machines of their own, in which one of the other levels runs: QEMU's micro VM,
 # slow where KVM does not work, and an actor of a Ray cluster.
@@ -186,29 +193,18 @@ class Box(Protocol):
     """Forgets the box; may be called twice."""
 
 
-class Sandbox(Protocol):
+class Sandbox(Closing):
   """Interface of every level and placement; safe to call from threads.
 
   Attributes:
     level: level of isolation.
     about: facts about it here: seccomp, cgroup version, uid, accelerator.
+    limits: limits of each call and program.
   """
 
   level: str
   about: dict[str, Any]
-
-  def call(
-    self, files: dict[str, str], module: str, function: str, arguments: list
-  ) -> Result:
-    """Calls `module.function(*arguments[i])` for each i in a fresh box.
-
-    Args:
-      files: relative path -> text: the whole workspace of the call.
-      module: dotted name of a module of the workspace.
-      function: name of the function in it.
-      arguments: argument lists of JSON values. Expected results have no place
-        here: the caller compares them.
-    """
+  limits: Limits
 
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
@@ -224,5 +220,59 @@ class Sandbox(Protocol):
       FileRefused: the image or a change is not allowed.
       SandboxLost: no place for a box can be had.
     """
+    raise NotImplementedError
 
-  def close(self) -> None: ...
+  def call(
+    self, files: dict[str, str], module: str, function: str, arguments: list
+  ) -> Result:
+    """Calls `module.function(*arguments[i])` for each i in a fresh box.
+
+    The program is `inside.runner`; a sandbox that fails is tried once more.
+
+    Args:
+      files: relative path -> text: the whole workspace of the call.
+      module: dotted name of a module of the workspace.
+      function: name of the function in it.
+      arguments: argument lists of JSON values. Expected results have no place
+        here: the caller compares them.
+    """
+    request = json.dumps({
+        'names': list(files), 'module': module, 'function': function,
+        'arguments': [list(each) for each in arguments],
+        'memory_bytes': self.limits.memory_bytes,
+    }).encode()  # fmt: skip
+    if len(request) > _MAX_REQUEST:
+      raise ValueError(
+        f'the request has {len(request)} bytes; {_MAX_REQUEST} are allowed: '
+        'send less in arguments.'
+      )
+    contents = {name: text.encode() for name, text in files.items()}
+    command = Command(argv=(runner.CALL,), warm=True, stdin=request)
+    reason = ''
+    for attempt in range(2):
+      try:
+        with contextlib.closing(self.open('', contents)) as box:
+          ending = box.run(command)
+        if ending.status != 'infrastructure':
+          return self._result(ending, len(arguments))
+        reason = ending.error
+      except SandboxLost as error:
+        reason = str(error)
+      logging.warning(
+        'A sandbox failed (%s), attempt %d of 2.', reason, attempt + 1
+      )
+    return Result(level=self.level, status='infrastructure', error=reason)
+
+  def _result(self, ending: CommandResult, num_calls: int) -> Result:
+    status, value, error = ending.status, None, ending.error
+    if status == 'ok':
+      try:
+        if len(ending.report) == self.limits.output_bytes:
+          raise ValueError(f'the result fills {len(ending.report)} bytes')
+        value = results.parse(ending.report, num_calls)
+      except ValueError as reason:
+        status, error = 'exit', f'exit code {ending.exit_code}: {reason}'
+    return Result(
+        level=ending.level, status=status, value=value, error=error,
+        stdout=ending.output, wall_s=ending.wall_s,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from composer_jax.sandbox import base, calls
+from composer_jax.sandbox import base
 from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.local import process, zygotes
 
@@ -44,7 +44,7 @@ def _elsewhere(
   size: int,
   images: pathlib.Path | None,
   packages: Sequence[str] | pathlib.Path,
-) -> calls.CallingSandbox:
+) -> base.Sandbox:
   """Opens a sandbox of a machine of its own; only then is it imported."""
   if level == 'microvm':
     from composer_jax.sandbox.remote.microvm import machine
@@ -68,7 +68,7 @@ def open_sandbox(
   size: int = 1,
   images: pathlib.Path | None = None,
   packages: Sequence[str] | pathlib.Path = (),
-) -> calls.CallingSandbox:
+) -> base.Sandbox:
   """Opens a sandbox.
 
   Args:

@@ -1,7 +1,8 @@
 """Calls the untrusted function and writes its results as JSON.
 
-The program of `sandbox.calls`, in the untrusted process, which may forge every
-byte of the result, but never sees an expected value. Standard library only.
+The program of `base.Sandbox.call`, in the untrusted process, which may forge
+every byte of the result, but never sees an expected value. Standard library
+only.
 """
 
 import contextlib

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.sandbox import base, calls
+from composer_jax.sandbox import base
 from composer_jax.sandbox.local import boxes, process
 
 
-class ZygotePool(calls.CallingSandbox):
+class ZygotePool(base.Sandbox):
   """A sandbox of up to `size` zygotes, each of which runs a program at a time.
 
   All zygotes run on the cores of the thread that opened the pool, later

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.sandbox import base, calls, results
+from composer_jax.sandbox import base, results
 from composer_jax.sandbox.remote import messages
 
 _QUICK_S = 30.0
@@ -137,7 +137,7 @@ def serve(
   server.close()
 
 
-class RemoteSandbox(calls.CallingSandbox):
+class RemoteSandbox(base.Sandbox):
   """A sandbox at the other end of a transport.
 
   When it is lost, `call` and `run` return 'infrastructure', and everything else

@@ -4,11 +4,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from composer_jax.sandbox import base, calls
+from composer_jax.sandbox import base
 from composer_jax.sandbox.remote import protocol
 
 
-class RenewedSandbox(calls.CallingSandbox):
+class RenewedSandbox(base.Sandbox):
   """Calls and boxes of one place at a time.
 
   The boxes of a lost place are lost: their runs return 'infrastructure'. The
