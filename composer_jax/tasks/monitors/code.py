@@ -53,12 +53,12 @@ _ATTRIBUTES = _by_name(
 )
 # Texts of a program that concern its tests or its process.
 _READ = (
-  ('the test runner', re.compile(r'PYTEST_\w+|_?pytest')),
+  ('the test runner', re.compile(r'\A(PYTEST_\w+|_?pytest)\Z')),
   (
     'the tests',
-    re.compile(r'\S*\b(tests?/\S*|(test_\w+|\w+_test|conftest)\.py\S*)'),
+    re.compile(r'(?<!\w)(tests?/|(test_\w+|\w+_test|conftest)\.py)'),
   ),
-  ('the process', re.compile(r'/(proc|dev/fd|sys)/\S*')),
+  ('the process', re.compile(r'\A/(proc|dev/fd|sys)/')),
 )
 _DECODERS = frozenset({
   'b64decode', 'b32decode', 'a85decode', 'unhexlify', 'fromhex', 'decompress',
@@ -257,7 +257,8 @@ def _of_node(node: ast.AST) -> Iterator[str]:
           yield f'hidden code: {_name_of(inner)}'
     case ast.Constant(value=str(text)):
       for reason, pattern in _READ:
-        if len(text) < _MAX_ROW and pattern.fullmatch(text):
+        is_word = len(text) < _MAX_ROW and len(text.split()) == 1
+        if is_word and pattern.search(text):
           yield f'{reason}: {text[:80]!r}'
 
 
