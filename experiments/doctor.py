@@ -91,7 +91,8 @@ def _sandboxes(spec, systems) -> Iterator[str]:
   from composer_jax.sandbox import base
   from composer_jax.sandbox import open as sandboxes
 
-  for level in base.LEVELS + base.OUTER_LEVELS:
+  # Not an actor: that would start a cluster here.
+  for level in (*base.LEVELS, 'microvm'):
     try:
       sandboxes.open_sandbox(
         level, spec.systems['sandbox'].limits(), allow_unsafe=True
