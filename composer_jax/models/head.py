@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from composer_jax.core import platforms
 from composer_jax.kernels import linear, rows
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
@@ -92,8 +93,13 @@ def _logprobs_and_sum(logits_BTV, tokens_BT):
   exponentials_BTV = jnp.exp(logits_BTV - largest_BT1)
   sum_BT = exponentials_BTV.sum(-1)
   log_z_BT = largest_BT1[..., 0] + jnp.log(sum_BT)
-  # A masked sum, since a gather would need all shards of V.
-  picked_BT = jnp.where(_picked(logits_BTV, tokens_BT), logits_BTV, 0).sum(-1)
+  if platforms.current() == 'cpu':
+    # XLA:CPU writes all masked logits before it adds them.
+    picked_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], -1)
+    picked_BT = picked_BT1[..., 0]
+  else:
+    # A masked sum, since a gather would need all shards of V.
+    picked_BT = jnp.where(_picked(logits_BTV, tokens_BT), logits_BTV, 0).sum(-1)
   mean_BT = (exponentials_BTV * logits_BTV).sum(-1) / sum_BT
   return picked_BT - log_z_BT, log_z_BT - mean_BT, log_z_BT
 
@@ -103,6 +109,7 @@ def _picked(logits_BTV, tokens_BT):
 
 
 def _logprobs_forward(logits_BTV, tokens_BT):
+  logits_BTV, tokens_BT = logits_BTV.value, tokens_BT.value
   logprobs_BT, entropy_BT, log_z_BT = _logprobs_and_sum(logits_BTV, tokens_BT)
   residuals = (logits_BTV, tokens_BT, entropy_BT, log_z_BT)
   return (logprobs_BT, entropy_BT), residuals
@@ -110,22 +117,33 @@ def _logprobs_forward(logits_BTV, tokens_BT):
 
 def _logprobs_backward(residuals, d_out):
   logits_BTV, tokens_BT, entropy_BT, log_z_BT = residuals
+  # A loss without the entropy needs none in the forward pass either.
+  d_logprobs_BT, d_entropy_BT = (
+    None if isinstance(d, jax.custom_derivatives.SymbolicZero) else d
+    for d in d_out
+  )
+  if d_logprobs_BT is None:
+    d_logprobs_BT = jnp.zeros_like(log_z_BT)
   is_picked_BTV = _picked(logits_BTV, tokens_BT)
+  d_out = d_logprobs_BT, d_entropy_BT
   return _d_logits(logits_BTV, is_picked_BTV, entropy_BT, log_z_BT, d_out), None
 
 
 def _d_logits(logits_BTV, is_picked_BTV, entropy_BT, log_z_BT, d_out):
-  d_logprobs_BT1, d_entropy_BT1 = (d[..., None] for d in d_out)
+  d_logprobs_BT, d_entropy_BT = d_out
+  d_logprobs_BT1 = d_logprobs_BT[..., None]
   logprobs_BTV = logits_BTV - log_z_BT[..., None]
-  # The derivative of the entropy H by a logit is -p (log p + H).
-  slope_BTV = d_logprobs_BT1 + d_entropy_BT1 * (
-    logprobs_BTV + entropy_BT[..., None]
-  )
+  slope_BTV = d_logprobs_BT1
+  if d_entropy_BT is not None:
+    # The derivative of the entropy H by a logit is -p (log p + H).
+    slope_BTV += d_entropy_BT[..., None] * (
+      logprobs_BTV + entropy_BT[..., None]
+    )
   d_picked_BTV = jnp.where(is_picked_BTV, d_logprobs_BT1, 0)
   return d_picked_BTV - jnp.exp(logprobs_BTV) * slope_BTV
 
 
-_logprobs_of.defvjp(_logprobs_forward, _logprobs_backward)
+_logprobs_of.defvjp(_logprobs_forward, _logprobs_backward, symbolic_zeros=True)
 
 
 def target_logprobs(

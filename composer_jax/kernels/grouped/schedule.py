@@ -50,7 +50,9 @@ def sizes(
   step = 4 * 2 ** sum(mean >= x for x in (8, 32, 128))
   if num_rows < _FEW_ROWS:
     return (min(step, num_rows),), ()
-  top = min(8 * step, 128)
+  # A piece copies its matrix (XLA:CPU), which costs as much as some 50 rows:
+  # large tails leave most groups in one piece.
+  top = min(8 * step, 256)
   # Larger pieces read their matrix less often.
   bulks = tuple(rows for rows in (512, 256) if top < rows <= mean)
   return tuple(range(step, top + 1, step)), (*bulks, top)
