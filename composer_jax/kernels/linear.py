@@ -1,17 +1,14 @@
 """Products of activations with weights whose contracted axes come first.
 
 On XLA:CPU a product of 2 to 8 rows reads weights [D, F] at twice the speed of
-[F, D] (44 to 58 against 19 to 25 GB/s in cache on an EPYC core, 19 to 23
-against 12 in memory). For one row, for more than about 64 rows and on
-accelerators the layouts are equally fast. An engine therefore copies a tied
-table [V, D] to [D, V] (`rollout.forward`). At 1 to 64 rows the plain product
-was the fastest form: padded rows, column blocks, products per row and
-multiply-and-sum were all slower.
+[F, D]; else and on accelerators the layouts are equally fast. An engine copies
+a tied table [V, D] to [D, V] therefore (`rollout.forward`). Up to 64 rows the
+plain product beat padded rows, column blocks and products per row.
 
 On CPU the gradient of a float32 weight x^T d is written out. XLA multiplies x w
-and d w^T at some 200 GFLOP/s (YNNPACK), but x^T d by another library at 14 (a
-router) to 200, and may transpose the wide d in memory: a third of a train step
-together. A transposed copy of x puts all three on the fast path.
+and d w^T by YNNPACK, and x^T d by a library that is slow on some processors: on
+an EPYC core a third of a train step, on a Xeon nothing. A transposed copy of x
+puts all three on the fast path.
 """
 
 import functools
@@ -60,9 +57,8 @@ def weight_gradient(x_ZD: jax.Array, d_ZF: jax.Array) -> jax.Array:
 def _product(x, weight, num_contracted, precision, dtype=None):
   last = tuple(range(x.ndim - num_contracted, x.ndim))
   dims = ((last, tuple(range(num_contracted))), ((), ()))
-  return rounding.rounded(
-    jax.lax.dot_general(x, weight, dims, precision, dtype)
-  )
+  product = jax.lax.dot_general(x, weight, dims, precision, dtype)
+  return rounding.rounded(product)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

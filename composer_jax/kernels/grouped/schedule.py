@@ -50,10 +50,11 @@ def sizes(
   step = 4 * 2 ** sum(mean >= x for x in (8, 32, 128))
   if num_rows < _FEW_ROWS:
     return (min(step, num_rows),), ()
-  top = min(8 * step, 128)
-  # Larger pieces read their matrix less often.
-  bulks = tuple(rows for rows in (512, 256) if top < rows <= mean)
-  return tuple(range(step, top + 1, step)), (*bulks, top)
+  # XLA:CPU copies the matrix for each piece, which takes as long as some 50
+  # rows: large tails leave most groups in one piece.
+  top = min(8 * step, 256)
+  bulks = (512, top) if mean >= 512 else (top,)
+  return tuple(range(step, top + 1, step)), bulks
 
 
 def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
@@ -78,11 +79,9 @@ def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
   group_P = jnp.argsort(tail_E)
   count = (tail_E[:, None] == jnp.arange(len(tail_sizes))).sum(0)
   last = jnp.cumsum(count)
-  start_P, stop_P = start_E[group_P], stop_E[group_P]
+  places = group_P, start_E[group_P], stop_E[group_P]
   tails = [
-    Pieces(
-      rows, False, True, group_P, start_P, stop_P, last[i] - count[i], last[i]
-    )
+    Pieces(rows, False, True, *places, last[i] - count[i], last[i])
     for i, rows in enumerate(tail_sizes)
   ]
   return (*tails, *bulks)

@@ -96,6 +96,7 @@ def test_every_size_of_piece_equals_dense_reference():
     (0, 0, 40, 600),
     (512, 256, 256, 0),
     (70, 100, 97, 650),
+    (200, 0, 0, 824),
   ):
     _check(_program('blocked'), arrays, sizes, str(sizes))
     pieces = _schedule(sizes, 1024)
