@@ -7,7 +7,7 @@ names stand here and nowhere else.
 import functools
 import importlib
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_jax import sections
@@ -17,7 +17,7 @@ from composer_jax.corpus import build, of_run
 from composer_jax.delta import transport
 from composer_jax.gate import health
 from composer_jax.hf import imported
-from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.hf.text import language as hf_language
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import curriculum, judging
@@ -44,6 +44,7 @@ SECTIONS = {
   'sandbox': sandbox_options.SandboxOptions,
   'delta': transport.DeltaOptions,
   'hints': hints.HintSection,
+  'language': hf_language.LanguageOptions,
 }
 _PLAIN = ('seed', 'initial', 'layout', 'accelerator')
 
@@ -129,13 +130,14 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
   family = family_of(spec)
   open_runner = functools.partial(_open_runner, spec, family)
-  initial = _initial(spec)
+  functions = family.functions()
+  initial = _initial(spec, functions)
   return seams.Systems(
     family=family,
     corpus=functools.partial(corpus_of, spec, family),
     initial=initial,
     begin=functools.partial(_begin, spec, family, initial),
-    load_tokenizer=hf_tokenizer.load_any,
+    load_tokenizer=functools.partial(hf_language.load_any, functions=functions),
     settle_judge=lambda workdir: judging.settle(
       workdir,
       spec.systems['sandbox'],
@@ -202,7 +204,9 @@ def corpus_of(
   )
 
 
-def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
+def _initial(
+  spec: specs.Spec, functions: Sequence[Any]
+) -> imported.ImportedModel | None:
   if not spec.initial:
     return None
   return imported.ImportedModel(
@@ -210,6 +214,8 @@ def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
     model=spec.model,
     conversations_file=spec.systems['demonstrations'].conversations,
     seq_len=spec.sft.seq_len,
+    speech=spec.systems['language'],
+    functions=functions,
   )
 
 

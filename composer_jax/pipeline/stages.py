@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from composer_jax.agent import rewards
+from composer_jax.agent import episode, rewards
 from composer_jax.core import files, records, seams
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
@@ -18,7 +18,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
 from composer_jax.rollout import engine as engines
 from composer_jax.telemetry import progress
-from composer_jax.text import chat, fim
+from composer_jax.text import fim
 from composer_jax.train import loop
 from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
@@ -283,8 +283,7 @@ def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
   """The edit calls of a rollout, as the policy wrote them."""
   return [
     turn['text']
-    for t in rollout.trajectories
-    for turn in chat.turns(job.tokenizer, t.tokens_T)
+    for turn in episode.turns(rollout, job.tokenizer)
     if turn['role'] == 'call' and turn['text'].startswith('edit ')
   ]
 

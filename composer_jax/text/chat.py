@@ -8,9 +8,12 @@ special token (see tokenizer.encode), so a tool result cannot pose as a message.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from composer_jax.text import language
 
 # The name of a role is that of the special token that opens its messages.
 _ROLES = ('USER', 'CALL', 'TOOL')
@@ -69,3 +72,62 @@ def turns(tokenizer: Any, tokens_T: np.ndarray) -> list[dict[str, str]]:
       elif messages:
         messages[-1]['text'] += f'<{token}>'
   return messages
+
+
+def language_of(tokenizer: Any) -> language.Language:
+  """Returns the language that a tokenizer brings, or the one of this module."""
+  return getattr(tokenizer, 'language', None) or RoleLanguage(tokenizer)
+
+
+class RoleLanguage(language.Language):
+  """Implements `text.language.Language`; a whole turn is one call."""
+
+  def __init__(self, tokenizer: Any):
+    self._tokenizer = tokenizer
+    self.ends = (int(tokenizer.END),)
+
+  def dialogue(self, prompt, protocol='', notes=None) -> 'RoleDialogue':
+    """Every message stays its own, and the ids of notes stay as they are."""
+    ids = self._tokenizer
+    parts = [user(ids, prompt)]
+    if notes is not None:
+      for opening, note_T in zip((ids.USER, ids.TOOL), notes, strict=True):
+        parts.append(np.concatenate(([opening], note_T, [ids.END])))
+    parts.append(call_prefix(ids))
+    return RoleDialogue(ids, np.concatenate(parts).astype(np.int32))
+
+  def written(self, call: str, place: int = 0) -> np.ndarray:
+    ids = self._tokenizer
+    return np.append(ids.encode(call), ids.END).astype(np.int32)
+
+  def words(self, tokens_T: np.ndarray) -> np.ndarray:
+    is_kept = [is_text(self._tokenizer, t_1) for t_1 in tokens_T[:, None]]
+    return tokens_T[np.array(is_kept, bool)]
+
+  def remark(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    return tool(self._tokenizer, text), call_prefix(self._tokenizer)
+
+  def messages(self, tokens_T, loss_mask_T=None) -> list[dict[str, str]]:
+    return turns(self._tokenizer, tokens_T)
+
+
+class RoleDialogue(language.Dialogue):
+  """Implements `text.language.Dialogue` for the roles of this module."""
+
+  def __init__(self, tokenizer: Any, opening_T: np.ndarray):
+    self._tokenizer, self.opening_T = tokenizer, opening_T
+    self._is_open = False  # True after a turn that lacks its end token.
+
+  def read(self, tokens_T: np.ndarray, stopped: bool) -> language.Said:
+    self._is_open = not stopped
+    if not stopped:
+      return language.Said(fault='error: call too long')
+    if not is_text(self._tokenizer, tokens_T[:-1]):
+      return language.Said(fault='error: not a call')
+    return language.Said(calls=(self._tokenizer.decode(tokens_T[:-1]),))
+
+  def answer(self, texts: Sequence[str], is_query: bool = False) -> np.ndarray:
+    ids, write = self._tokenizer, user if is_query else tool
+    parts = [np.array([ids.END] * self._is_open, np.int32)]
+    parts += [*(write(ids, text) for text in texts), call_prefix(ids)]
+    return np.concatenate(parts)
