@@ -25,6 +25,7 @@ from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
+from composer_jax.text import chat
 
 # Value of `config.tasks.family` -> function from a spec to that TaskFamily;
 # MODULE:CLASS names one of a user's own modules.
@@ -234,6 +235,12 @@ def _begin(
   if initial is not None:
     initial.take(workdir)
     tokenizer = initial.tokenizer(workdir)
+    ends = chat.language_of(tokenizer).ends
+    if len(ends) > (most := spec.engine_options().max_stop_tokens):
+      raise ValueError(
+        f'{len(ends)} tokens end a turn of {initial.folder}, {ends}; an engine '
+        f'takes {most}. Shorten eos_token_id in its generation_config.json.'
+      )
     for split in ('train', *family.axes):  # Raises if prompts are too long.
       family.tasks(tokenizer, split=split, seed=spec.seed)
 

@@ -148,9 +148,15 @@ class ImportedModel:
     tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
       self.folder, self.model.vocab_size
     )
-    tokenizer.language = language.from_folder(
-      self.folder, tokenizer, self.speech, self.functions
-    )
+    try:
+      tokenizer.language = language.from_folder(
+        self.folder, tokenizer, self.speech, self.functions
+      )
+    except ValueError as error:
+      raise ValueError(
+        f"{error} Mend the template, or set --config.language.calls='roles', "
+        'the protocol of models trained here.'
+      ) from error
     return tokenizer
 
   def _save(

@@ -230,10 +230,14 @@ def _imported(
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
     folder, model.vocab_size
   )
-  tokenizer.language = language.from_folder(folder, tokenizer)
+  try:
+    tokenizer.language = language.from_folder(folder, tokenizer)
+    problem = 'it has no chat template'
+  except ValueError as error:
+    problem = str(error)
   if tokenizer.language is None:
     # A checkpoint of pretraining alone completes texts.
-    print(f'No chat: {folder} has no chat template.', flush=True)
+    print(f'No chat with {folder}: {problem}', flush=True)
   masters = importing.load_variables(folder, _like(model, mesh))
   return ServedPolicy(
     name=folder.name,

@@ -34,7 +34,7 @@ FORMAT = 'composer_jax.language/1'
 _THOUGHT, _THOUGHT_END = '<think>', '</think>'
 _TEXT = 'text'
 _WORD = 'w0rd'
-_USER = {'role': 'user', 'content': _WORD}
+_USER = {'role': 'user', 'content': 'x'}
 _PROBE = call_formats.WrittenCall(
   name='probe', arguments={'word': 'x<y>"é'}, number='functions.probe:0'
 )
@@ -314,7 +314,7 @@ class TemplateLanguage(language.Language):
 
   def parts(self, tokens_T: np.ndarray) -> tuple[str, str]:
     """Returns the reasoning and the other words of a turn's ids."""
-    text = self._tokenizer.decode(tokens_T)
+    text = self._tokenizer.shown(tokens_T)
     head, end, rest = text.partition(_THOUGHT_END)
     if not end or (self.is_native and self._format.marks[0] in head):
       return '', text
@@ -328,14 +328,7 @@ class TemplateLanguage(language.Language):
     self, tokens_T: np.ndarray
   ) -> tuple[language.Said, list[call_formats.WrittenCall]]:
     """Returns what the ids of a turn say, without the one that ended it."""
-    ids, known = tokens_T.tolist(), {_THOUGHT, _THOUGHT_END}
-    if self.is_native:
-      known |= {*self._format.marks}
-    size, specials = self._tokenizer.vocab_size, self._tokenizer.special_ids
-    if any(
-      i >= size or (i in specials and self._tokenizer.decode([i]) not in known)
-      for i in ids
-    ):
+    if not self._is_said(tokens_T).all():
       return language.Said(fault='error: not a call'), []
     _, content = self.parts(tokens_T)
     if not self.is_native:
@@ -353,9 +346,18 @@ class TemplateLanguage(language.Language):
     ]
     return language.Said(calls=tuple(texts)), calls
 
+  def _is_said(self, tokens_T: np.ndarray) -> np.ndarray:
+    """True for ids of text, and for those of the marks in a turn."""
+    known = {_THOUGHT, _THOUGHT_END}
+    known |= {*self._format.marks} if self.is_native else set()
+    size, specials = self._tokenizer.vocab_size, self._tokenizer.special_ids
+    is_text = [i < size and i not in specials for i in tokens_T.tolist()]
+    return np.array(is_text, bool) | [
+      self._tokenizer.shown([i]) in known for i in tokens_T.tolist()
+    ]
+
   def words(self, tokens_T: np.ndarray) -> np.ndarray:
-    is_end = np.isin(tokens_T[-1:], self.ends).any()
-    _, content = self.parts(tokens_T[: len(tokens_T) - int(is_end)])
+    _, content = self.parts(tokens_T[self._is_said(tokens_T)])
     return self._tokenizer.encode(content)
 
   def remark(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -373,9 +375,8 @@ class TemplateLanguage(language.Language):
 
   def messages(self, tokens_T, loss_mask_T=None) -> list[dict[str, str]]:
     """A context is told as the template frames it, a turn by what it says."""
-    decode = self._tokenizer.decode
     if loss_mask_T is None:
-      text = decode(tokens_T)
+      text = self._tokenizer.decode(tokens_T)
       for before, after in self._frames:
         _, there, inner = text.partition(before)
         if there and inner.endswith(after):
@@ -388,7 +389,7 @@ class TemplateLanguage(language.Language):
       part_T, start = tokens_T[start:stop], stop
       if not is_turn:
         role = 'tool' if shown else 'user'
-        shown.append({'role': role, 'text': decode(part_T)})
+        shown.append({'role': role, 'text': self._tokenizer.decode(part_T)})
         continue
       if part_T[-1] in self.ends:
         part_T = part_T[:-1]

@@ -12,6 +12,7 @@ tokens only where they are marked.
 """
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -177,6 +178,14 @@ class ImportedTokenizer:
         ids.append(token['id'])
         spans.append((begin, start))
     return np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2)
+
+  def shown(self, ids: Sequence[int]) -> str:
+    """Returns text, in which ids without a spelling are in angle brackets."""
+    has_spelling = lambda i: i < len(self._bytes) and self._bytes[i] is not None
+    return ''.join(
+      self.decode(run) if is_known else ''.join(f'<{i}>' for i in run)
+      for is_known, run in itertools.groupby(map(int, ids), has_spelling)
+    )
 
   def id_of(self, spelling: str) -> int | None:
     """Returns the id of a special token; None if there is no such token."""

@@ -7,8 +7,12 @@ import pytest
 import transformers
 from transformers.utils import chat_template_utils
 
+from composer_jax.agent import environment, episode, summarize
+from composer_jax.core import records, turns
+from composer_jax.hf.text import language
 from composer_jax.serve.api import chat_format, requests
-from composer_jax.tasks.repository import schemas
+from composer_jax.tasks import mistakes
+from composer_jax.tasks.repository import schemas, scripts
 from composer_jax.text import tool_calls
 from tests.hf.text import published_templates as published
 
@@ -175,3 +179,245 @@ def _sent(messages):
       )
     sent.append({**message, **({'tool_calls': calls} if calls else {})})
   return sent
+
+
+class Desk(environment.Environment):
+  """Answers calls of tools as JSON, and says which it was asked."""
+
+  task_id, prompt, protocol = 'desk', PROMPT, PROTOCOL
+  tools = ('read', 'edit', 'finish')
+
+  def __init__(self):
+    self.asked = []
+
+  def call(self, text):
+    self.asked.append(text)
+    name = tool_calls.parse_json(text).name
+    if name not in self.tools:
+      return environment.ToolResult(
+        text='error: no such tool', tool='', outcome=turns.UNKNOWN_TOOL
+      )
+    return environment.ToolResult(
+      text=f'done {len(self.asked)} <|im_end|>',
+      tool=name,
+      is_final=name == 'finish',
+    )
+
+  def verdict(self, finished):
+    return records.Verdict(
+      status=records.GRADED,
+      passed=finished,
+      num_passed=int(finished),
+      num_tests=1,
+      sandbox_level='static',
+    )
+
+
+class Tape:
+  """Samples given ids, turn by turn."""
+
+  def __init__(self, tokenizer, tape):
+    self._tokenizer, self._tape, self.requests = tokenizer, list(tape), []
+
+  def complete(self, request):
+    is_first = all(r.session != request.session for r in self.requests)
+    self.requests.append(request)
+    ids = np.array(self._tape.pop(0), np.int32)[: request.max_new_tokens]
+    count = len(request.context_T) + len(ids) - is_first
+    return records.Completion(
+      session=request.session,
+      tokens_T=ids,
+      logprobs_T=np.zeros(len(ids), np.float32),
+      policy_version_T=np.zeros(len(ids), np.int32),
+      consumed_expert_ids_TMA=np.zeros((count, 1, 1), np.uint16),
+      stopped=int(ids[-1]) in request.stop_tokens,
+    )
+
+  def close(self, session):
+    del session
+
+
+def play(tokenizer, tape, env, summary=summarize.OFF, **changes):
+  options = episode.EpisodeOptions(
+    **{**dict(max_tokens=30_000, max_call_tokens=200), **changes}
+  )
+  policy = Tape(tokenizer, tape)
+  rollout = episode.run(
+    *(env, policy, tokenizer, options),
+    group=0,
+    member=0,
+    seed=0,
+    summary=summary,
+    hints=mistakes.HintOptions().write,
+  )
+  return rollout, policy
+
+
+def call_of(name, **arguments):
+  call = tool_calls.JsonCall(name=name, arguments=arguments)
+  return tool_calls.render_json(call)
+
+
+def test_windows_are_only_appended_to(folders, name):
+  """Faulty turns, cut turns and hints, in every published form."""
+  tokenizer, speech = published.speech(folders[name], FUNCTIONS)
+  encode, end = tokenizer.encode, speech.ends[0]
+  beyond, opening = tokenizer.vocab_size + 3, speech.dialogue(PROMPT).opening_T
+  tape = [
+    speech.written(call_of('read', path='a')),
+    [*encode('hm'), beyond, end],
+    [*encode('x' * 400)],
+    [*encode('{"tool": '), opening[0], end],
+    speech.written(call_of('look')),
+    speech.written(call_of('finish'), 2),
+  ]
+  env = Desk()
+  rollout, policy = play(tokenizer, tape, env)
+  assert rollout.verdict.passed and env.asked == [
+    *(call_of('read', path='a'), call_of('look'), call_of('finish')),
+  ]
+  (window,) = rollout.trajectories
+  parts = [r.context_T for r in policy.requests]
+  made = [np.array(t, np.int32)[:200] for t in tape]
+  whole = [part for pair in zip(parts, made, strict=True) for part in pair]
+  np.testing.assert_array_equal(window.tokens_T, np.concatenate(whole))
+  sampled = [np.full(len(p), i % 2, bool) for i, p in enumerate(whole)]
+  np.testing.assert_array_equal(window.loss_mask_T, np.concatenate(sampled))
+  outcomes = [t.outcome for t in rollout.turns]
+  wrong = [turns.NOT_A_CALL] * 3
+  assert outcomes == [turns.OK, *wrong, turns.UNKNOWN_TOOL, turns.OK]
+  assert [h.kind for h in rollout.hints] == ['not_a_call'] * 3 + [
+    'unknown_tool'
+  ]
+  # A turn that was cut off is ended by the host, one that ended is not.
+  closed = [end in p[:2].tolist() for p in parts[1:]]
+  assert closed[2] and not closed[0] and not closed[1]
+  texts = [m['text'] for m in episode.turns(rollout, tokenizer)]
+  assert call_of('read', path='a') in texts and f'hm<{beyond}>' in texts
+  # What a tool prints ends no message.
+  assert '<|im_end|>' in tokenizer.decode(parts[1])
+  count = parts[1].tolist().count(end)
+  calm_T = encode('done 1 <|im_end|>')
+  assert end not in calm_T.tolist() and count <= 1 + (name == 'mistral')
+
+
+@pytest.mark.parametrize('name', ['qwen3_moe', 'kimi_k2', 'deepseek_v3'])
+def test_several_calls_of_a_turn_are_carried_out(folders, name):
+  tokenizer, speech = published.speech(folders[name], FUNCTIONS)
+  one = speech.written(call_of('read', path='a'))
+  text = tokenizer.decode(one[:-1])
+  begin, end = (speech._format.marks[i] for i in (0, -1))
+  body = text[text.index(begin) + len(begin) : text.index(end)]
+  joined = f'{begin}{body}{body}{end}'
+  if name == 'qwen3_moe':
+    joined = f'{begin}{body}{end}\n{begin}{body}{end}'
+  both = [*speech.ids(tokenizer.mark(joined)), speech.ends[0]]
+  env = Desk()
+  rollout, policy = play(
+    tokenizer, [both, speech.written(call_of('finish'), 2)], env
+  )
+  assert env.asked == [call_of('read', path='a')] * 2 + [call_of('finish')]
+  answer = tokenizer.decode(policy.requests[1].context_T)
+  assert 'done 1' in answer and 'done 2' in answer
+  assert rollout.num_turns == 2 and rollout.verdict.passed
+
+
+@pytest.mark.parametrize('name', ['qwen3_moe', 'mistral', 'deepseek_r1'])
+def test_a_new_window_begins_as_the_template_renders_it(folders, name):
+  tokenizer, speech = published.speech(folders[name], FUNCTIONS)
+  opening = len(speech.dialogue(PROMPT, PROTOCOL).opening_T)
+  summary = summarize.SummaryOptions(
+    trigger=opening + 700, max_tokens=60, max_summaries=1
+  )
+  thought = (
+    '<think>\nsecret\n</think>\n\nread it' if speech.is_native else 'read it'
+  )
+  tape = [speech.written(call_of('read', path='a'))] * 3
+  calls = [*tape, [*tokenizer.encode(thought), speech.ends[0]]]
+  env = Desk()
+  asked = []
+
+  class Counting(Tape):
+    def complete(self, request):
+      text = tokenizer.decode(request.context_T)
+      is_query = summary.query in text
+      asked.append(is_query)
+      self._tape.insert(0, calls[-1] if is_query else calls[0])
+      if len(asked) > 2 and not is_query and any(asked):
+        self._tape[0] = speech.written(call_of('finish'))
+      return super().complete(request)
+
+  rollout = episode.run(
+    env,
+    Counting(tokenizer, []),
+    tokenizer,
+    episode.EpisodeOptions(
+      max_tokens=30_000, max_call_tokens=150, max_turns=40
+    ),
+    group=0,
+    member=0,
+    seed=0,
+    summary=summary,
+  )
+  first, second = rollout.trajectories
+  assert len(first) <= summary.trigger and rollout.verdict.passed
+  text = tokenizer.decode(second.tokens_T)
+  assert 'summary 1\nread it' in text and 'secret' not in text
+  assert 'done' in text and second.loss_mask_T.any()
+  head = second.loss_mask_T.tolist().index(True)
+  messages = tokenizer.decode(second.tokens_T[:head])
+  assert messages.count('Restore total') == 1
+
+
+@pytest.mark.parametrize('name', ['qwen2_5', 'deepseek_v3', 'llama3'])
+def test_the_gold_policy_speaks_it(folders, name):
+  tokenizer, speech = published.speech(folders[name], FUNCTIONS)
+  calls = [call_of('read', path='a'), call_of('edit'), call_of('finish')]
+  env = Desk()
+  rollout = episode.run(
+    env,
+    scripts.ScriptedCalls(tokenizer, calls),
+    tokenizer,
+    episode.EpisodeOptions(max_tokens=30_000, max_call_tokens=400),
+    group=0,
+    member=0,
+    seed=0,
+  )
+  assert env.asked == calls and rollout.num_invalid == 0
+  assert rollout.verdict.passed
+
+
+def test_what_was_kept_speaks_as_the_import_does(folders, tmp_path):
+  tokenizer, speech = published.speech(
+    folders['qwen3_moe'], FUNCTIONS, variables='{"enable_thinking": false}'
+  )
+  tokenizer.save(tmp_path / 'tokenizer.json')
+  options = language.LanguageOptions(variables='{"enable_thinking": false}')
+  path = tmp_path / language.FILE
+  language.save(path, folders['qwen3_moe'], tokenizer, options)
+  again = language.load_any(tmp_path / 'tokenizer.json', FUNCTIONS)
+  ours, theirs = (
+    t.language.dialogue(PROMPT, PROTOCOL).opening_T for t in (tokenizer, again)
+  )
+  np.testing.assert_array_equal(ours, theirs)
+  assert tokenizer.decode(ours).endswith('<think>\n\n</think>\n\n')
+  assert again.language.ends == speech.ends
+  path.write_text('{}')
+  with pytest.raises(ValueError, match='language.json is not a language'):
+    language.load_any(tmp_path / 'tokenizer.json')
+
+
+def test_what_cannot_be_spoken_is_named(folders, tmp_path):
+  with pytest.raises(ValueError, match="no calls in the form 'kimi'"):
+    published.speech(folders['chatml'], FUNCTIONS, calls='kimi')
+  for options in ({'calls': 'xml'}, {'variables': '[1]'}):
+    with pytest.raises(ValueError, match=next(iter(options))):
+      language.LanguageOptions(**options)
+  assert published.speech(folders['qwen3_moe'], calls='roles')[1] is None
+  assert published.speech(folders['qwen3_moe'], calls='text')[1].calls == 'text'
+  folder = published.write(tmp_path, 'chatml')
+  (folder / 'chat_template.jinja').write_text('{{ messages[0].content }}')
+  with pytest.raises(ValueError, match='leaves out what the assistant said'):
+    published.speech(folder)
+  (folder / 'chat_template.jinja').unlink()
+  assert published.speech(folder)[1] is None
