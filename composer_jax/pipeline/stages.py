@@ -208,8 +208,12 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
 def evaluate(job: jobs.Job, stage: str) -> None:
   """Plays a finished stage's policy on each axis of held-out tasks, once.
 
+  The stage 'import' is the model that a run starts from, if that is asked for.
   The evaluation on the first axis has the stage's name, others 'STAGE_AXIS'.
   """
+  start = job.systems.initial if stage == 'import' else None
+  if stage == 'import' and not (start and job.spec.evaluation.imported):
+    return
   first, *others = job.systems.family.axes
   names = {stage: first} | {f'{stage}_{axis}': axis for axis in others}
   done = {path.name for path in job.workdir.glob('evaluation_*.json')}
@@ -217,7 +221,10 @@ def evaluate(job: jobs.Job, stage: str) -> None:
   if not missing:
     return
   with job.times.stage(f'eval_{stage}'), job.runner() as runner:
-    variables = load_variables(job, stage, job.single)
+    if start:
+      variables = start.variables(_like(job, job.single))
+    else:
+      variables = load_variables(job, stage, job.single)
     params = jax.jit(train_state.policy_values)(variables['params'])
     engine = make_engine(job.spec, {**variables, 'params': params}, 0)
     for name in missing:

@@ -37,6 +37,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.initial, c.model, c.rl.gate = model.initial, model.model, model.rl.gate
   c.accelerator = model.get('accelerator', False)
   c.cpt.steps = 0
+  c.evaluation.imported = True
   for stage in (c.cpt, c.sft):
     for name in ('optimizer', 'learning_rate', 'adam_learning_rate'):
       stage[name] = model.sft[name]

@@ -1,5 +1,6 @@
 """Laws of speaking a chat template: the tokens are those of transformers."""
 
+import functools
 import json
 
 import numpy as np
@@ -16,8 +17,9 @@ from composer_jax.tasks.repository import schemas, scripts
 from composer_jax.text import tool_calls
 from tests.hf.text import published_templates as published
 
-FUNCTIONS = [tool.function() for tool in schemas.TOOLS.values()]
-PROTOCOL = schemas.prompt(schemas.TOOLS)
+TOOLS = {name: schemas.TOOLS[name] for name in ('read', 'edit', 'finish')}
+FUNCTIONS = [tool.function() for tool in TOOLS.values()]
+PROTOCOL = schemas.prompt(TOOLS)
 PROMPT = f'Restore total in a<b>.py.\n\n{PROTOCOL}'
 CALLS = [
   tool_calls.JsonCall(name='read', arguments={'path': 'a<b>.py'}),
@@ -50,9 +52,12 @@ def name(request):
   return request.param
 
 
+loaded = functools.cache(transformers.AutoTokenizer.from_pretrained)
+
+
 def reference(folder, messages, tools, dumps):
   """Returns the ids that transformers gives a prompt, and its text."""
-  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  tokenizer = loaded(folder)
   made = []
   for message in messages:
     calls = [dict(c) for c in message.get('tool_calls', ())]
