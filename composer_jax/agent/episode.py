@@ -13,7 +13,7 @@ from typing import Any
 from composer_jax.agent import environment, rewards, summarize, window
 from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
-from composer_jax.text import chat, language
+from composer_jax.text import chat
 
 # Ends an answer after which there may be no room for more than one call, so
 # that a policy in doubt can finish.
@@ -191,19 +191,18 @@ def _interact(
 
 
 def _carry_out(
-  env: environment.Environment, said: language.Said
+  env: environment.Environment, said: chat.Said
 ) -> list[environment.ToolResult]:
   """Returns the answers to a turn's calls, or to its fault."""
+  if not said.calls:
+    fault = dict(text=said.fault, outcome=turns_lib.NOT_A_CALL)
+    return [environment.ToolResult(tool='', **fault)]
   results = []
   for call in said.calls:
     results.append(env.call(call))
     if results[-1].is_final or env.is_broken:
       break
-  return results or [
-    environment.ToolResult(
-      text=said.fault, tool='', outcome=turns_lib.NOT_A_CALL
-    )
-  ]
+  return results
 
 
 def turns(rollout: records.Rollout, tokenizer: Any) -> list[dict[str, str]]:

@@ -97,7 +97,6 @@ class Summarizer:
     self._call_tokens = max_call_tokens
     if not options.trigger:
       return
-    self._opening = len(self.dialogue.opening_T)
     # As long as it gets: after a call that was cut off.
     asked = self._language.dialogue('')
     asked.read(np.zeros(0, np.int32), False)
@@ -111,9 +110,9 @@ class Summarizer:
     if needed > self.limit:
       raise ValueError(
         f'trigger ({self.limit}) must be at least {needed}: a prompt of '
-        f'{self._opening} tokens, two summaries of {options.max_tokens}, '
-        f'a plan of {options.plan_tokens}, a query of {query} and '
-        f'a call of {self._call_tokens} have to fit.'
+        f'{len(self.dialogue.opening_T)} tokens, two summaries of '
+        f'{options.max_tokens}, a plan of {options.plan_tokens}, a query of '
+        f'{query} and a call of {self._call_tokens} have to fit.'
       )
 
   def is_due(self, chain: window.Chain, context_T: np.ndarray) -> bool:
@@ -136,8 +135,8 @@ class Summarizer:
     chain.restart()
     words_T = self._language.words(completion.tokens_T)
     summary_T = self._summary(chain.index, words_T, plan)
-    empty_T = np.zeros(0, np.int32)
-    head = self._language.dialogue(*self._prompt, (summary_T, empty_T))
+    notes = (summary_T, summary_T[:0])
+    head = self._language.dialogue(*self._prompt, notes)
     room = self.limit - len(head.opening_T) - self._call_tokens
     if chain.index < self.options.max_summaries:
       room -= self._reserve

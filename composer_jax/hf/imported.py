@@ -163,9 +163,7 @@ class ImportedModel:
     self, tokenizer: hf_tokenizer.ImportedTokenizer, workdir: pathlib.Path
   ) -> None:
     if tokenizer.language is not None:
-      language.save(
-        workdir / language.FILE, self.folder, tokenizer, self.speech
-      )
+      language.save(workdir / language.FILE, tokenizer.language)
     tokenizer.save(workdir / _TOKENIZER)
 
   def tokenizer(self, workdir: pathlib.Path) -> Any:

@@ -83,10 +83,7 @@ def finetune(job: jobs.Job) -> None:
 
 def _pretrained(job: jobs.Job) -> Any:
   """Returns the variables that SFT begins with."""
-  if job.spec.cpt.steps:
-    return load_variables(job, 'cpt')
-  assert job.systems.initial is not None
-  return job.systems.initial.variables(_like(job, job.placement))
+  return load_variables(job, 'cpt' if job.spec.cpt.steps else 'import')
 
 
 def _train(
@@ -120,8 +117,12 @@ def _train(
 def load_variables(
   job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
-  """Loads the exported variables of a finished stage onto a placement."""
-  return export.load(job.workdir, stage, _like(job, placement or job.placement))
+  """Loads variables: exported by a finished stage, or those of the import."""
+  like = _like(job, placement or job.placement)
+  if stage == 'import':
+    assert job.systems.initial is not None
+    return job.systems.initial.variables(like)
+  return export.load(job.workdir, stage, like)
 
 
 def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
@@ -208,12 +209,8 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
 def evaluate(job: jobs.Job, stage: str) -> None:
   """Plays a finished stage's policy on each axis of held-out tasks, once.
 
-  The stage 'import' is the model that a run starts from, if that is asked for.
   The evaluation on the first axis has the stage's name, others 'STAGE_AXIS'.
   """
-  start = job.systems.initial if stage == 'import' else None
-  if stage == 'import' and not (start and job.spec.evaluation.imported):
-    return
   first, *others = job.systems.family.axes
   names = {stage: first} | {f'{stage}_{axis}': axis for axis in others}
   done = {path.name for path in job.workdir.glob('evaluation_*.json')}
@@ -221,10 +218,7 @@ def evaluate(job: jobs.Job, stage: str) -> None:
   if not missing:
     return
   with job.times.stage(f'eval_{stage}'), job.runner() as runner:
-    if start:
-      variables = start.variables(_like(job, job.single))
-    else:
-      variables = load_variables(job, stage, job.single)
+    variables = load_variables(job, stage, job.single)
     params = jax.jit(train_state.policy_values)(variables['params'])
     engine = make_engine(job.spec, {**variables, 'params': params}, 0)
     for name in missing:

@@ -5,15 +5,17 @@
 The harness writes everything up to and including `<|call|>`; the policy
 samples the text of the call and its `<|end|>`. Message text never yields a
 special token (see tokenizer.encode), so a tool result cannot pose as a message.
+
+This is the language of models trained here. A checkpoint may bring another one
+(`hf.text.language`); in each, tokens are only appended to a window.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-
-from composer_jax.text import language
 
 # The name of a role is that of the special token that opens its messages.
 _ROLES = ('USER', 'CALL', 'TOOL')
@@ -74,20 +76,82 @@ def turns(tokenizer: Any, tokens_T: np.ndarray) -> list[dict[str, str]]:
   return messages
 
 
-def language_of(tokenizer: Any) -> language.Language:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+  """What a turn says: calls as environments take them, or its fault."""
+
+  calls: tuple[str, ...] = ()
+  fault: str = ''
+
+
+class Dialogue(Protocol):
+  """The messages of one window; `opening_T` is the context of a first turn."""
+
+  opening_T: np.ndarray
+
+  def read(self, tokens_T: np.ndarray, stopped: bool) -> Said:
+    """Takes in a sampled turn, whose last token ended it if it `stopped`."""
+
+  def answer(self, texts: Sequence[str], is_query: bool = False) -> np.ndarray:
+    """Returns the context between the turn read last and the next.
+
+    Texts are the answers to that turn's calls or fault, or one query.
+    """
+
+
+class Language(Protocol):
+  """How one model is spoken to; no text ever becomes a special token.
+
+  Attributes:
+    ends: ids that end a sampled turn.
+  """
+
+  ends: tuple[int, ...]
+
+  def dialogue(
+    self,
+    prompt: str,
+    protocol: str = '',
+    notes: tuple[np.ndarray, np.ndarray] | None = None,
+  ) -> Dialogue:
+    """Opens a window.
+
+    Args:
+      protocol: end of the prompt on how to write a call as text.
+      notes: ids of the texts that a later window repeats: summary and answer.
+    """
+
+  def written(self, call: str, place: int = 0) -> np.ndarray:
+    """Returns the turn that makes a call, with `place` calls before it."""
+
+  def words(self, tokens_T: np.ndarray) -> np.ndarray:
+    """Returns the ids of a turn's text, for a later window."""
+
+  def remark(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a message of the host, and the ids before a turn it precedes."""
+
+  def messages(
+    self, tokens_T: np.ndarray, loss_mask_T: np.ndarray | None = None
+  ) -> list[dict[str, str]]:
+    """Returns a window as readable `{'role', 'text'}` messages.
+
+    Without a mask it is a context, which ends with an empty call.
+    """
+
+
+def language_of(tokenizer: Any) -> Language:
   """Returns the language that a tokenizer brings, or the one of this module."""
   return getattr(tokenizer, 'language', None) or RoleLanguage(tokenizer)
 
 
-class RoleLanguage(language.Language):
-  """Implements `text.language.Language`; a whole turn is one call."""
+class RoleLanguage(Language):
+  """Implements `Language` by the roles; a whole turn is one call."""
 
   def __init__(self, tokenizer: Any):
     self._tokenizer = tokenizer
     self.ends = (int(tokenizer.END),)
 
   def dialogue(self, prompt, protocol='', notes=None) -> 'RoleDialogue':
-    """Every message stays its own, and the ids of notes stay as they are."""
     ids = self._tokenizer
     parts = [user(ids, prompt)]
     if notes is not None:
@@ -111,20 +175,20 @@ class RoleLanguage(language.Language):
     return turns(self._tokenizer, tokens_T)
 
 
-class RoleDialogue(language.Dialogue):
-  """Implements `text.language.Dialogue` for the roles of this module."""
+class RoleDialogue(Dialogue):
+  """Implements `Dialogue` by the roles."""
 
   def __init__(self, tokenizer: Any, opening_T: np.ndarray):
     self._tokenizer, self.opening_T = tokenizer, opening_T
     self._is_open = False  # True after a turn that lacks its end token.
 
-  def read(self, tokens_T: np.ndarray, stopped: bool) -> language.Said:
+  def read(self, tokens_T: np.ndarray, stopped: bool) -> Said:
     self._is_open = not stopped
     if not stopped:
-      return language.Said(fault='error: call too long')
+      return Said(fault='error: call too long')
     if not is_text(self._tokenizer, tokens_T[:-1]):
-      return language.Said(fault='error: not a call')
-    return language.Said(calls=(self._tokenizer.decode(tokens_T[:-1]),))
+      return Said(fault='error: not a call')
+    return Said(calls=(self._tokenizer.decode(tokens_T[:-1]),))
 
   def answer(self, texts: Sequence[str], is_query: bool = False) -> np.ndarray:
     ids, write = self._tokenizer, user if is_query else tool

@@ -67,10 +67,10 @@ class ChatTemplate:
     `strftime_now` formats `now` at every call; None is the present.
     """
     clean = own.without_surrogates
-    self.name, self._source = name, source
+    self.name, self.source = name, source
     self.nulls: tuple[str, ...] = ()
-    self._special_tokens = {k: clean(v) for k, v in special_tokens.items()}
-    self._now = datetime.datetime.now() if now is None else now
+    self.special_tokens = {k: clean(v) for k, v in special_tokens.items()}
+    self.now = datetime.datetime.now() if now is None else now
     self._plain = self._compiled(clean)
     self._marked: tuple[Any, jinja2.Template] = (None, self._plain)
 
@@ -82,7 +82,7 @@ class ChatTemplate:
     a ValueError with the name of its file.
     """
     variables = self._variables(messages, options)
-    return self._run(self._plain, {**self._special_tokens, **variables})
+    return self._run(self._plain, {**self.special_tokens, **variables})
 
   def encode(
     self,
@@ -108,11 +108,11 @@ class ChatTemplate:
         cannot be told from those that a message spells.
     """
     variables = self._variables(messages, options)
-    plain = self._run(self._plain, {**self._special_tokens, **variables})
+    plain = self._run(self._plain, {**self.special_tokens, **variables})
     if self._marked[0] is not tokenizer:
       compiled = self._compiled(tokenizer.mark)
       self._marked = (tokenizer, compiled)
-    specials = {k: tokenizer.mark(v) for k, v in self._special_tokens.items()}
+    specials = {k: tokenizer.mark(v) for k, v in self.special_tokens.items()}
     text = self._run(self._marked[1], {**specials, **variables})
     if tokenizer.without_marks(text) != plain:
       raise ValueError(
@@ -135,10 +135,10 @@ class ChatTemplate:
 
   def _compiled(self, mark: Callable[[str], str]) -> jinja2.Template:
     environment = _environment()
-    variables = {**_GLOBALS, 'strftime_now': self._now.strftime}
+    variables = {**_GLOBALS, 'strftime_now': self.now.strftime}
     where = f'{self.name}: the chat template'
     try:
-      tree = environment.parse(self._source)
+      tree = environment.parse(self.source)
       _mark_written(tree, mark)
       return environment.from_string(tree, variables)
     except jinja2.TemplateSyntaxError as error:

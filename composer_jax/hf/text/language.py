@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import checks, files
-from composer_jax.hf.text import call_formats, chat_template, tokenizer_json
-from composer_jax.hf.text import roles as hf_roles
+from composer_jax.hf.text import call_formats, chat_template
 from composer_jax.hf.text import tokenizer as hf_tokenizer
-from composer_jax.text import language, tool_calls
+from composer_jax.text import chat, tool_calls
 
 FILE = 'language.json'  # beside the tokenizer of a run
 GENERATION = 'generation_config.json'
@@ -68,8 +67,8 @@ class LanguageOptions:
     checks.require(self, 'variables', is_object, 'be a JSON object')
 
 
-class TemplateLanguage(language.Language):
-  """Implements `text.language.Language` by a chat template.
+class TemplateLanguage(chat.Language):
+  """Implements `text.chat.Language` by a chat template.
 
   Attributes:
     ends: the token by which the template ends a turn, and those of the
@@ -85,7 +84,6 @@ class TemplateLanguage(language.Language):
     tokenizer: hf_tokenizer.ImportedTokenizer,
     template: chat_template.ChatTemplate,
     options: LanguageOptions = LanguageOptions(),
-    *,
     functions: Sequence[Mapping[str, Any]] = (),
     ends: Sequence[int] = (),
   ):
@@ -95,7 +93,7 @@ class TemplateLanguage(language.Language):
       functions: tools of a run's tasks, in the form of OpenAI's endpoints.
       ends: ids that end a turn beside those of the template.
     """
-    self._tokenizer, self._template = tokenizer, template
+    self.tokenizer, self.template, self.options = tokenizer, template, options
     self._functions = [dict(f) for f in functions]
     self._variables = json.loads(options.variables)
     self.ends, self.calls, self._dumps = (), _TEXT, False
@@ -127,24 +125,24 @@ class TemplateLanguage(language.Language):
       self.calls = name
       # Some templates expect arguments as an object, others as its text, and
       # DeepSeek-V3's asks whether the content of a call is null.
-      for self._dumps, self._template.nulls in itertools.product(
+      for self._dumps, self.template.nulls in itertools.product(
         (False, True), ((), ('content',))
       ):
         try:
           turn_T = self._written(self.turn([_PROBE], ''))
         except ValueError:
           continue
-        found = self._format.find(self._tokenizer.decode(turn_T[:-1])) or []
+        found = self._format.find(self.tokenizer.decode(turn_T[:-1])) or []
         if [(c.name, c.arguments) for c in found] == [
           (_PROBE.name, _PROBE.arguments)
         ]:
           return
     if asked != 'auto':
       raise ValueError(
-        f'{self._template.name}: the chat template writes no calls in the form '
+        f'{self.template.name}: the chat template writes no calls in the form '
         f"{asked!r}; take --config.language.calls='auto'."
       )
-    self.calls, self._dumps, self._template.nulls = _TEXT, False, ()
+    self.calls, self._dumps, self.template.nulls = _TEXT, False, ()
 
   def _looks_at_tools(self) -> bool:
     function = {'name': 'f', 'description': 'f', 'parameters': {}}
@@ -156,17 +154,15 @@ class TemplateLanguage(language.Language):
 
   def describe(self) -> str:
     """Returns one sentence for people on what was chosen, and why."""
-    ends = ' '.join(self._tokenizer.decode([i]) for i in self.ends)
-    told = 'the template' if self.lists_tools else 'the prompt'
-    changed = (
-      'the template changes earlier turns (reasoning is dropped): windows keep '
-      'them as sampled, and a new window begins as the template renders it'
-      if self.rewrites
-      else 'earlier turns stay as they are'
-    )
+    ends = ' '.join(self.tokenizer.decode([i]) for i in self.ends)
+    told = 'the template' if self.native_functions else 'the prompt'
+    changed = 'keeps earlier turns'
+    if self.rewrites:
+      changed = 'changes earlier turns; a window keeps them as sampled, and a '
+      changed += 'new window begins as the template renders it'
     return (
-      f'{self._template.name}: calls in the form {self.calls!r}, tools listed '
-      f'by {told}, turns end with {ends}; {changed}'
+      f'{self.template.name}: calls in the form {self.calls!r}, tools listed '
+      f'by {told}, turns end with {ends}; the template {changed}'
     )
 
   def markup(
@@ -179,7 +175,7 @@ class TemplateLanguage(language.Language):
     if self._dumps:
       messages = [_with_text_arguments(message) for message in messages]
     options = {**self._variables, **options}
-    return self._template.markup(self._tokenizer, messages, **options)
+    return self.template.markup(self.tokenizer, messages, **options)
 
   def encode(
     self, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -188,7 +184,7 @@ class TemplateLanguage(language.Language):
     return self.ids(self.markup(messages, **options))
 
   def ids(self, markup: str) -> np.ndarray:
-    return self._tokenizer.encode_markup(markup)[0]
+    return self.tokenizer.encode_markup(markup)[0]
 
   def tail(
     self, messages: Sequence[Mapping[str, Any]], word: str, **options: Any
@@ -197,7 +193,7 @@ class TemplateLanguage(language.Language):
     _, there, after = self.markup(messages, **options).rpartition(word)
     if not there:
       raise ValueError(
-        f'{self._template.name}: the chat template leaves out what the '
+        f'{self.template.name}: the chat template leaves out what the '
         'assistant said, so nothing can be learnt by it.'
       )
     return after
@@ -213,15 +209,16 @@ class TemplateLanguage(language.Language):
     if self.is_native:
       parts = [prompt.removesuffix(protocol).rstrip()]
       if not self.lists_tools:
-        parts.append(self._listing())
+        parts.append(self._listing)
     if notes is not None:
-      parts += [self._tokenizer.decode(note_T) for note_T in notes]
+      parts += [self.tokenizer.decode(note_T) for note_T in notes]
     message = {'role': 'user', 'content': '\n\n'.join(parts)}
     opening_T = self.encode(
       [message], tools=self.native_functions, add_generation_prompt=True
     )
     return TemplateDialogue(self, opening_T)
 
+  @functools.cached_property
   def _listing(self) -> str:
     tools = [json.dumps(f, ensure_ascii=False) for f in self._functions]
     _, call = self.parts(self._written(self.turn([_PROBE], ''))[:-1])
@@ -250,7 +247,7 @@ class TemplateLanguage(language.Language):
       return np.array(ids[: at + 1], np.int32)
     # DeepSeek-V3's template leaves the last call of a turn open.
     last = self._format.marks[-1] if turn_calls(turn) else ''
-    closing = '' if last in body else self._tokenizer.mark(last)
+    closing = '' if last in body else self.tokenizer.mark(last)
     return np.array([*ids, *self.ids(closing), self.ends[0]], np.int32)
 
   def turn(
@@ -280,7 +277,7 @@ class TemplateLanguage(language.Language):
     if whole.startswith(opening):
       return whole[len(opening) :]
     common = len(os.path.commonprefix([opening, whole]))
-    begun = self._tokenizer.without_marks(opening[common:])
+    begun = self.tokenizer.without_marks(opening[common:])
     if begun.strip() == _THOUGHT:
       # DeepSeek-R1 opens a turn with reasoning, and then leaves that out.
       thought = str(turn.get('reasoning_content') or '')
@@ -289,14 +286,14 @@ class TemplateLanguage(language.Language):
       # DeepSeek-V3 forgets to close answers before a second call.
       return self.continued([_USER], turn)
     raise ValueError(
-      f'{self._template.name}: the chat template opens a turn with '
-      f'{self._tokenizer.without_marks(opening)[-80:]!r}, and writes turns '
+      f'{self.template.name}: the chat template opens a turn with '
+      f'{self.tokenizer.without_marks(opening)[-80:]!r}, and writes turns '
       'that begin otherwise: no turn can be learnt by it.'
     )
 
   def end_of(self, body: str) -> int:
     """Returns the place behind the mark of a turn's end, or its length."""
-    spellings = (self._tokenizer.decode([i]) for i in self.ends)
+    spellings = (self.tokenizer.decode([i]) for i in self.ends)
     marked = [hf_tokenizer.MARK + spelling for spelling in spellings]
     places = [(body.find(m), m) for m in marked if m in body]
     place, mark = min(places, default=(len(body), ''))
@@ -306,7 +303,7 @@ class TemplateLanguage(language.Language):
     self, markup: str, spans: Sequence[tuple[int, int]]
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids, and a mask that is true for those inside the spans."""
-    ids, offsets = self._tokenizer.encode_markup(markup)
+    ids, offsets = self.tokenizer.encode_markup(markup)
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
       mask |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop)
@@ -314,7 +311,7 @@ class TemplateLanguage(language.Language):
 
   def parts(self, tokens_T: np.ndarray) -> tuple[str, str]:
     """Returns the reasoning and the other words of a turn's ids."""
-    text = self._tokenizer.shown(tokens_T)
+    text = self.tokenizer.shown(tokens_T)
     head, end, rest = text.partition(_THOUGHT_END)
     if not end or (self.is_native and self._format.marks[0] in head):
       return '', text
@@ -326,99 +323,95 @@ class TemplateLanguage(language.Language):
 
   def found(
     self, tokens_T: np.ndarray
-  ) -> tuple[language.Said, list[call_formats.WrittenCall]]:
+  ) -> tuple[chat.Said, list[call_formats.WrittenCall]]:
     """Returns what the ids of a turn say, without the one that ended it."""
     if not self._is_said(tokens_T).all():
-      return language.Said(fault='error: not a call'), []
+      return chat.Said(fault='error: not a call'), []
     _, content = self.parts(tokens_T)
     if not self.is_native:
       said = (content.strip(),) if content.strip() else ()
-      return language.Said(calls=said, fault='' if said else _NO_CALL), []
+      return chat.Said(calls=said, fault='' if said else _NO_CALL), []
     calls = self._format.find(content)
     if not calls:
       fault = _DAMAGED if calls is None else _NO_CALL
-      return language.Said(fault=fault), []
+      return chat.Said(fault=fault), []
     texts = [
       tool_calls.render_json(
         tool_calls.JsonCall(name=call.name, arguments=call.arguments)
       )
       for call in calls
     ]
-    return language.Said(calls=tuple(texts)), calls
+    return chat.Said(calls=tuple(texts)), calls
 
   def _is_said(self, tokens_T: np.ndarray) -> np.ndarray:
     """True for ids of text, and for those of the marks in a turn."""
     known = {_THOUGHT, _THOUGHT_END}
     known |= {*self._format.marks} if self.is_native else set()
-    size, specials = self._tokenizer.vocab_size, self._tokenizer.special_ids
-    is_text = [i < size and i not in specials for i in tokens_T.tolist()]
-    return np.array(is_text, bool) | [
-      self._tokenizer.shown([i]) in known for i in tokens_T.tolist()
+    size, specials = self.tokenizer.vocab_size, self.tokenizer.special_ids
+    is_said = [
+      (i < size and i not in specials) or self.tokenizer.shown([i]) in known
+      for i in tokens_T.tolist()
     ]
+    return np.array(is_said, bool)
 
   def words(self, tokens_T: np.ndarray) -> np.ndarray:
     _, content = self.parts(tokens_T[self._is_said(tokens_T)])
-    return self._tokenizer.encode(content)
+    return self.tokenizer.encode(content)
 
   def remark(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    said = {'role': 'user', 'content': text}
     one = self.markup([_USER])
     opening = self.markup([_USER], add_generation_prompt=True)
-    prefix_T = self.ids(opening.removeprefix(one))
-    try:
-      two = self.markup([_USER, said])
-    except ValueError:
-      two = ''  # Some templates refuse two messages of a user.
-    if not two.startswith(one):
-      return self._tokenizer.encode(text), prefix_T
-    return self.ids(two[len(one) :]), prefix_T
+    words_T = self.tokenizer.encode(text)
+    with contextlib.suppress(ValueError):
+      # Some templates refuse two messages of a user.
+      two = self.markup([_USER, {'role': 'user', 'content': text}])
+      if two.startswith(one):
+        words_T = self.ids(two[len(one) :])
+    return words_T, self.ids(opening.removeprefix(one))
 
   def messages(self, tokens_T, loss_mask_T=None) -> list[dict[str, str]]:
-    """A context is told as the template frames it, a turn by what it says."""
+    """A turn is told by what it says, a context as the template frames it.
+
+    Without a mask, an answer that is a user's message has no frame.
+    """
     if loss_mask_T is None:
-      text = self._tokenizer.decode(tokens_T)
-      for before, after in self._frames:
-        _, there, inner = text.partition(before)
-        if there and inner.endswith(after):
-          text = inner.removesuffix(after)
-          break
+      text, (before, after) = self.tokenizer.decode(tokens_T), self._frame
+      if before in text:
+        text = text.partition(before)[2].removesuffix(after)
       return [{'role': 'tool', 'text': text}, {'role': 'call', 'text': ''}]
-    shown, start = [], 0
-    for is_turn, run in itertools.groupby(loss_mask_T.tolist()):
-      stop = start + len(list(run))
-      part_T, start = tokens_T[start:stop], stop
-      if not is_turn:
-        role = 'tool' if shown else 'user'
-        shown.append({'role': role, 'text': self._tokenizer.decode(part_T)})
-        continue
-      if part_T[-1] in self.ends:
-        part_T = part_T[:-1]
-      thought, content = self.parts(part_T)
-      if thought:
-        shown.append({'role': 'thought', 'text': thought})
-      calls = self.found(part_T)[0].calls
-      shown.append({'role': 'call', 'text': '\n'.join(calls) or content})
+    shown = []
+    cuts = np.flatnonzero(np.diff(loss_mask_T)) + 1
+    for part_T, is_turn_T in zip(
+      np.split(tokens_T, cuts), np.split(loss_mask_T, cuts), strict=True
+    ):
+      role, text = 'tool' if shown else 'user', ''
+      if not is_turn_T[0]:
+        text = self.tokenizer.decode(part_T)
+      else:
+        part_T = part_T[: len(part_T) - int(part_T[-1] in self.ends)]
+        thought, text = self.parts(part_T)
+        if thought:
+          shown.append({'role': 'thought', 'text': thought})
+        role, text = 'call', '\n'.join(self.found(part_T)[0].calls) or text
+      shown.append({'role': role, 'text': text})
     return shown
 
   @functools.cached_property
-  def _frames(self) -> list[tuple[str, str]]:
-    """What stands before and behind an answer to a call, or to none."""
-    frames = []
-    for calls in ([_PROBE] * self.is_native, []):
-      dialogue = self.dialogue('')
-      dialogue.read(self._written(self.turn(calls, _WORD)), True)
-      text = self._tokenizer.decode(dialogue.answer([_WORD]))
-      before, _, after = text.partition(_WORD)
-      frames.append((before, after))
-    return frames
+  def _frame(self) -> tuple[str, str]:
+    """What stands before and behind a user's answer to a turn."""
+    dialogue = self.dialogue('')
+    dialogue.read(self._written(self.turn([], _WORD)), True)
+    text = self.tokenizer.decode(dialogue.answer([_WORD]))
+    before, _, after = text.partition(_WORD)
+    return before, after
 
 
 def turn_calls(turn: Mapping[str, Any]) -> list[Any]:
   return turn.get('tool_calls') or []
 
 
-class TemplateDialogue(language.Dialogue):
-  """Implements `text.language.Dialogue` by a chat template.
+class TemplateDialogue(chat.Dialogue):
+  """Implements `text.chat.Dialogue` by a chat template.
 
   Earlier messages are kept without their words: what a template writes of an
   answer depends on the kinds of messages before it alone.
@@ -430,13 +423,13 @@ class TemplateDialogue(language.Dialogue):
     self._calls: list[call_formats.WrittenCall] = []
     self._replies: list[dict[str, Any]] = []
     self._turn: dict[str, Any] | None = None
-    self._end: int | None = None
+    self._stopped = True
 
-  def read(self, tokens_T: np.ndarray, stopped: bool) -> language.Said:
+  def read(self, tokens_T: np.ndarray, stopped: bool) -> chat.Said:
     if self._turn is not None:
       self._history += [self._turn, *self._replies]
-    self._end = int(tokens_T[-1]) if stopped else None
-    said, calls = language.Said(fault='error: call too long'), []
+    self._stopped = stopped
+    said, calls = chat.Said(fault='error: call too long'), []
     if stopped:
       said, calls = self._speech.found(tokens_T[:-1])
     self._calls = [dataclasses.replace(call, arguments={}) for call in calls]
@@ -459,30 +452,22 @@ class TemplateDialogue(language.Dialogue):
     while any(word in text for text in texts):
       word += '.'
     # The word ends the turn: its content, or the arguments of its last call.
-    marked = speech.turn(
-      [*calls[:-1], *(_ending(c, word) for c in calls[-1:])], word
-    )
-    before = [*self._history, marked]
-    closing = speech.tail(before, word, tools=speech.native_functions)
-    after = speech.tail(
-      [*before, *replies],
-      word,
-      tools=speech.native_functions,
-      add_generation_prompt=True,
-    )
+    for last in calls[-1:]:
+      calls = [*calls[:-1], dataclasses.replace(last, arguments={'': word})]
+    before = [*self._history, speech.turn(calls, word)]
+    options = {'tools': speech.native_functions}
+    closing = speech.tail(before, word, **options)
+    options['add_generation_prompt'] = True
+    after = speech.tail([*before, *replies], word, **options)
     ids = speech.ids(after)
-    if self._end is None:
+    if not self._stopped:
       return ids
     is_same = after.startswith(closing)
     limit = len(speech.ids(closing)) if is_same else len(ids)
-    for place, token in enumerate(ids[:limit].tolist()):
-      if token in speech.ends:
-        return ids[place + 1 :]
+    ends = np.flatnonzero(np.isin(ids[:limit], speech.ends))
+    if len(ends):
+      return ids[ends[0] + 1 :]
     return speech.ids(after.removeprefix(closing))
-
-
-def _ending(call: call_formats.WrittenCall, word: str) -> Any:
-  return dataclasses.replace(call, arguments={'x': word})
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -506,47 +491,28 @@ def from_folder(
 
   A ValueError if a form of calls is named and there is no chat template.
   """
-  if options.calls == 'roles':
+  has_template = bool(chat_template.source_of(folder)[1])
+  if options.calls == 'roles' or (options.calls == 'auto' and not has_template):
     return None
-  if options.calls == 'auto' and not chat_template.source_of(folder)[1]:
-    return None
-  ends = _ends(pathlib.Path(folder), tokenizer)
-  return TemplateLanguage(
-    tokenizer,
-    chat_template.load(folder),
-    options,
-    functions=functions,
-    ends=ends,
-  )
-
-
-def _ends(
-  folder: pathlib.Path, tokenizer: hf_tokenizer.ImportedTokenizer
-) -> list[int]:
-  path = folder / GENERATION
+  template = chat_template.load(folder)
+  path = pathlib.Path(folder) / GENERATION
   given = files.read_json(path).get('eos_token_id') if path.exists() else []
   ends = [*given] if isinstance(given, list) else [given]
-  config = tokenizer_json.read_config(folder / chat_template.CONFIG)
-  eos = hf_roles.special_tokens(config).get('eos_token', '')
-  ends.append(tokenizer.id_of(eos))
-  return [i for i in ends if type(i) is int]
+  ends.append(tokenizer.id_of(template.special_tokens.get('eos_token', '')))
+  ends = [i for i in ends if type(i) is int]
+  return TemplateLanguage(tokenizer, template, options, functions, ends)
 
 
-def save(
-  path: pathlib.Path, folder: str | os.PathLike,
-  tokenizer: hf_tokenizer.ImportedTokenizer, options: LanguageOptions,
-) -> None:  # fmt: skip
-  """Keeps what `load` needs of an import; the date is that of now."""
-  config = tokenizer_json.read_config(
-    pathlib.Path(folder, chat_template.CONFIG)
-  )
+def save(path: pathlib.Path, speech: TemplateLanguage) -> None:
+  """Keeps what `load_any` needs, so that every process speaks the same."""
+  template = speech.template
   value = {
     'format': FORMAT,
-    'template': chat_template.source_of(folder)[1],
-    'special_tokens': hf_roles.special_tokens(config),
-    'ends': _ends(pathlib.Path(folder), tokenizer),
-    'now': datetime.datetime.now().isoformat(),
-    **dataclasses.asdict(options),
+    'source': template.source,
+    'special_tokens': template.special_tokens,
+    'now': template.now.isoformat(),
+    'ends': speech.ends,
+    **dataclasses.asdict(speech.options),
   }
   files.write_json(path, value)
 
@@ -563,16 +529,12 @@ def load_any(
       raise ValueError(
         f'{beside} is not a language of format {FORMAT!r}; start the run anew.'
       )
+    now = datetime.datetime.fromisoformat(kept['now'])
+    template = chat_template.ChatTemplate(
+      kept['source'], kept['special_tokens'], str(beside), now
+    )
+    options = LanguageOptions(calls=kept['calls'], variables=kept['variables'])
     tokenizer.language = TemplateLanguage(
-      tokenizer,
-      chat_template.ChatTemplate(
-        kept['template'],
-        kept['special_tokens'],
-        str(beside),
-        datetime.datetime.fromisoformat(kept['now']),
-      ),
-      LanguageOptions(calls=kept['calls'], variables=kept['variables']),
-      functions=functions,
-      ends=kept['ends'],
+      tokenizer, template, options, functions, kept['ends']
     )
   return tokenizer

@@ -26,7 +26,7 @@ import tokenizers
 from composer_jax.core import files
 from composer_jax.hf.text import roles as hf_roles
 from composer_jax.hf.text import tokenizer_json
-from composer_jax.text import language
+from composer_jax.text import chat
 from composer_jax.text import tokenizer as own
 
 FORMAT = 'composer_jax.hf_tokenizer/1'
@@ -53,7 +53,7 @@ class ImportedTokenizer:
     PAD, BOS, ...: ids of the roles, named as in `text.tokenizer.Tokenizer`. BOS
       and PAD equal EOD where the vocabulary has no token for them.
     special_ids: ids below `vocab_size` that no text yields.
-    language: `text.language.Language` of the model; None for `text.chat`.
+    language: `text.chat.Language` of the model; None for `text.chat`.
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
@@ -66,7 +66,7 @@ class ImportedTokenizer:
     self.FIM_MIDDLE = roles['FIM_MIDDLE']
     self.FIM_SUFFIX = roles['FIM_SUFFIX']
     self._name = name
-    self.language: language.Language | None = None
+    self.language: chat.Language | None = None
     self._bpe = tokenizer_json.parse(
       tokenizer_json.for_text(source, roles), name
     )

@@ -37,7 +37,7 @@ def test_each_line_is_what_the_template_makes_of_it(speech, tmp_path):
   ]
   documents = read(tmp_path / 'x', speech, *[json.dumps(v) for v in values])
   assert len(documents) == 2
-  decode, end = speech._tokenizer.decode, '<|im_end|>'
+  decode, end = speech.tokenizer.decode, '<|im_end|>'
   for (tokens_T, mask_T), value in zip(documents, values, strict=True):
     messages = value.pop('messages')
     whole = decode(speech.encode(messages, **value))
@@ -68,9 +68,9 @@ def test_the_loss_is_where_transformers_sees_the_assistant(kind, tmp_path):
   assert tokens_T.tolist() == expected['input_ids'][:size]
   marked = expected['assistant_masks'][:size]
   # Transformers also has the empty reasoning that this template puts before.
-  learnt = own._tokenizer.decode(tokens_T[mask_T])
+  learnt = own.tokenizer.decode(tokens_T[mask_T])
   assert learnt.removeprefix('<think>\n\n</think>\n\n') == (
-    own._tokenizer.decode(tokens_T[np.array(marked, bool)])
+    own.tokenizer.decode(tokens_T[np.array(marked, bool)])
   )
 
 

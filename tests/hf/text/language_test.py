@@ -126,7 +126,7 @@ def test_prompts_of_rl_and_of_the_server_are_those_of_transformers(
   if speech.is_native:
     prompt = PROMPT.removesuffix(PROTOCOL).rstrip()
     if not speech.lists_tools:
-      prompt = f'{prompt}\n\n{speech._listing()}'
+      prompt = f'{prompt}\n\n{speech._listing}'
   messages = [{'role': 'user', 'content': prompt}]
   # A second call of DeepSeek's is written by another rule than its first.
   count = 1 if name.startswith('deepseek') else 2
@@ -397,9 +397,8 @@ def test_what_was_kept_speaks_as_the_import_does(folders, tmp_path):
     folders['qwen3_moe'], FUNCTIONS, variables='{"enable_thinking": false}'
   )
   tokenizer.save(tmp_path / 'tokenizer.json')
-  options = language.LanguageOptions(variables='{"enable_thinking": false}')
   path = tmp_path / language.FILE
-  language.save(path, folders['qwen3_moe'], tokenizer, options)
+  language.save(path, speech)
   again = language.load_any(tmp_path / 'tokenizer.json', FUNCTIONS)
   ours, theirs = (
     t.language.dialogue(PROMPT, PROTOCOL).opening_T for t in (tokenizer, again)
