@@ -156,6 +156,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.telemetry = dict(tensorboard=True, wandb=False)
   # Sections without a field here; the command line can set all of theirs.
   c.parallel = dict()
+  c.language = dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository = dict(bounds=dict())
   c.rl.mesh = dict()

@@ -7,15 +7,15 @@ words in others. A form writes nothing: calls are written by the chat template.
 import dataclasses
 import json
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenCall:
+class WrittenCall(NamedTuple):
   """A call as a model wrote it; `number` is '' where its form has none."""
 
   name: str
-  arguments: dict[str, Any]
+  arguments: Mapping[str, Any]
   number: str = ''
 
 
@@ -35,9 +35,8 @@ class CallFormat:
 
   def find(self, text: str) -> list[WrittenCall] | None:
     """Returns the calls of a text, in order; None if one is damaged."""
-    matches = list(self.pattern.finditer(text))
     calls = []
-    for groups in (match.groupdict() for match in matches):
+    for groups in (m.groupdict() for m in self.pattern.finditer(text)):
       try:
         arguments = json.loads(groups['json'])
       except (ValueError, RecursionError):
@@ -47,8 +46,7 @@ class CallFormat:
         name, arguments = arguments.get('name'), arguments.get('arguments', {})
       if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-      number = groups.get('number') or ''
-      calls.append(WrittenCall(name=name, arguments=arguments, number=number))
+      calls.append(WrittenCall(name, arguments, groups.get('number') or ''))
     return None if not calls and self.marks[0] in text else calls
 
 

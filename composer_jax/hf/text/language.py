@@ -32,11 +32,12 @@ GENERATION = 'generation_config.json'
 FORMAT = 'composer_jax.language/1'
 _THOUGHT, _THOUGHT_END = '<think>', '</think>'
 _TEXT = 'text'
+_Messages = Sequence[Mapping[str, Any]]
+_Calls = list[call_formats.WrittenCall]
 _WORD = 'w0rd'
 _USER = {'role': 'user', 'content': 'x'}
-_PROBE = call_formats.WrittenCall(
-  name='probe', arguments={'word': 'x<y>"é'}, number='functions.probe:0'
-)
+_PROBED = ('probe', {'word': 'x<y>"é'})
+_PROBE = call_formats.WrittenCall(*_PROBED, number='functions.probe:0')
 
 _NO_CALL = 'error: no call of a tool'
 _DAMAGED = 'error: a damaged call of a tool; its arguments are a JSON object'
@@ -76,6 +77,7 @@ class TemplateLanguage(chat.Language):
     calls: name of the form of calls, see `LanguageOptions`.
     is_native: true if calls of the run's tools are written in that form.
     lists_tools: true if the template tells the model of tools.
+    listed: tools that the template shall list; None where it lists none.
     rewrites: true if the template changes earlier turns of a conversation.
   """
 
@@ -106,10 +108,11 @@ class TemplateLanguage(chat.Language):
         f'{template.name}: the chat template ends no turn with a special '
         f'token, and {GENERATION} names none: a turn would never end.'
       )
-    if options.calls == 'auto' or options.calls in call_formats.FORMATS:
+    if options.calls != _TEXT:
       self._choose_calls(options.calls)
-    self.is_native = self.calls != _TEXT and bool(self._functions)
     self.lists_tools = self._looks_at_tools()
+    self.is_native = self.calls != _TEXT and bool(self._functions)
+    self.listed = self._functions if self.is_native * self.lists_tools else None
     thought = f'{_THOUGHT}\n{_WORD}\n{_THOUGHT_END}'
     before = self.markup([_USER, {**said, 'content': f'{thought}\n\n{_WORD}'}])
     kept = thought in tokenizer.without_marks(before)
@@ -133,9 +136,7 @@ class TemplateLanguage(chat.Language):
         except ValueError:
           continue
         found = self._format.find(self.tokenizer.decode(turn_T[:-1])) or []
-        if [(c.name, c.arguments) for c in found] == [
-          (_PROBE.name, _PROBE.arguments)
-        ]:
+        if [(c.name, c.arguments) for c in found] == [_PROBED]:
           return
     if asked != 'auto':
       raise ValueError(
@@ -155,7 +156,7 @@ class TemplateLanguage(chat.Language):
   def describe(self) -> str:
     """Returns one sentence for people on what was chosen, and why."""
     ends = ' '.join(self.tokenizer.decode([i]) for i in self.ends)
-    told = 'the template' if self.native_functions else 'the prompt'
+    told = 'the template' if self.listed else 'the prompt'
     changed = 'keeps earlier turns'
     if self.rewrites:
       changed = 'changes earlier turns; a window keeps them as sampled, and a '
@@ -165,30 +166,29 @@ class TemplateLanguage(chat.Language):
       f'by {told}, turns end with {ends}; the template {changed}'
     )
 
-  def markup(
-    self, messages: Sequence[Mapping[str, Any]], **options: Any
-  ) -> str:
+  def markup(self, messages: _Messages, **options: Any) -> str:
     """Returns a conversation as the template writes it, special tokens marked.
 
     Calls have arguments as objects; the template gets them as it expects them.
     """
     if self._dumps:
-      messages = [_with_text_arguments(message) for message in messages]
+      try:
+        messages = [_with_text_arguments(message) for message in messages]
+      except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+          f'tool_calls are no list of calls ({error!r}).'
+        ) from error
     options = {**self._variables, **options}
     return self.template.markup(self.tokenizer, messages, **options)
 
-  def encode(
-    self, messages: Sequence[Mapping[str, Any]], **options: Any
-  ) -> np.ndarray:
+  def encode(self, messages: _Messages, **options: Any) -> np.ndarray:
     """Returns the int32 ids of a conversation."""
     return self.ids(self.markup(messages, **options))
 
   def ids(self, markup: str) -> np.ndarray:
     return self.tokenizer.encode_markup(markup)[0]
 
-  def tail(
-    self, messages: Sequence[Mapping[str, Any]], word: str, **options: Any
-  ) -> str:
+  def tail(self, messages: _Messages, word: str, **options: Any) -> str:
     """Returns what the template writes behind the last place of a word."""
     _, there, after = self.markup(messages, **options).rpartition(word)
     if not there:
@@ -198,25 +198,16 @@ class TemplateLanguage(chat.Language):
       )
     return after
 
-  @property
-  def native_functions(self) -> list[dict[str, Any]] | None:
-    """The tools that the template shall list; None where it lists none."""
-    return self._functions if self.is_native and self.lists_tools else None
-
   def dialogue(self, prompt, protocol='', notes=None) -> 'TemplateDialogue':
     """The notes of a later window stand in one message with the prompt."""
     parts = [prompt]
     if self.is_native:
       parts = [prompt.removesuffix(protocol).rstrip()]
-      if not self.lists_tools:
-        parts.append(self._listing)
-    if notes is not None:
-      parts += [self.tokenizer.decode(note_T) for note_T in notes]
-    message = {'role': 'user', 'content': '\n\n'.join(parts)}
-    opening_T = self.encode(
-      [message], tools=self.native_functions, add_generation_prompt=True
-    )
-    return TemplateDialogue(self, opening_T)
+      parts += [self._listing] * (not self.lists_tools)
+    parts += [self.tokenizer.decode(note_T) for note_T in notes or ()]
+    talk = [{'role': 'user', 'content': '\n\n'.join(parts)}]
+    options = {'tools': self.listed, 'add_generation_prompt': True}
+    return TemplateDialogue(self, self.encode(talk, **options))
 
   @functools.cached_property
   def _listing(self) -> str:
@@ -228,16 +219,11 @@ class TemplateLanguage(chat.Language):
   def written(self, call: str, place: int = 0) -> np.ndarray:
     """Returns the turn as the template writes it behind its opening."""
     calls = []
-    if self.is_native:
-      with contextlib.suppress(tool_calls.ToolCallError):
-        made = tool_calls.parse_json(call)
-        number = f'functions.{made.name}:{place}' * (self.calls == 'kimi')
-        calls.append(
-          call_formats.WrittenCall(
-            name=made.name, arguments=dict(made.arguments), number=number
-          )
-        )
-    return self._written(self.turn(calls, call))
+    with contextlib.suppress(tool_calls.ToolCallError):
+      made = tool_calls.parse_json(call)
+      number = f'functions.{made.name}:{place}' * (self.calls == 'kimi')
+      calls = [call_formats.WrittenCall(made.name, made.arguments, number)]
+    return self._written(self.turn(calls * self.is_native, call))
 
   def _written(self, turn: Mapping[str, Any]) -> np.ndarray:
     body = self.continued([_USER], turn)
@@ -250,9 +236,7 @@ class TemplateLanguage(chat.Language):
     closing = '' if last in body else self.tokenizer.mark(last)
     return np.array([*ids, *self.ids(closing), self.ends[0]], np.int32)
 
-  def turn(
-    self, calls: Sequence[call_formats.WrittenCall], content: str
-  ) -> dict[str, Any]:
+  def turn(self, calls: _Calls, content: str) -> dict[str, Any]:
     """Returns an assistant's message with calls, or with content alone."""
     if not calls:
       return {'role': 'assistant', 'content': content}
@@ -268,9 +252,8 @@ class TemplateLanguage(chat.Language):
     return {'role': 'assistant', 'content': None, 'tool_calls': made}
 
   def continued(
-    self, before: Sequence[Mapping[str, Any]], turn: Mapping[str, Any],
-    **options: Any,
-  ) -> str:  # fmt: skip
+    self, before: _Messages, turn: Mapping[str, Any], **options: Any
+  ) -> str:
     """Returns what the template writes of a turn behind its opening."""
     opening = self.markup(before, add_generation_prompt=True, **options)
     whole = self.markup([*before, turn], **options)
@@ -321,9 +304,7 @@ class TemplateLanguage(chat.Language):
   def _format(self) -> call_formats.CallFormat:
     return call_formats.FORMATS[self.calls]
 
-  def found(
-    self, tokens_T: np.ndarray
-  ) -> tuple[chat.Said, list[call_formats.WrittenCall]]:
+  def found(self, tokens_T: np.ndarray) -> tuple[chat.Said, _Calls]:
     """Returns what the ids of a turn say, without the one that ended it."""
     if not self._is_said(tokens_T).all():
       return chat.Said(fault='error: not a call'), []
@@ -335,13 +316,10 @@ class TemplateLanguage(chat.Language):
     if not calls:
       fault = _DAMAGED if calls is None else _NO_CALL
       return chat.Said(fault=fault), []
-    texts = [
-      tool_calls.render_json(
-        tool_calls.JsonCall(name=call.name, arguments=call.arguments)
-      )
-      for call in calls
-    ]
-    return chat.Said(calls=tuple(texts)), calls
+    made = (
+      tool_calls.JsonCall(name=c.name, arguments=c.arguments) for c in calls
+    )
+    return chat.Said(calls=tuple(map(tool_calls.render_json, made))), calls
 
   def _is_said(self, tokens_T: np.ndarray) -> np.ndarray:
     """True for ids of text, and for those of the marks in a turn."""
@@ -419,43 +397,39 @@ class TemplateDialogue(chat.Dialogue):
 
   def __init__(self, speech: TemplateLanguage, opening_T: np.ndarray):
     self._speech, self.opening_T = speech, opening_T
-    self._history: list[dict[str, Any]] = [_USER]
-    self._calls: list[call_formats.WrittenCall] = []
-    self._replies: list[dict[str, Any]] = []
-    self._turn: dict[str, Any] | None = None
+    self._history: list[Mapping[str, Any]] = [_USER]
+    # The turn read last, and the answer to it.
+    self._calls: _Calls = []
+    self._last: list[Mapping[str, Any]] = []
     self._stopped = True
 
   def read(self, tokens_T: np.ndarray, stopped: bool) -> chat.Said:
-    if self._turn is not None:
-      self._history += [self._turn, *self._replies]
-    self._stopped = stopped
-    said, calls = chat.Said(fault='error: call too long'), []
+    self._history += self._last
+    self._stopped, calls = stopped, []
+    said = chat.Said(fault='error: call too long')
     if stopped:
       said, calls = self._speech.found(tokens_T[:-1])
-    self._calls = [dataclasses.replace(call, arguments={}) for call in calls]
-    self._turn = self._speech.turn(self._calls, _WORD)
+    self._calls = [call._replace(arguments={}) for call in calls]
     return said
 
   def answer(self, texts: Sequence[str], is_query: bool = False) -> np.ndarray:
     """Answers to calls are a tool's messages, all other texts are a user's."""
     speech, calls = self._speech, self._calls
     texts = [*texts, *[''] * (len(calls) - len(texts))]
-    numbers = [c['id'] for c in turn_calls(self._turn or {})]
-    replies = [{'role': 'user', 'content': '\n\n'.join(texts)}]
-    if numbers:
-      replies = [
-        {'role': 'tool', 'tool_call_id': number, 'content': text}
-        for number, text in zip(numbers, texts, strict=True)
-      ]
-    self._replies = [{**reply, 'content': _WORD} for reply in replies]
+    turn = speech.turn(calls, _WORD)
+    replies = [
+      {'role': 'tool', 'tool_call_id': call['id'], 'content': text}
+      for call, text in zip(turn_calls(turn), texts, strict=False)
+    ] or [{'role': 'user', 'content': '\n\n'.join(texts)}]
+    self._last = [turn, *({**reply, 'content': _WORD} for reply in replies)]
     word = f'{_WORD}.'
     while any(word in text for text in texts):
       word += '.'
     # The word ends the turn: its content, or the arguments of its last call.
     for last in calls[-1:]:
-      calls = [*calls[:-1], dataclasses.replace(last, arguments={'': word})]
+      calls = [*calls[:-1], last._replace(arguments={'': word})]
     before = [*self._history, speech.turn(calls, word)]
-    options = {'tools': speech.native_functions}
+    options = {'tools': speech.listed}
     closing = speech.tail(before, word, **options)
     options['add_generation_prompt'] = True
     after = speech.tail([*before, *replies], word, **options)
@@ -470,15 +444,14 @@ class TemplateDialogue(chat.Dialogue):
     return speech.ids(after.removeprefix(closing))
 
 
-def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
   calls = []
   for call in turn_calls(message):
-    function = call.get('function') or {}
-    given = function.get('arguments')
+    given = call['function'].get('arguments')
     if not isinstance(given, str):
       given = json.dumps(given, ensure_ascii=False)
-    calls.append({**call, 'function': {**function, 'arguments': given}})
-  return {**message, 'tool_calls': calls} if calls else dict(message)
+    calls.append({**call, 'function': {**call['function'], 'arguments': given}})
+  return {**message, 'tool_calls': calls} if calls else message
 
 
 def from_folder(

@@ -117,7 +117,7 @@ def test_prompts_of_rl_and_of_the_server_are_those_of_transformers(
   """Token by token, but for reasoning and ends that the template leaves out."""
   tokenizer, speech = published.speech(folders[name], FUNCTIONS)
   form = chat_format.TemplateFormat(speech)
-  native, served = speech.native_functions, []
+  native, served = speech.listed, []
   if native:
     served = [requests.ToolSpec.model_validate(f) for f in native]
   dialogue = speech.dialogue(PROMPT, PROTOCOL)
@@ -166,7 +166,7 @@ def test_whole_conversations_have_the_ids_of_transformers(folders, name):
     {'role': 'user', 'content': PROMPT},
     *(message, answered(message, role, ANSWERS[0])),
   ]
-  native = speech.native_functions
+  native = speech.listed
   ids, _ = reference(folders[name], messages, native, speech._dumps)
   ours = speech.encode(messages, tools=native, add_generation_prompt=True)
   assert ours.tolist() == ids
