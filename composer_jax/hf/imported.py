@@ -124,32 +124,27 @@ class ImportedModel:
 
   def take(self, workdir: pathlib.Path) -> None:
     """Copies what a run needs of the texts, or raises before it writes."""
-    tokenizer = self._read_tokenizer()
-    speech, say = tokenizer.language, progress.teller('language')
-    if speech is None:
-      say('the protocol of models trained here: ten roles, calls as text')
-      if self.conversations_file:
-        chat_template.load(self.folder)  # Raises if there is none.
-        raise ValueError(
-          f'--config.demonstrations.conversations ({self.conversations_file!r})'
-          ' need the chat template of the import: set '
-          "--config.language.calls='auto'."
-        )
-    else:
-      say(speech.describe())
-    if self.conversations_file:
-      documents = conversations.documents(
-        self.conversations_file, speech, self.seq_len
+    tokenizer, speech = self._read()
+    file, say = self.conversations_file, progress.teller('language')
+    say(speech.describe() if speech else 'ten roles, as models trained here')
+    if file and speech is None:
+      chat_template.load(self.folder)  # Raises if there is none.
+      raise ValueError(
+        f'--config.demonstrations.conversations ({file!r}) need the chat '
+        "template of the import: set --config.language.calls='auto'."
       )
+    if file and speech:
+      documents = conversations.documents(file, speech, self.seq_len)
       conversations.save(workdir / conversations.FILE, documents)
-    self._save(tokenizer, workdir)
+    self._save(workdir, tokenizer, speech)
 
-  def _read_tokenizer(self) -> hf_tokenizer.ImportedTokenizer:
+  def _read(self) -> tuple[Any, language.TemplateLanguage | None]:
+    """Returns tokenizer and language of the import."""
     tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
       self.folder, self.model.vocab_size
     )
     try:
-      tokenizer.language = language.from_folder(
+      return tokenizer, language.from_folder(
         self.folder, tokenizer, self.speech, self.functions
       )
     except ValueError as error:
@@ -157,20 +152,17 @@ class ImportedModel:
         f"{error} Mend the template, or set --config.language.calls='roles', "
         'the protocol of models trained here.'
       ) from error
-    return tokenizer
 
-  def _save(
-    self, tokenizer: hf_tokenizer.ImportedTokenizer, workdir: pathlib.Path
-  ) -> None:
-    if tokenizer.language is not None:
-      language.save(workdir / language.FILE, tokenizer.language)
+  def _save(self, workdir: pathlib.Path, tokenizer: Any, speech: Any) -> None:
+    if speech is not None:
+      language.save(workdir / language.FILE, speech)
     tokenizer.save(workdir / _TOKENIZER)
 
   def tokenizer(self, workdir: pathlib.Path) -> Any:
     """Returns the import's tokenizer, saved where a rollout worker reads it."""
     path = workdir / _TOKENIZER
     if not path.exists():
-      self._save(self._read_tokenizer(), workdir)
+      self._save(workdir, *self._read())
     return language.load_any(path, self.functions)
 
   def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:

@@ -90,8 +90,11 @@ def test_the_command_trains_a_model_in_its_own_language(
     f'--config.demonstrations.conversations={talks}',
     '--config.sft.steps=4',
     '--config.hints.loss.weight=0.0',  # One program less to compile.
+    '--config.rl.wait_timeout_s=3000.0',
+    '--config.episode.max_turns=2',
+    '--config.episode.max_call_tokens=96',
     *(
-      f'--config.{name}=4096'
+      f'--config.{name}=3072'
       for name in (
         *('episode.max_tokens', 'summary.trigger', 'cpt.seq_len'),
         *('sft.seq_len', 'rl.seq_len'),

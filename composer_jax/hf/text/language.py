@@ -429,9 +429,8 @@ class TemplateDialogue(chat.Dialogue):
     for last in calls[-1:]:
       calls = [*calls[:-1], last._replace(arguments={'': word})]
     before = [*self._history, speech.turn(calls, word)]
-    options = {'tools': speech.listed}
-    closing = speech.tail(before, word, **options)
-    options['add_generation_prompt'] = True
+    closing = speech.tail(before, word, tools=speech.listed)
+    options = {'tools': speech.listed, 'add_generation_prompt': True}
     after = speech.tail([*before, *replies], word, **options)
     ids = speech.ids(after)
     if not self._stopped:

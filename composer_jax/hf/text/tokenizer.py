@@ -179,7 +179,7 @@ class ImportedTokenizer:
         spans.append((begin, start))
     return np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2)
 
-  def shown(self, ids: Sequence[int]) -> str:
+  def shown(self, ids: Iterable[int]) -> str:
     """Returns text, in which ids without a spelling are in angle brackets."""
     has_spelling = lambda i: i < len(self._bytes) and self._bytes[i] is not None
     return ''.join(

@@ -306,6 +306,17 @@ def test_windows_are_only_appended_to(folders, name):
   assert end not in calm_T.tolist() and count <= 1 + (name == 'mistral')
 
 
+def test_answers_are_written_as_after_the_turns_before_them(folders):
+  """DeepSeek-V3 opens its outputs once, and then only goes on with them."""
+  tokenizer, speech = published.speech(folders['deepseek_v3'], FUNCTIONS)
+  dialogue, answers = speech.dialogue(PROMPT, PROTOCOL), []
+  for place in range(3):
+    dialogue.read(speech.written(call_of('read', path='a'), place), True)
+    answers.append(tokenizer.decode(dialogue.answer(['x'])))
+  one = '<｜tool▁output▁begin｜>x<｜tool▁output▁end｜><｜tool▁outputs▁end｜>'
+  assert answers == [f'<｜tool▁outputs▁begin｜>{one}', f'\n{one}', f'\n{one}']
+
+
 @pytest.mark.parametrize('name', ['qwen3_moe', 'kimi_k2', 'deepseek_v3'])
 def test_several_calls_of_a_turn_are_carried_out(folders, name):
   tokenizer, speech = published.speech(folders[name], FUNCTIONS)
