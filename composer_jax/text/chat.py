@@ -93,20 +93,13 @@ class Dialogue(Protocol):
     """Takes in a sampled turn, whose last token ended it if it `stopped`."""
 
   def answer(self, texts: Sequence[str], is_query: bool = False) -> np.ndarray:
-    """Returns the context between the turn read last and the next.
-
-    Texts are the answers to that turn's calls or fault, or one query.
-    """
+    """Returns the context that answers the turn read last, or asks a query."""
 
 
 class Language(Protocol):
-  """How one model is spoken to; no text ever becomes a special token.
+  """How one model is spoken to; no text ever becomes a special token."""
 
-  Attributes:
-    ends: ids that end a sampled turn.
-  """
-
-  ends: tuple[int, ...]
+  ends: tuple[int, ...]  # ids that end a sampled turn
 
   def dialogue(
     self,
@@ -114,11 +107,9 @@ class Language(Protocol):
     protocol: str = '',
     notes: tuple[np.ndarray, np.ndarray] | None = None,
   ) -> Dialogue:
-    """Opens a window.
+    """Opens a window; the prompt may end with the protocol of calls as text.
 
-    Args:
-      protocol: end of the prompt on how to write a call as text.
-      notes: ids of the texts that a later window repeats: summary and answer.
+    A later window repeats notes, the ids of a summary and of the last answer.
     """
 
   def written(self, call: str, place: int = 0) -> np.ndarray:
@@ -133,10 +124,7 @@ class Language(Protocol):
   def messages(
     self, tokens_T: np.ndarray, loss_mask_T: np.ndarray | None = None
   ) -> list[dict[str, str]]:
-    """Returns a window as readable `{'role', 'text'}` messages.
-
-    Without a mask it is a context, which ends with an empty call.
-    """
+    """Returns a window, or a context and an empty call, in readable form."""
 
 
 def language_of(tokenizer: Any) -> Language:

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,17 +53,17 @@ class LanguageOptions:
       a message that is one call; 'auto' takes the one that the chat template
       writes, and 'roles' the protocol of models trained here.
     variables: JSON object of variables of the chat template, such as
-      {"enable_thinking": false}.
+      {"enable_thinking": false}; '' for none.
   """
 
   calls: str = 'auto'
-  variables: str = '{}'
+  variables: str = ''
 
   def __post_init__(self):
     known = ('auto', *call_formats.FORMATS, _TEXT, 'roles')
     checks.one_of(self, 'calls', known)
     try:
-      is_object = isinstance(json.loads(self.variables), dict)
+      is_object = isinstance(json.loads(self.variables or '{}'), dict)
     except ValueError:
       is_object = False
     checks.require(self, 'variables', is_object, 'be a JSON object')
@@ -97,7 +98,7 @@ class TemplateLanguage(chat.Language):
     """
     self.tokenizer, self.template, self.options = tokenizer, template, options
     self._functions = [dict(f) for f in functions]
-    self._variables = json.loads(options.variables)
+    self._variables = json.loads(options.variables or '{}')
     self.ends, self.calls, self._dumps = (), _TEXT, False
     said = {'role': 'assistant', 'content': _WORD}
     closing_T = self.ids(self.tail([_USER, said], _WORD))
@@ -276,11 +277,10 @@ class TemplateLanguage(chat.Language):
 
   def end_of(self, body: str) -> int:
     """Returns the place behind the mark of a turn's end, or its length."""
-    spellings = (self.tokenizer.decode([i]) for i in self.ends)
-    marked = [hf_tokenizer.MARK + spelling for spelling in spellings]
-    places = [(body.find(m), m) for m in marked if m in body]
-    place, mark = min(places, default=(len(body), ''))
-    return place + len(mark)
+    spellings = map(self.tokenizer.decode, ([i] for i in self.ends))
+    marks = (re.escape(f'{hf_tokenizer.MARK}{s}') for s in spellings)
+    found = re.search('|'.join(marks), body)
+    return found.end() if found else len(body)
 
   def masked(
     self, markup: str, spans: Sequence[tuple[int, int]]

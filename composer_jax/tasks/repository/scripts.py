@@ -88,15 +88,6 @@ class ScriptedCalls:
     del self._sessions[session]
 
 
-def gold_policy(
-  task: task_set.RepositoryTask,
-  tokenizer: Any,
-  tools: Sequence[str] = tuple(schemas.TOOLS),
-) -> ScriptedCalls:
-  """Returns a policy that solves a task with the given tools."""
-  return ScriptedCalls(tokenizer, gold_calls(task, tools))
-
-
 def gold_calls(
   task: task_set.RepositoryTask, tools: Sequence[str] = tuple(schemas.TOOLS)
 ) -> Iterator[str]:
