@@ -243,16 +243,16 @@ def _imported(
     name=folder.name,
     model=model,
     tokenizer=tokenizer,
-    stop_tokens=_ends(tokenizer),
+    stop_tokens=_ends(tokenizer, *language.ends_of(folder)),
     chats=tokenizer.language is not None,
     variables=jax.jit(decoder.policy, donate_argnums=0)(masters),
   )
 
 
-def _ends(tokenizer: hf_tokenizer.AnyTokenizer) -> tuple[int, ...]:
+def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: int) -> tuple[int, ...]:
   """Returns ids that end an answer: those of the language, and of documents."""
   ends = chat.language_of(tokenizer).ends
-  return tuple(dict.fromkeys([*ends, int(tokenizer.EOD)]))
+  return tuple(dict.fromkeys([*ends, int(tokenizer.EOD), *more]))
 
 
 def _model(

@@ -118,8 +118,8 @@ def test_an_import_is_served_by_its_template(tmp_path):
   )
   importing.convert(tmp_path / 'hf', tmp_path / 'model')
   source = lifetime.load(tmp_path / 'model')
-  assert (source.name, source.version, source.chats) == ('model', 0, False)
-  assert 7 in source.stop_tokens and source.template is not None
+  assert (source.name, source.version, source.chats) == ('model', 0, True)
+  assert 7 in source.stop_tokens and source.tokenizer.language is not None
   leaves = jax.tree.leaves(source.variables['params'])
   assert {leaf.dtype.name for leaf in leaves} == {'bfloat16'}
   for more in ({'stage': 'sft'}, {'follow': True}):

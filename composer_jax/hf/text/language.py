@@ -467,12 +467,17 @@ def from_folder(
   if options.calls == 'roles' or (options.calls == 'auto' and not has_template):
     return None
   template = chat_template.load(folder)
+  eos = tokenizer.id_of(template.special_tokens.get('eos_token', ''))
+  ends = [*ends_of(folder), *([] if eos is None else [eos])]
+  return TemplateLanguage(tokenizer, template, options, functions, ends)
+
+
+def ends_of(folder: str | os.PathLike) -> list[int]:
+  """Returns the ids that end a generation, by the checkpoint's config."""
   path = pathlib.Path(folder) / GENERATION
   given = files.read_json(path).get('eos_token_id') if path.exists() else []
-  ends = [*given] if isinstance(given, list) else [given]
-  ends.append(tokenizer.id_of(template.special_tokens.get('eos_token', '')))
-  ends = [i for i in ends if type(i) is int]
-  return TemplateLanguage(tokenizer, template, options, functions, ends)
+  ends = given if isinstance(given, list) else [given]
+  return [i for i in ends if type(i) is int]
 
 
 def save(path: pathlib.Path, speech: TemplateLanguage) -> None:
