@@ -7,7 +7,7 @@ names stand here and nowhere else.
 import functools
 import importlib
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_jax import sections
@@ -17,7 +17,7 @@ from composer_jax.corpus import build, of_run
 from composer_jax.delta import transport
 from composer_jax.gate import health
 from composer_jax.hf import imported
-from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.hf.text import language as hf_language
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import auditor, curriculum, judging
@@ -25,6 +25,7 @@ from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
+from composer_jax.text import chat
 
 # Value of `config.tasks.family` -> function from a spec to that TaskFamily;
 # MODULE:CLASS names one of a user's own modules.
@@ -44,6 +45,7 @@ SECTIONS = {
   'sandbox': sandbox_options.SandboxOptions,
   'delta': transport.DeltaOptions,
   'hints': hints.HintSection,
+  'language': hf_language.LanguageOptions,
 }
 _PLAIN = ('seed', 'initial', 'layout', 'accelerator')
 
@@ -132,13 +134,14 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
   if audit.url:
     family = auditor.AuditedFamily(family, audit.judge())
   open_runner = functools.partial(_open_runner, spec, family)
-  initial = _initial(spec)
+  functions = family.functions()
+  initial = _initial(spec, functions)
   return seams.Systems(
     family=family,
     corpus=functools.partial(corpus_of, spec, family),
     initial=initial,
     begin=functools.partial(_begin, spec, family, initial),
-    load_tokenizer=hf_tokenizer.load_any,
+    load_tokenizer=functools.partial(hf_language.load_any, functions=functions),
     settle_judge=lambda workdir: judging.settle(
       workdir,
       spec.systems['sandbox'],
@@ -205,7 +208,9 @@ def corpus_of(
   )
 
 
-def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
+def _initial(
+  spec: specs.Spec, functions: Sequence[Any]
+) -> imported.ImportedModel | None:
   if not spec.initial:
     return None
   return imported.ImportedModel(
@@ -213,6 +218,8 @@ def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
     model=spec.model,
     conversations_file=spec.systems['demonstrations'].conversations,
     seq_len=spec.sft.seq_len,
+    speech=spec.systems['language'],
+    functions=functions,
   )
 
 
@@ -231,6 +238,12 @@ def _begin(
   if initial is not None:
     initial.take(workdir)
     tokenizer = initial.tokenizer(workdir)
+    ends = chat.language_of(tokenizer).ends
+    if len(ends) > (most := spec.engine_options().max_stop_tokens):
+      raise ValueError(
+        f'{len(ends)} tokens end a turn of {initial.folder}, {ends}; an engine '
+        f'takes {most}. Shorten eos_token_id in its generation_config.json.'
+      )
     for split in ('train', *family.axes):  # Raises if prompts are too long.
       family.tasks(tokenizer, split=split, seed=spec.seed)
 

@@ -18,6 +18,8 @@ def run(spec, systems, workdir, *, role, command):
     reinforce.serve_rollouts(spec, systems, workdir)
     return
   with jobs.open_run(spec, systems, workdir, command) as job:
+    if spec.initial and spec.evaluation.imported:
+      stages.evaluate(job, 'import')
     stages.pretrain(job)
     stages.finetune(job)
     stages.evaluate(job, 'sft')

@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+import tokenizers
 
 from composer_jax.core import files, trees
 from composer_jax.hf.architecture import config as hf_config
@@ -24,17 +25,41 @@ from composer_jax.text import tokenizer
 
 # Rows of the embedding, of which the tokenizer leaves some free, as those of
 # real checkpoints do.
-_VOCAB_SIZE, _NUM_FREE = 1024, 24
-_SPECIALS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
-_TEMPLATE = (
-  '{%- for message in messages %}'
-  "{{- '<|im_start|>' + message.role + '\\n' }}"
-  "{%- if message.role == 'assistant' %}{% generation %}"
-  "{{- message.content + '<|im_end|>' }}{% endgeneration %}"
-  "{%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}"
-  '{%- endfor %}'
-  "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+_VOCAB_SIZE, _NUM_FREE = 1024, 48
+# Special tokens, further tokens of calls, and the places of bos and eos.
+_QWEN = (
+  *('<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|fim_prefix|>'),
+  *('<|fim_middle|>', '<|fim_suffix|>'),
 )
+_QWEN_MORE = (
+  *('<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>'),
+  *('<think>', '</think>'),
+)
+_DEEPSEEK = (
+  *('<｜begin▁of▁sentence｜>', '<｜end▁of▁sentence｜>', '<｜▁pad▁｜>'),
+  *('<｜fim▁hole｜>', '<｜fim▁begin｜>', '<｜fim▁end｜>', '<｜User｜>'),
+  *('<｜Assistant｜>', '<｜tool▁calls▁begin｜>', '<｜tool▁call▁begin｜>'),
+  *('<｜tool▁sep｜>', '<｜tool▁call▁end｜>', '<｜tool▁calls▁end｜>'),
+  *('<｜tool▁outputs▁begin｜>', '<｜tool▁output▁begin｜>'),
+  *('<｜tool▁output▁end｜>', '<｜tool▁outputs▁end｜>'),
+)
+# Tokens of each family, special and other ones, and those of its config. The
+# chat templates beside have the form of the published ones.
+_TOKENS = {
+  'qwen3_moe': (
+    _QWEN,
+    _QWEN_MORE,
+    {'eos_token': '<|im_end|>', 'pad_token': '<|endoftext|>'},
+  ),
+  'deepseek_v3': (
+    _DEEPSEEK,
+    (),
+    {
+      name: _DEEPSEEK[i]
+      for i, name in enumerate(('bos_token', 'eos_token', 'pad_token'))
+    },
+  ),
+}
 
 # The config.json of each family.
 _COMMON = {
@@ -89,7 +114,7 @@ def write(folder: str | os.PathLike, family: str, seed: int) -> None:
     raise ValueError(f'{folder} exists; choose another, or delete it.')
   partial = folder.with_name(f'.{folder.name}.partial')
   partial.mkdir(parents=True, exist_ok=True)
-  _write_tokenizer(partial)
+  _write_tokenizer(partial, family)
   model = dataclasses.replace(
     hf_config.from_hf(fields)[0], remat=False, compute_dtype='float32'
   )
@@ -100,19 +125,22 @@ def write(folder: str | os.PathLike, family: str, seed: int) -> None:
   os.replace(partial, folder)
 
 
-def _write_tokenizer(folder: pathlib.Path) -> None:
+def _write_tokenizer(folder: pathlib.Path, family: str) -> None:
   paths = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))[:40]
   texts = [path.read_text('utf-8', 'replace') for path in paths]
   bpe = tokenizer.train_bpe(texts, _VOCAB_SIZE - _NUM_FREE)
-  bpe.add_special_tokens(list(_SPECIALS))
+  specials, more, named = _TOKENS[family]
+  bpe.add_special_tokens(list(specials))
+  bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in more])
   bpe.save(str(folder / 'tokenizer.json'))
-  config = {
-    'tokenizer_class': 'PreTrainedTokenizerFast',
-    'eos_token': '<|im_end|>',
-    'pad_token': '<|endoftext|>',
-    'chat_template': _TEMPLATE,
-  }
+  config = {'tokenizer_class': 'PreTrainedTokenizerFast', **named}
   files.write_json(folder / 'tokenizer_config.json', config)
+  template = pathlib.Path(__file__).parent / 'tiny_templates'
+  text = (template / f'{family}.jinja').read_text().removesuffix('\n')
+  files.write_atomic(folder / 'chat_template.jinja', text.encode())
+  ends = [bpe.token_to_id(named['eos_token'])]
+  ends += [bpe.token_to_id('<|endoftext|>')] * (family == 'qwen3_moe')
+  files.write_json(folder / 'generation_config.json', {'eos_token_id': ends})
 
 
 def _tensors(

@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from composer_jax.agent import environment, rewards, summarize, window
 from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
@@ -79,7 +77,7 @@ def run(
     name=f'{env.task_id}/{seed}/{group}/{member}',
     seed=(seed, group, member),
     temperature=options.temperature,
-    end=tokenizer.END,
+    ends=chat.language_of(tokenizer).ends,
   )
   with contextlib.closing(env):
     with contextlib.closing(chain):
@@ -135,8 +133,9 @@ def _interact(
     summary,
     max_tokens=options.max_tokens,
     max_call_tokens=options.max_call_tokens,
+    protocol=env.protocol,
   )
-  context_T = summarizer.opening_T
+  context_T = summarizer.dialogue.opening_T
   if len(context_T) >= options.max_tokens:
     raise ValueError(
       f'The prompt of task {env.task_id!r} has {len(context_T)} tokens; '
@@ -160,53 +159,57 @@ def _interact(
     if room < 1:
       break
     completion = chain.sample(context_T, room)
-    call, result = _carry_out(env, tokenizer, completion)
+    said = summarizer.dialogue.read(completion.tokens_T, completion.stopped)
+    results = _carry_out(env, said)
+    # A turn is as bad as its first bad call.
+    result = next((r for r in results if not r.is_valid), results[-1])
     chain.note(completion, result.tool, result.outcome)
     num_calls += 1
+    answers = [r.text for r in results]
     moments.append(
       environment.Moment(
         turn=chain.turns[-1],
-        call=call,
-        answer=result.text,
-        is_final=result.is_final,
+        call='\n'.join(said.calls),
+        answer='\n'.join(answers),
+        is_final=results[-1].is_final,
         open_todos=env.open_todos,
       )
     )
-    if result.is_final or env.is_broken:
+    if results[-1].is_final or env.is_broken:
       break
-    answer_T = chat.tool(tokenizer, result.text)
-    room = summarizer.limit - chain.length - len(answer_T)
+    context_T = summarizer.dialogue.answer(answers)
+    # Without the start of the next call, and the end of one that was cut off.
+    room = summarizer.limit - chain.length - len(context_T)
+    room += 1 + (not completion.stopped)
     # Half a call more, for the next answer; calls may be as long as a window.
     least = min(3 * options.max_call_tokens // 2, options.max_tokens // 4)
     is_short = room < least and not summary.trigger
     if is_short or num_calls + 1 == options.max_turns:
-      answer_T = chat.tool(tokenizer, result.text + LAST_CALL)
-    context_T = np.append(answer_T, chat.call_prefix(tokenizer))
-    if chain.is_open:  # A call cut off lacks its end token.
-      context_T = np.insert(context_T, 0, tokenizer.END)
+      answers[-1] += LAST_CALL
+      context_T = summarizer.dialogue.answer(answers)
   return moments
 
 
 def _carry_out(
-  env: environment.Environment, tokenizer: Any, completion: records.Completion
-) -> tuple[str, environment.ToolResult]:
-  """Returns the sampled call's text ('' if it is no text) and its result."""
-  text = 'error: call too long'
-  if completion.stopped:
-    ids = completion.tokens_T[:-1]
-    if chat.is_text(tokenizer, ids):
-      call = tokenizer.decode(ids)
-      return call, env.call(call)
-    text = 'error: not a call'
-  return '', environment.ToolResult(
-    text=text, tool='', outcome=turns_lib.NOT_A_CALL
-  )
+  env: environment.Environment, said: chat.Said
+) -> list[environment.ToolResult]:
+  """Returns the answers to a turn's calls, or to its fault."""
+  if not said.calls:
+    fault = dict(text=said.fault, outcome=turns_lib.NOT_A_CALL)
+    return [environment.ToolResult(tool='', **fault)]
+  results = []
+  for call in said.calls:
+    results.append(env.call(call))
+    if results[-1].is_final or env.is_broken:
+      break
+  return results
 
 
 def turns(rollout: records.Rollout, tokenizer: Any) -> list[dict[str, str]]:
   """Returns the rollout's windows as readable `{'role', 'text'}` messages."""
+  speech = chat.language_of(tokenizer)
   return [
     message
     for trajectory in rollout.trajectories
-    for message in chat.turns(tokenizer, trajectory.tokens_T)
+    for message in speech.messages(trajectory.tokens_T, trajectory.loss_mask_T)
   ]

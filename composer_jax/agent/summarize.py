@@ -68,7 +68,7 @@ class Summarizer:
   """Decides when one episode needs a summary, asks for it and restarts.
 
   Attributes:
-    opening_T: context of the first call.
+    dialogue: messages of the growing window.
   """
 
   def __init__(
@@ -79,37 +79,40 @@ class Summarizer:
     *,
     max_tokens: int,
     max_call_tokens: int,
+    protocol: str = '',
   ):
     """Reserves room; a ValueError if the trigger leaves too little.
 
     Args:
       max_tokens: most tokens of a window without summaries.
       max_call_tokens: tokens reserved for a call while summaries remain.
+      protocol: end of the prompt on how to write a call as text.
     """
     self.limit = options.limit(max_tokens)
     self.options = options
     self._tokenizer = tokenizer
-    self._prompt_T = chat.user(tokenizer, prompt)
-    self._prefix_T = chat.call_prefix(tokenizer)
-    self.opening_T = np.concatenate([self._prompt_T, self._prefix_T])
-    self._query_T = np.concatenate(
-      [chat.user(tokenizer, options.query), self._prefix_T]
-    )
+    self._language = chat.language_of(tokenizer)
+    self._prompt = (prompt, protocol)
+    self.dialogue = self._language.dialogue(prompt, protocol)
     self._call_tokens = max_call_tokens
-    # One more token ends a call that was cut off.
-    self._reserve = 1 + len(self._query_T) + options.max_tokens
     if not options.trigger:
       return
+    # As long as it gets: after a call that was cut off.
+    asked = self._language.dialogue('')
+    asked.read(np.zeros(0, np.int32), False)
+    query = len(asked.answer([options.query], is_query=True))
+    self._reserve = query + options.max_tokens
     head_T = self._summary(options.max_summaries, np.zeros(0, np.int32), '')
-    needed = len(self._prompt_T) + len(head_T) + options.max_tokens
-    needed += options.plan_tokens + len(self._answer(_CUT, self.limit)) + 1
+    notes = (head_T, tokenizer.encode(_CUT))
+    needed = len(self._language.dialogue(*self._prompt, notes).opening_T)
+    needed += options.max_tokens + options.plan_tokens
     needed += self._call_tokens + self._reserve
     if needed > self.limit:
       raise ValueError(
         f'trigger ({self.limit}) must be at least {needed}: a prompt of '
-        f'{len(self._prompt_T)} tokens, two summaries of {options.max_tokens}, '
-        f'a plan of {options.plan_tokens}, a query of {len(self._query_T)} and '
-        f'a call of {self._call_tokens} have to fit.'
+        f'{len(self.dialogue.opening_T)} tokens, two summaries of '
+        f'{options.max_tokens}, a plan of {options.plan_tokens}, a query of '
+        f'{query} and a call of {self._call_tokens} have to fit.'
       )
 
   def is_due(self, chain: window.Chain, context_T: np.ndarray) -> bool:
@@ -124,34 +127,35 @@ class Summarizer:
 
     `answer` is that to the last call, which the summary does not cover.
     """
-    query_T = self._query_T
-    if chain.is_open:
-      query_T = np.append(np.int32(self._tokenizer.END), query_T)
-    completion = chain.sample(query_T, self.options.max_tokens)
+    query_T = self.dialogue.answer([self.options.query], is_query=True)
+    # A template may frame this query with some tokens more than was reserved.
+    room = self.limit - chain.length - len(query_T)
+    completion = chain.sample(query_T, min(self.options.max_tokens, room))
     chain.note(completion, '', turns_lib.SUMMARY)
     chain.restart()
-    sampled_T = completion.tokens_T
-    is_text = [chat.is_text(self._tokenizer, t_1) for t_1 in sampled_T[:, None]]
-    summary_T = self._summary(chain.index, sampled_T[is_text], plan)
-    room = self.limit - len(self.opening_T) - len(summary_T) - self._call_tokens
+    words_T = self._language.words(completion.tokens_T)
+    summary_T = self._summary(chain.index, words_T, plan)
+    notes = (summary_T, summary_T[:0])
+    head = self._language.dialogue(*self._prompt, notes)
+    room = self.limit - len(head.opening_T) - self._call_tokens
     if chain.index < self.options.max_summaries:
       room -= self._reserve
-    answer_T = self._answer(answer, room)
-    return np.concatenate([self._prompt_T, summary_T, answer_T, self._prefix_T])
+    notes = (summary_T, self._answer(answer, room))
+    self.dialogue = self._language.dialogue(*self._prompt, notes)
+    return self.dialogue.opening_T
 
-  def _summary(self, count: int, kept_T: np.ndarray, plan: str) -> np.ndarray:
-    """Returns the message that repeats a summary, with its number and plan."""
+  def _summary(self, count: int, words_T: np.ndarray, plan: str) -> np.ndarray:
+    """Returns the text that repeats a summary, with its number and plan."""
     encode = self._tokenizer.encode
-    parts = [[self._tokenizer.USER], encode(f'summary {count}\n'), kept_T]
+    parts = [encode(f'summary {count}\n'), words_T]
     if plan:
       parts.append(encode(f'\nplan\n{plan}')[: self.options.plan_tokens])
-    parts.append([self._tokenizer.END])
     return np.concatenate(parts).astype(np.int32)
 
   def _answer(self, text: str, room: int) -> np.ndarray:
-    """Returns the message of a tool's answer, cut to `room` tokens."""
-    answer_T = chat.tool(self._tokenizer, text)
+    """Returns a tool's answer, cut to `room` tokens."""
+    answer_T = self._tokenizer.encode(text)
     if len(answer_T) <= room:
       return answer_T
-    cut_T = np.append(self._tokenizer.encode(_CUT), self._tokenizer.END)
+    cut_T = self._tokenizer.encode(_CUT)
     return np.append(answer_T[: room - len(cut_T)], cut_T).astype(np.int32)

@@ -98,19 +98,17 @@ class Chain:
   Attributes:
     name, seed: session and seed of the first window; those of a later one end
       in its index.
-    end: id of the token that ends a turn.
+    ends: ids that end a turn.
     num_sampled: number of tokens sampled in all windows.
-    is_open: true if the last sampled turn lacks its end token.
   """
 
   policy: environment.Policy
   name: str
   seed: tuple[int, ...]
   temperature: float
-  end: int
+  ends: tuple[int, ...]
   turns: list[turns_lib.Turn] = dataclasses.field(default_factory=list)
   num_sampled: int = 0
-  is_open: bool = False
   _windows: list[Window] = dataclasses.field(
     default_factory=lambda: [Window()], init=False
   )
@@ -138,14 +136,13 @@ class Chain:
         session=self._session,
         context_T=context_T,
         max_new_tokens=max_new_tokens,
-        stop_tokens=(self.end,),
+        stop_tokens=self.ends,
         seed=(*self.seed, self.index) if self.index else self.seed,
         temperature=self.temperature,
       )
     )
     self._windows[-1].append(context_T, completion)
     self.num_sampled += len(completion.tokens_T)
-    self.is_open = not completion.stopped
     return completion
 
   def note(
@@ -166,7 +163,6 @@ class Chain:
     """Ends the window; the next sample begins an empty one."""
     self.close()
     self._windows.append(Window())
-    self.is_open = False
 
   def close(self) -> None:
     self.policy.close(self._session)

@@ -10,13 +10,15 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from composer_jax.core import files
 from composer_jax.hf import importing
-from composer_jax.hf.text import chat_template, conversations
+from composer_jax.hf.text import chat_template, conversations, language
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import config as model_config
+from composer_jax.telemetry import progress
 
 _TOKENIZER = 'tokenizer.json'  # in a workdir
 _NUM_SHOWN = 4  # differences in an error; a model of another kind has dozens
@@ -98,13 +100,18 @@ def check_model(
 class ImportedModel:
   """An import directory as a `core.seams.StartingPoint` of a run.
 
-  `conversations_file` holds the user's own conversations for SFT; '' is none.
+  Attributes:
+    conversations_file: the user's own conversations for SFT; '' for none.
+    speech: choices of how the model is spoken to.
+    functions: tools of the run's tasks.
   """
 
   folder: str
   model: model_config.ModelConfig
   conversations_file: str
   seq_len: int
+  speech: language.LanguageOptions = language.LanguageOptions()
+  functions: Sequence[Any] = ()
 
   def claim(self) -> dict[str, Any]:
     """Returns the identities; a ValueError if the model is not the import's."""
@@ -116,29 +123,47 @@ class ImportedModel:
     }
 
   def take(self, workdir: pathlib.Path) -> None:
-    """Copies tokenizer and conversations, or raises before it writes."""
-    tokenizer = self._read_tokenizer()
-    if self.conversations_file:
-      documents = conversations.documents(
-        self.conversations_file,
-        chat_template.load(self.folder),
-        tokenizer,
-        self.seq_len,
+    """Copies what a run needs of the texts, or raises before it writes."""
+    tokenizer, speech = self._read()
+    file, say = self.conversations_file, progress.teller('language')
+    say(speech.describe() if speech else 'ten roles, as models trained here')
+    if file and speech is None:
+      chat_template.load(self.folder)  # Raises if there is none.
+      raise ValueError(
+        f'--config.demonstrations.conversations ({file!r}) need the chat '
+        "template of the import: set --config.language.calls='auto'."
       )
+    if file and speech:
+      documents = conversations.documents(file, speech, self.seq_len)
       conversations.save(workdir / conversations.FILE, documents)
-    tokenizer.save(workdir / _TOKENIZER)
+    self._save(workdir, tokenizer, speech)
 
-  def _read_tokenizer(self) -> hf_tokenizer.ImportedTokenizer:
-    return hf_tokenizer.ImportedTokenizer.from_folder(
+  def _read(self) -> tuple[Any, language.TemplateLanguage | None]:
+    """Returns tokenizer and language of the import."""
+    tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
       self.folder, self.model.vocab_size
     )
+    try:
+      return tokenizer, language.from_folder(
+        self.folder, tokenizer, self.speech, self.functions
+      )
+    except ValueError as error:
+      raise ValueError(
+        f"{error} Mend the template, or set --config.language.calls='roles', "
+        'the protocol of models trained here.'
+      ) from error
 
-  def tokenizer(self, workdir: pathlib.Path) -> hf_tokenizer.ImportedTokenizer:
+  def _save(self, workdir: pathlib.Path, tokenizer: Any, speech: Any) -> None:
+    if speech is not None:
+      language.save(workdir / language.FILE, speech)
+    tokenizer.save(workdir / _TOKENIZER)
+
+  def tokenizer(self, workdir: pathlib.Path) -> Any:
     """Returns the import's tokenizer, saved where a rollout worker reads it."""
     path = workdir / _TOKENIZER
     if not path.exists():
-      self._read_tokenizer().save(path)
-    return hf_tokenizer.ImportedTokenizer.load(path)
+      self._save(workdir, *self._read())
+    return language.load_any(path, self.functions)
 
   def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:
     if not self.conversations_file:

@@ -172,9 +172,11 @@ class EvaluationSection:
   Attributes:
     episodes: held-out episodes of each evaluation, on each axis; no task of a
       folder twice.
+    imported: true to evaluate an imported model before any training, too.
   """
 
   episodes: int = 200
+  imported: bool = False
 
   def __post_init__(self):
     checks.at_least(self, 1, 'episodes')

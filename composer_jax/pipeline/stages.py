@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from composer_jax.agent import rewards
+from composer_jax.agent import episode, rewards
 from composer_jax.core import files, records, seams
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
@@ -18,7 +18,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
 from composer_jax.rollout import engine as engines
 from composer_jax.telemetry import progress
-from composer_jax.text import chat, fim
+from composer_jax.text import fim
 from composer_jax.train import loop
 from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
@@ -83,10 +83,7 @@ def finetune(job: jobs.Job) -> None:
 
 def _pretrained(job: jobs.Job) -> Any:
   """Returns the variables that SFT begins with."""
-  if job.spec.cpt.steps:
-    return load_variables(job, 'cpt')
-  assert job.systems.initial is not None
-  return job.systems.initial.variables(_like(job, job.placement))
+  return load_variables(job, 'cpt' if job.spec.cpt.steps else 'import')
 
 
 def _train(
@@ -120,8 +117,12 @@ def _train(
 def load_variables(
   job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
-  """Loads the exported variables of a finished stage onto a placement."""
-  return export.load(job.workdir, stage, _like(job, placement or job.placement))
+  """Loads variables: exported by a finished stage, or those of the import."""
+  like = _like(job, placement or job.placement)
+  if stage == 'import':
+    assert job.systems.initial is not None
+    return job.systems.initial.variables(like)
+  return export.load(job.workdir, stage, like)
 
 
 def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
@@ -283,8 +284,7 @@ def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
   """The edit calls of a rollout, as the policy wrote them."""
   return [
     turn['text']
-    for t in rollout.trajectories
-    for turn in chat.turns(job.tokenizer, t.tokens_T)
+    for turn in episode.turns(rollout, job.tokenizer)
     if turn['role'] == 'call' and turn['text'].startswith('edit ')
   ]
 

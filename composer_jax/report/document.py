@@ -44,6 +44,7 @@ _TIMED = {
   'cpt': STAGES['cpt'],
   'demonstrations': 'Demonstrations',
   'sft': STAGES['sft'],
+  'eval_import': 'Evaluation of the import',
   'eval_sft': 'Evaluation after SFT',
   'rl': STAGES['rl'],
   'eval_rl': 'Evaluation after RL',
@@ -144,6 +145,7 @@ def _compared(runs: dict[str, run_data.RunData]) -> str:
 def build(run: run_data.RunData) -> str:
   """Returns the page as text."""
   evaluations, machine = run.evaluations(), run.run.get('machine')
+  titles = {'import': 'As imported'} if 'import' in evaluations else {}
   return render(
     'page.html',
     run=run,
@@ -151,7 +153,7 @@ def build(run: run_data.RunData) -> str:
     levels=episodes.levels(run),
     results=[
       _result(title, evaluations.pop(name, {}))
-      for name, title in _EVALUATIONS.items()
+      for name, title in (titles | _EVALUATIONS).items()
     ]
     + [
       _result(name, row)

@@ -178,8 +178,8 @@ received
       published and received. Colocated, these are the trainer's turns
 
 eval
-  name: text: evaluated policy, 'sft' or 'rl', and the axis unless it is the
-      first
+  name: text: evaluated policy, 'import', 'sft' or 'rl', and the axis unless
+      it is the first
   axis: text: held-out split: what of its tasks training never saw
   episodes: number of held-out episodes that were judged
   passed: number of these that passed

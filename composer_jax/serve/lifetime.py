@@ -11,13 +11,14 @@ import jax
 from composer_jax.core import checks, files
 from composer_jax.delta import transport as receivers
 from composer_jax.hf import imported, importing
-from composer_jax.hf.text import chat_template
+from composer_jax.hf.text import language
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.parallel import layouts, topology
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
+from composer_jax.text import chat
 from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
 from composer_jax.train.checkpoints import export
@@ -32,8 +33,8 @@ class ServedPolicy:
   Attributes:
     name: name of the folder, and of the stage.
     stop_tokens: ids that end every answer of text.
-    template: chat template of an imported checkpoint; None without one.
-    is_own: true if the model speaks our protocol (`text.chat`).
+    tokenizer: tokenizer, with the language of an imported checkpoint.
+    chats: false for a checkpoint without a chat template.
     version: policy version of the variables, in optimizer steps of RL.
     variables: weights as the engine takes them.
     receiver: receiver of newer policies; None where nothing is followed.
@@ -43,8 +44,7 @@ class ServedPolicy:
   model: model_config.ModelConfig
   tokenizer: hf_tokenizer.AnyTokenizer
   stop_tokens: tuple[int, ...]
-  template: chat_template.ChatTemplate | None = None
-  is_own: bool
+  chats: bool = True
   version: int = 0
   variables: Any
   receiver: receivers.Receiver | None = None
@@ -95,11 +95,11 @@ def run(
       engine_options,
       mesh=mesh,
     )
-    if policy.is_own:
-      form: Any = chat_format.OwnFormat(policy.tokenizer)
-    elif policy.template is not None:
-      form = chat_format.TemplateFormat(policy.tokenizer, policy.template)
-    else:
+    form: Any = chat_format.OwnFormat(policy.tokenizer)
+    speech = chat.language_of(policy.tokenizer)
+    if isinstance(speech, language.TemplateLanguage):
+      form = chat_format.TemplateFormat(speech)
+    elif not policy.chats:
       form = None
     model = openai.Model(
       name=name or policy.name,
@@ -209,13 +209,12 @@ def load(
       )
     masters = export.load(folder, stage, _like(model, mesh))
     variables = jax.jit(decoder.policy, donate_argnums=0)(masters)
-  tokenizer = hf_tokenizer.load_any(folder / 'tokenizer.json')
+  tokenizer = language.load_any(folder / 'tokenizer.json')
   return ServedPolicy(
     name=f'{folder.name}-{stage}',
     model=model,
     tokenizer=tokenizer,
     stop_tokens=_ends(tokenizer),
-    is_own=True,
     version=version,
     variables=variables,
     receiver=receiver,
@@ -232,29 +231,28 @@ def _imported(
     folder, model.vocab_size
   )
   try:
-    template = chat_template.load(folder)
+    tokenizer.language = language.from_folder(folder, tokenizer)
+    problem = 'it has no chat template'
   except ValueError as error:
+    problem = str(error)
+  if tokenizer.language is None:
     # A checkpoint of pretraining alone completes texts.
-    print(f'No chat: {error}', flush=True)
-    template = None
+    print(f'No chat with {folder}: {problem}', flush=True)
   masters = importing.load_variables(folder, _like(model, mesh))
-  path = folder / 'generation_config.json'
-  ends = files.read_json(path).get('eos_token_id') if path.exists() else []
   return ServedPolicy(
     name=folder.name,
     model=model,
     tokenizer=tokenizer,
-    stop_tokens=_ends(tokenizer, *(ends if isinstance(ends, list) else [ends])),
-    template=template,
-    is_own=False,
+    stop_tokens=_ends(tokenizer, *language.ends_of(folder)),
+    chats=tokenizer.language is not None,
     variables=jax.jit(decoder.policy, donate_argnums=0)(masters),
   )
 
 
-def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: Any) -> tuple[int, ...]:
-  """Returns ids that end an answer, with those of the generation config."""
-  ends = [int(tokenizer.END), int(tokenizer.EOD)]
-  return tuple(dict.fromkeys([*ends, *(t for t in more if type(t) is int)]))
+def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: int) -> tuple[int, ...]:
+  """Returns ids that end an answer: those of the language, and of documents."""
+  ends = chat.language_of(tokenizer).ends
+  return tuple(dict.fromkeys([*ends, int(tokenizer.EOD), *more]))
 
 
 def _model(

@@ -99,11 +99,11 @@ class HintOptions:
       if not kind or len(hints) == self.max_hints:
         continue
       turn = moment.turn
+      text = template.format(**_fields(moment, env.tools, env.usage))
       # A message may stand before the marker that opens the call.
-      prefix_T = chat.call_prefix(tokenizer)
+      tokens_T, prefix_T = chat.language_of(tokenizer).remark(text)
       at = max(turn.start - len(prefix_T), 0)
       before_T = windows[turn.trajectory][at : turn.start]
-      text = template.format(**_fields(moment, env.tools, env.usage))
       hints.append(
         turns_lib.Hint(
           trajectory=turn.trajectory,
@@ -111,7 +111,7 @@ class HintOptions:
           stop=turn.stop,
           at=at if np.array_equal(before_T, prefix_T) else turn.start,
           kind=kind,
-          tokens_T=chat.tool(tokenizer, text),
+          tokens_T=tokens_T,
         )
       )
     return tuple(hints)

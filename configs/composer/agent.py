@@ -37,6 +37,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.initial, c.model, c.rl.gate = model.initial, model.model, model.rl.gate
   c.accelerator = model.get('accelerator', False)
   c.cpt.steps = 0
+  c.evaluation.imported = True
   for stage in (c.cpt, c.sft):
     for name in ('optimizer', 'learning_rate', 'adam_learning_rate'):
       stage[name] = model.sft[name]
@@ -62,8 +63,15 @@ def _power(least: float) -> int:
 def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
   # These load jax.
   from composer_jax import sections
+  from composer_jax.hf.text import language
   from composer_jax.hf.text import tokenizer as hf_tokenizer
-  from composer_jax.tasks.repository import environment, scripts, task_set
+  from composer_jax.tasks.repository import (
+    environment,
+    schemas,
+    scripts,
+    task_set,
+  )
+  from composer_jax.text import chat
 
   options = sections.build(
     environment.RepositoryOptions, c.tasks.repository.to_dict(), 'tasks'
@@ -71,19 +79,29 @@ def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
     folder, c.model.vocab_size
   )
+  tokenizer.language = language.from_folder(
+    folder,
+    tokenizer,
+    functions=[tool.function() for tool in options.schemas.values()],
+  )
+  speech, protocol = (
+    chat.language_of(tokenizer),
+    schemas.prompt(options.schemas),
+  )
   known = task_set.load(tasks)
-  prompts, calls, longest, chars = [], [], [], 0
+  prompts, calls, longest, chars, words = [], [], [], 0, 0
   for task in (*known.split(False), *known.split(True)):
     prompt = environment.prompt_of(task, options)
     chars += len(prompt)
-    prompts.append(len(tokenizer.encode(prompt)))
+    words += len(tokenizer.encode(prompt))
+    prompts.append(len(speech.dialogue(prompt, protocol).opening_T))
     gold = scripts.gold_calls(task, options.tools)
-    sizes = [len(tokenizer.encode(call)) for call in gold]
+    sizes = [len(speech.written(call)) for call in gold]
     longest.append(max(sizes))
     calls += sizes
   prompt, call = (int(np.quantile(x, 0.95)) for x in (prompts, longest))
   usual = int(np.median(calls))
-  answer = int(options.bounds.answer_chars * sum(prompts) / chars)
+  answer = int(options.bounds.answer_chars * words / chars)
   c.episode.max_call_tokens = _power(call)
   room = prompt + call + _TURNS * (answer + usual)
   window = max(_LEAST_WINDOW, _power(room))

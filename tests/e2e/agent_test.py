@@ -3,11 +3,15 @@
 import json
 
 import pytest
+import transformers
 
 from composer_jax import wiring
+from composer_jax.hf import exporting, importing
+from composer_jax.hf.text import call_formats, language
 from composer_jax.tasks.repository import task_set
 from configs import hardware
 from configs.composer import agent
+from experiments import tiny_checkpoint
 from tests import programs
 from tests.e2e import imported_test, jobs
 from tests.pipeline import runs
@@ -66,15 +70,62 @@ def test_other_arguments_are_refused():
 
 
 @pytest.mark.slow
-def test_the_command_trains_it_on_the_tasks(imported, folder, tmp_path):
-  workdir = tmp_path / 'run'
+@pytest.mark.parametrize('family', tiny_checkpoint.MODELS)
+def test_the_command_trains_a_model_in_its_own_language(
+  folder, family, tmp_path
+):
+  """From a checkpoint to an export, in two processes, with conversations."""
+  checkpoint, imported = tmp_path / 'checkpoint', tmp_path / 'import'
+  workdir, out = tmp_path / 'run', tmp_path / 'out'
+  tiny_checkpoint.write(checkpoint, family, seed=0)
+  importing.convert(checkpoint, imported)
+  talks = tmp_path / 'talks.jsonl'
+  asked = {'role': 'user', 'content': 'What does total do?'}
+  said = {'role': 'assistant', 'content': 'It adds up the values.'}
+  talks.write_text(json.dumps({'messages': [asked, said]}))
   done = programs.run_fresh(
     'experiments.composer',
     f'--config=configs/composer/agent.py:{imported},{folder},smoke',
     f'--workdir={workdir}',
+    f'--config.demonstrations.conversations={talks}',
+    '--config.sft.steps=4',
+    '--config.hints.loss.weight=0.0',  # One program less to compile.
+    '--config.rl.wait_timeout_s=3000.0',
+    '--config.episode.max_turns=2',
+    '--config.episode.max_call_tokens=96',
+    *(
+      f'--config.{name}=3072'
+      for name in (
+        *('episode.max_tokens', 'summary.trigger', 'cpt.seq_len'),
+        *('sft.seq_len', 'rl.seq_len'),
+      )
+    ),
     env=jobs.environment(),
+    timeout_s=jobs.TIMEOUT_S,
   )
   assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+  form = {'qwen3_moe': 'hermes', 'deepseek_v3': 'deepseek'}[family]
+  assert f"form '{form}'" in done.stdout
   rows = [json.loads(x) for x in (workdir / 'metrics.jsonl').open()]
   assert {r['stage'] for r in rows} >= {'sft', 'rl', 'eval'}
   assert all(r['mismatch_kl'] < 1e-3 for r in rows if r['stage'] == 'rl')
+  names = {r['name'] for r in rows if r['stage'] == 'eval'}
+  assert names == {'import', 'sft', 'rl'}
+  episodes = [json.loads(x) for x in (workdir / 'episodes.jsonl').open()]
+  tokenizer = language.load_any(workdir / 'tokenizer.json')
+  marks = call_formats.FORMATS[form].marks
+  shown = (workdir / 'sft_transcripts.txt').read_text()
+  assert all(mark in shown for mark in (marks[0], marks[-1]))
+  assert all(turn['role'] != 'text' for e in episodes for turn in e['turns'])
+  # RL and the evaluations open windows as SFT does: with the template's words.
+  prompt = tokenizer.language.encode([asked], add_generation_prompt=True)
+  opening = tokenizer.decode(prompt).split(asked['content'])[0][:20]
+  for stage in ('sft', 'rl', 'eval_import', 'eval_rl'):
+    (first, *_) = [e['turns'][0] for e in episodes if e['stage'] == stage]
+    assert first['role'] == 'user' and first['text'].startswith(opening[:10])
+  exporting.write(exporting.of_run(workdir, 'rl', family=None), out)
+  model = transformers.AutoModelForCausalLM.from_pretrained(out)
+  assert model.config.model_type == family
+  theirs = transformers.AutoTokenizer.from_pretrained(out)
+  ids = theirs.apply_chat_template([asked], add_generation_prompt=True)
+  assert ids['input_ids'] == prompt.tolist()

@@ -177,6 +177,13 @@ def test_what_is_no_import_is_told_before_anything_is_made(folder, tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+# Each message, and the opening of another for a generation prompt.
+TALKING = (
+  '{% for m in messages %}> {{ m.content }}<|im_end|>{% endfor %}'
+  '{% if add_generation_prompt %}> {% endif %}'
+)
+
+
 def learning(spec, talks):
   return runs.changed(spec, 'demonstrations', conversations=str(talks))
 
@@ -184,7 +191,11 @@ def learning(spec, talks):
 @pytest.fixture
 def talks(tmp_path):
   path = tmp_path / 'talks.jsonl'
-  path.write_text('{"messages": [{"role": "user", "content": "said"}]}\n')
+  messages = [
+    {'role': 'user', 'content': 'asked'},
+    {'role': 'assistant', 'content': 'said'},
+  ]
+  path.write_text(json.dumps({'messages': messages}) + '\n')
   return path
 
 
@@ -196,8 +207,7 @@ def templated(folder, path, template):
 
 
 def test_sft_learns_conversations_beside_transcripts(folder, talks, tmp_path):
-  template = '{% generation %}{{ messages[0].content }}{% endgeneration %}.'
-  spec = spec_of(templated(folder, tmp_path / 'import', template))
+  spec = spec_of(templated(folder, tmp_path / 'import', TALKING))
   with runs.open_run(
     learning(spec, talks), tmp_path / 'run', write_report=silent
   ) as run:
@@ -206,17 +216,17 @@ def test_sft_learns_conversations_beside_transcripts(folder, talks, tmp_path):
   assert len(learnt) >= spec.systems['demonstrations'].count + 1
   assert len(held_out) == 32
   tokens_T, mask_T = learnt[-1]
-  assert tokenizer.decode(tokens_T) == 'said.'
-  assert tokenizer.decode(tokens_T[mask_T]) == 'said'
+  assert tokenizer.decode(tokens_T) == '> asked<|im_end|>> said<|im_end|>'
+  assert tokenizer.decode(tokens_T[mask_T]) == 'said<|im_end|>'
   transcripts = [d for d in learnt[:-1] if isinstance(d, tuple)]
   for tokens_T, _ in [*transcripts, *held_out]:
-    assert tokens_T[0] == tokenizer.USER
+    assert tokenizer.decode(tokens_T).startswith('> ')
 
 
 def test_conversations_stay_what_they_were_at_the_start(
   folder, talks, tmp_path
 ):
-  dated = "{% generation %}{{ strftime_now('%f') }}{% endgeneration %}"
+  dated = "{{ strftime_now('%f') }}" + TALKING
   spec = spec_of(templated(folder, tmp_path / 'import', dated))
   spec, workdir, loaded = learning(spec, talks), tmp_path / 'run', []
   for _ in range(2):
@@ -235,13 +245,13 @@ def test_what_is_wrong_with_the_import_does_not_bind_a_workdir(
   folder, talks, tmp_path
 ):
   """Curing it changes the import, which a workdir is bound to."""
-  moved = templated(folder, tmp_path / 'import', '{{ messages[0].content }}')
+  silence = '{{ messages[0].content }}'
+  moved = templated(folder, tmp_path / 'import', silence)
   spec, workdir = learning(spec_of(moved), talks), tmp_path / 'run'
-  with pytest.raises(ValueError, match='line 1: .* marks nothing'):
+  with pytest.raises(ValueError, match='leaves out .* assistant .*roles'):
     with runs.open_run(spec, workdir, write_report=silent):
       pass
-  template = '{% generation %}{{ messages[0].content }}{% endgeneration %}'
-  (moved / 'chat_template.jinja').write_text(template)
+  (moved / 'chat_template.jinja').write_text(TALKING)
   with runs.open_run(spec, workdir, write_report=silent):
     pass
 

@@ -6,7 +6,7 @@ import transformers
 from composer_jax.core import files
 from composer_jax.hf.architecture import config
 from composer_jax.hf.tensors import source as hf_source
-from composer_jax.hf.text import chat_template
+from composer_jax.hf.text import chat_template, language
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from experiments import tiny_checkpoint
 
@@ -31,8 +31,10 @@ def test_both_sides_read_it(tmp_path, family):
     {'role': 'user', 'content': 'Hi.'},
     {'role': 'assistant', 'content': 'Yes.'},
   ]
-  ids, mask = chat_template.load(folder).encode(tokenizer, messages)
-  assert tokenizer.decode(ids[mask]) == 'Yes.<|im_end|>'
+  ids = chat_template.load(folder).encode(tokenizer, messages)
+  speech = language.from_folder(folder, tokenizer)
+  assert speech.calls == {'qwen3_moe': 'hermes'}.get(family, 'deepseek')
+  assert tokenizer.decode(ids).count('Yes.') == 1
   other = transformers.AutoTokenizer.from_pretrained(folder)
   assert other.apply_chat_template(messages)['input_ids'] == ids.tolist()
   assert sorted(p.name for p in tmp_path.iterdir()) == [family]

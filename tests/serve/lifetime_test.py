@@ -64,7 +64,7 @@ def _equal(variables, masters):
 def test_the_last_stage_is_served_as_its_policy(workdir, model, tmp_path):
   source = lifetime.load(workdir, overrides={'numerics': 'batch_invariant'})
   _equal(source.variables, _variables(model, 0))
-  assert (source.name, source.version, source.is_own) == ('mine-sft', 0, True)
+  assert (source.name, source.version, source.chats) == ('mine-sft', 0, True)
   assert source.model.numerics == 'batch_invariant'
   assert source.stop_tokens == (6, 2) and source.receiver is None
   folder = tmp_path / 'mine'
@@ -118,8 +118,8 @@ def test_an_import_is_served_by_its_template(tmp_path):
   )
   importing.convert(tmp_path / 'hf', tmp_path / 'model')
   source = lifetime.load(tmp_path / 'model')
-  assert (source.name, source.version, source.is_own) == ('model', 0, False)
-  assert 7 in source.stop_tokens and source.template is not None
+  assert (source.name, source.version, source.chats) == ('model', 0, True)
+  assert 7 in source.stop_tokens and source.tokenizer.language is not None
   leaves = jax.tree.leaves(source.variables['params'])
   assert {leaf.dtype.name for leaf in leaves} == {'bfloat16'}
   for more in ({'stage': 'sft'}, {'follow': True}):

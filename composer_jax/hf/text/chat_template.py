@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,9 +27,6 @@ from composer_jax.text import tokenizer as own
 CONFIG, FILE = 'tokenizer_config.json', 'chat_template.jinja'
 Messages = Sequence[Mapping[str, Any]]
 
-# Around the text inside `{% generation %}`. Like `MARK` they are lone
-# surrogates, which no message can contain.
-_BEGIN, _END = '\ud801', '\ud802'
 # Errors that a template can raise, by itself or while it handles messages.
 _FAILURES = (
   *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError),
@@ -52,6 +48,11 @@ class ChatTemplate:
   For tokens a conversation is rendered a second time, with a template whose own
   special tokens carry `hf.text.tokenizer.MARK`. A special token is therefore
   one that stands whole in the template, whatever the rendered text spells.
+
+  Attributes:
+    name: file of the template.
+    nulls: fields of messages that are passed on where they are null. Others are
+      left out, as transformers does from version 5 on.
   """
 
   def __init__(
@@ -66,10 +67,11 @@ class ChatTemplate:
     `strftime_now` formats `now` at every call; None is the present.
     """
     clean = own.without_surrogates
-    self._name, self._source = name, source
-    self._special_tokens = {k: clean(v) for k, v in special_tokens.items()}
-    self._now = datetime.datetime.now() if now is None else now
-    self._plain = self._compiled('', '', clean)
+    self.name, self.source = name, source
+    self.nulls: tuple[str, ...] = ()
+    self.special_tokens = {k: clean(v) for k, v in special_tokens.items()}
+    self.now = datetime.datetime.now() if now is None else now
+    self._plain = self._compiled(clean)
     self._marked: tuple[Any, jinja2.Template] = (None, self._plain)
 
   def render(self, messages: Messages, **options: Any) -> str:
@@ -80,34 +82,41 @@ class ChatTemplate:
     a ValueError with the name of its file.
     """
     variables = self._variables(messages, options)
-    return self._run(self._plain, {**self._special_tokens, **variables})
+    return self._run(self._plain, {**self.special_tokens, **variables})
 
   def encode(
     self,
     tokenizer: hf_tokenizer.ImportedTokenizer,
     messages: Messages,
     **options: Any,
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int32 ids and a mask that is true where the assistant wrote.
+  ) -> np.ndarray:
+    """Returns int32 ids; raises what `markup` raises."""
+    return tokenizer.encode_markup(self.markup(tokenizer, messages, **options))[
+      0
+    ]
 
-    The mask covers the text that the template encloses in `{% generation %}`;
-    without such blocks it is all false.
+  def markup(
+    self,
+    tokenizer: hf_tokenizer.ImportedTokenizer,
+    messages: Messages,
+    **options: Any,
+  ) -> str:
+    """Returns a text for `encode_markup`, its special tokens marked.
 
     Raises:
       ValueError: `render` raises it, or the special tokens of the template
         cannot be told from those that a message spells.
     """
     variables = self._variables(messages, options)
-    plain = self._run(self._plain, {**self._special_tokens, **variables})
+    plain = self._run(self._plain, {**self.special_tokens, **variables})
     if self._marked[0] is not tokenizer:
-      compiled = self._compiled(_BEGIN, _END, tokenizer.mark)
+      compiled = self._compiled(tokenizer.mark)
       self._marked = (tokenizer, compiled)
-    specials = {k: tokenizer.mark(v) for k, v in self._special_tokens.items()}
-    marked = self._run(self._marked[1], {**specials, **variables})
-    text, spans = _parts(marked)
+    specials = {k: tokenizer.mark(v) for k, v in self.special_tokens.items()}
+    text = self._run(self._marked[1], {**specials, **variables})
     if tokenizer.without_marks(text) != plain:
       raise ValueError(
-        f'{self._name}: what the chat template does with these messages '
+        f'{self.name}: what the chat template does with these messages '
         'depends on a special token that it holds (it compares, cuts or '
         'changes it), so those of the template cannot be told from those that '
         'a message spells. Take the special token out of the message, or '
@@ -117,27 +126,19 @@ class ChatTemplate:
     for spelling in sorted(tokenizer.unmarked(text)):
       if not any(spelling in string for string in inputs):
         raise ValueError(
-          f'{self._name}: {spelling!r} comes together from pieces of the chat '
+          f'{self.name}: {spelling!r} comes together from pieces of the chat '
           'template or of messages, so it cannot be told whether it is meant '
           'as a special token. If the template means it, write it there as '
           'one string; if not, take the pieces out of the messages.'
         )
-    # Number of characters before each place that the assistant wrote.
-    written = np.zeros(len(text) + 1, int)
-    for start, stop in spans:
-      written[start + 1 : stop + 1] = 1
-    written = np.cumsum(written)
-    ids, offsets = tokenizer.encode_markup(text)
-    return ids, written[offsets[:, 1]] > written[offsets[:, 0]]
+    return text
 
-  def _compiled(
-    self, begin: str, end: str, mark: Callable[[str], str]
-  ) -> jinja2.Template:
-    environment = _environment(begin, end)
-    variables = {**_GLOBALS, 'strftime_now': self._now.strftime}
-    where = f'{self._name}: the chat template'
+  def _compiled(self, mark: Callable[[str], str]) -> jinja2.Template:
+    environment = _environment()
+    variables = {**_GLOBALS, 'strftime_now': self.now.strftime}
+    where = f'{self.name}: the chat template'
     try:
-      tree = environment.parse(self._source)
+      tree = environment.parse(self.source)
       _mark_written(tree, mark)
       return environment.from_string(tree, variables)
     except jinja2.TemplateSyntaxError as error:
@@ -155,7 +156,8 @@ class ChatTemplate:
       'add_generation_prompt': False,
       **options,
       'messages': [
-        {k: v for k, v in m.items() if v is not None} for m in messages
+        {k: v for k, v in m.items() if v is not None or k in self.nulls}
+        for m in messages
       ],
     }
     try:
@@ -164,7 +166,7 @@ class ChatTemplate:
       return json.loads(own.without_surrogates(text))
     except (TypeError, ValueError, RecursionError) as error:
       raise ValueError(
-        f'{self._name}: messages and options must be JSON values ({error}).'
+        f'{self.name}: messages and options must be JSON values ({error}).'
       ) from error
 
   def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -172,7 +174,7 @@ class ChatTemplate:
       return template.render(variables)
     except _FAILURES as error:
       raise ValueError(
-        f'{self._name}: the chat template fails on these messages '
+        f'{self.name}: the chat template fails on these messages '
         f'({type(error).__name__}: {error}).'
       ) from error
 
@@ -180,7 +182,20 @@ class ChatTemplate:
 def load(
   folder: str | os.PathLike, now: datetime.datetime | None = None
 ) -> ChatTemplate:
-  """Reads the template of a checkpoint; a ValueError if there is not one.
+  """Reads the template of a checkpoint; a ValueError if there is not one."""
+  path, source = source_of(folder)
+  if not source:
+    raise ValueError(
+      f'{folder} has no chat template: neither {FILE} nor chat_template in '
+      f'{CONFIG}. Checkpoints that were only pretrained often have none; put '
+      f'{FILE} there.'
+    )
+  config = tokenizer_json.read_config(pathlib.Path(folder, CONFIG))
+  return ChatTemplate(source, roles.special_tokens(config), str(path), now)
+
+
+def source_of(folder: str | os.PathLike) -> tuple[pathlib.Path, str]:
+  """Returns the template of a checkpoint and its file; '' without one.
 
   `chat_template.jinja` takes precedence over `tokenizer_config.json`, as in
   transformers.
@@ -195,13 +210,7 @@ def load(
       f'{path}: chat_template is not one text; write the template that '
       f'conversations are to have into {folder / FILE}.'
     )
-  if not source:
-    raise ValueError(
-      f'{folder} has no chat template: neither {FILE} nor chat_template in '
-      f'{CONFIG}. Checkpoints that were only pretrained often have none; put '
-      f'{FILE} there.'
-    )
-  return ChatTemplate(source, roles.special_tokens(config), str(path), now)
+  return path, source
 
 
 def _read(path: pathlib.Path) -> str:
@@ -247,27 +256,22 @@ def _strings(value: Any) -> Iterator[str]:
       yield from _strings(list(value.values()))
 
 
-def _environment(begin: str, end: str) -> jinja2.Environment:
+class _GenerationBlocks(jinja2.ext.Extension):
+  """Reads `{% generation %}`, which some templates have, and adds nothing."""
+
+  tags = {'generation'}
+
+  def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+    next(parser.stream)
+    return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
   """Returns the environment that templates written for transformers expect."""
-
-  class GenerationBlocks(jinja2.ext.Extension):
-    """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
-
-    tags = {'generation'}
-
-    def parse(self, parser: parser.Parser) -> nodes.Node:
-      line = next(parser.stream).lineno
-      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-      call = self.call_method('_mark')
-      return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-      return f'{begin}{caller()}{end}'
-
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
-    extensions=[GenerationBlocks, jinja2.ext.loopcontrols],
+    extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
   )
   environment.filters['tojson'] = _to_json
   # A template must render the same text twice.
@@ -317,17 +321,3 @@ def _raise(message: str) -> None:
 
 
 _GLOBALS = {'raise_exception': _raise, 'namespace': _Namespace}
-
-
-def _parts(text: str) -> tuple[str, list[tuple[int, int]]]:
-  """Removes the marks; returns the text and the spans between them."""
-  plain, spans, open_at, length = [], [], [], 0
-  for piece in re.split(f'([{_BEGIN}{_END}])', text):
-    if piece == _BEGIN:
-      open_at.append(length)
-    elif piece == _END and open_at:
-      spans.append((open_at.pop(), length))
-    else:
-      plain.append(piece)
-      length += len(piece)
-  return ''.join(plain), spans

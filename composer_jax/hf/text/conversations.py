@@ -2,10 +2,11 @@
 
 Each line is a JSON object with `messages` and optionally `tools`, in the form
 that transformers' `apply_chat_template` takes. The import's chat template
-renders them, so the format is the one that the model already knows; the loss
-covers the text that the template marks as the assistant's. A run keeps the
-tokens: a template may write the date, and the documents must not change when
-the run is restarted.
+renders them, so the format is the one that the model already knows. The loss
+covers what the assistant said: what the template writes of it behind the
+opening of a turn, up to the token that ends it. A run keeps the tokens: a
+template may write the date, and the documents must not change when the run is
+restarted.
 """
 
 import io
@@ -17,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import files
-from composer_jax.hf.text import chat_template
-from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.hf.text import language
 
 FILE = 'conversations.npz'  # in a workdir
 _KEYS = {'messages', 'tools'}
@@ -26,14 +26,13 @@ _KEYS = {'messages', 'tools'}
 
 def documents(
   path: str | os.PathLike,
-  template: chat_template.ChatTemplate,
-  tokenizer: hf_tokenizer.ImportedTokenizer,
+  speech: language.TemplateLanguage,
   seq_len: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Returns (tokens, loss mask) of every conversation in a file of JSON lines.
+  """Returns (tokens, loss mask) of the conversations in a file of JSON lines.
 
   A ValueError names a line that is no conversation, is too long, is refused by
-  the template, or has no text marked as the assistant's.
+  the template, or in which the assistant says nothing.
   """
   encoded = []
   # Not splitlines, which also splits at characters that JSON may hold.
@@ -42,24 +41,50 @@ def documents(
     where = f'{os.fspath(path)}, line {number}'
     messages, tools = _parts(line, where)
     try:
-      tokens_T, mask_T = template.encode(tokenizer, messages, tools=tools)
+      made = of_messages(speech, messages, tools)
     except ValueError as error:
       raise ValueError(f'{where}: {error}') from error
-    if len(tokens_T) > seq_len:
+    for tokens_T, _ in made:
+      if len(tokens_T) > seq_len:
+        raise ValueError(
+          f'{where}: {len(tokens_T)} tokens do not fit --config.sft.seq_len '
+          f'({seq_len}); raise it or leave the conversation out.'
+        )
+    if not made:
       raise ValueError(
-        f'{where}: {len(tokens_T)} tokens do not fit --config.sft.seq_len '
-        f'({seq_len}); raise it or leave the conversation out.'
+        f'{where}: no message has the role assistant, so there is nothing to '
+        'learn; leave the line out.'
       )
-    if not mask_T.any():
-      raise ValueError(
-        f'{where}: the chat template marks nothing as said by the assistant. '
-        'Enclose that in {% generation %} ... {% endgeneration %} in '
-        f'{chat_template.FILE} of the import.'
-      )
-    encoded.append((tokens_T, mask_T))
+    encoded += made
   if not encoded:
     raise ValueError(f'{os.fspath(path)} holds no conversation.')
   return encoded
+
+
+def of_messages(
+  speech: language.TemplateLanguage, messages: list[dict[str, Any]], tools: Any
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Returns (tokens, loss mask) of one conversation, in as few parts as can be.
+
+  Where the template changes earlier turns, a part ends: the next one begins
+  with the changed turns, on which it has no loss, as a served model reads them.
+  """
+  made: list[tuple[str, list[tuple[int, int]]]] = []
+  for place, message in enumerate(messages):
+    if message['role'] != 'assistant':
+      continue
+    before = messages[:place]
+    opening = speech.markup(before, tools=tools, add_generation_prompt=True)
+    body = speech.continued(before, message, tools=tools)
+    start = len(opening)
+    stop = start + speech.end_of(body)
+    text, spans = made[-1] if made else ('', [])
+    if not made or not opening.startswith(text):
+      spans = []
+      made.append(('', spans))
+    spans.append((start, stop))
+    made[-1] = ((opening + body)[:stop], spans)
+  return [speech.masked(text, spans) for text, spans in made]
 
 
 def identity(path: str | os.PathLike) -> str:

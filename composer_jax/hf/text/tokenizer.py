@@ -12,6 +12,7 @@ tokens only where they are marked.
 """
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -25,6 +26,7 @@ import tokenizers
 from composer_jax.core import files
 from composer_jax.hf.text import roles as hf_roles
 from composer_jax.hf.text import tokenizer_json
+from composer_jax.text import chat
 from composer_jax.text import tokenizer as own
 
 FORMAT = 'composer_jax.hf_tokenizer/1'
@@ -51,6 +53,7 @@ class ImportedTokenizer:
     PAD, BOS, ...: ids of the roles, named as in `text.tokenizer.Tokenizer`. BOS
       and PAD equal EOD where the vocabulary has no token for them.
     special_ids: ids below `vocab_size` that no text yields.
+    language: `text.chat.Language` of the model; None for `text.chat`.
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
@@ -63,6 +66,7 @@ class ImportedTokenizer:
     self.FIM_MIDDLE = roles['FIM_MIDDLE']
     self.FIM_SUFFIX = roles['FIM_SUFFIX']
     self._name = name
+    self.language: chat.Language | None = None
     self._bpe = tokenizer_json.parse(
       tokenizer_json.for_text(source, roles), name
     )
@@ -174,6 +178,20 @@ class ImportedTokenizer:
         ids.append(token['id'])
         spans.append((begin, start))
     return np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2)
+
+  def shown(self, ids: Iterable[int]) -> str:
+    """Returns text, in which ids without a spelling are in angle brackets."""
+    has_spelling = lambda i: i < len(self._bytes) and self._bytes[i] is not None
+    return ''.join(
+      self.decode(run) if is_known else ''.join(f'<{i}>' for i in run)
+      for is_known, run in itertools.groupby(map(int, ids), has_spelling)
+    )
+
+  def id_of(self, spelling: str) -> int | None:
+    """Returns the id of a special token; None if there is no such token."""
+    return (
+      self._specials[spelling]['id'] if spelling in self._specials else None
+    )
 
   def unmarked(self, text: str) -> set[str]:
     """Returns the special tokens that a text spells without a mark."""

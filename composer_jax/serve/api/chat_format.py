@@ -13,40 +13,17 @@ was trained with. A text that is no call of a listed tool becomes content.
 """
 
 import dataclasses
-import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from composer_jax.hf.text import chat_template
+from composer_jax.hf.text import call_formats, language
 from composer_jax.serve.api import errors, requests
 from composer_jax.text import chat, tool_calls
 
-# Begin of calls: Qwen and others that follow Hermes, DeepSeek, Kimi.
-_MARKS = (
-  '<tool_call>',
-  '<｜tool▁calls▁begin｜>',
-  '<|tool_calls_section_begin|>',
-)
 _ROLES = ('system', 'user', 'assistant', 'tool')
-_HERMES = re.compile(r'<tool_call>\s*(\{.*?\})\s*</tool_call>', re.S)
-_NAMED = (
-  re.compile(
-    r'<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)'
-    r'(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?(?P<json>\{.*?\})'
-    r'\s*(?:```)?\s*<｜tool▁call▁end｜>',
-    re.S,
-  ),
-  re.compile(
-    r'<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<:]+)(?::\d+)?\s*'
-    r'<\|tool_call_argument_begin\|>\s*(?P<json>\{.*?\})\s*'
-    r'<\|tool_call_end\|>',
-    re.S,
-  ),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,15 +93,17 @@ class OwnFormat:
 
 
 class TemplateFormat:
-  def __init__(self, tokenizer: Any, template: chat_template.ChatTemplate):
-    self._tokenizer, self._template = tokenizer, template
+  """Speaks the chat template of a checkpoint, as RL on it does."""
+
+  def __init__(self, speech: language.TemplateLanguage):
+    self._speech = speech
 
   def encode(
     self, messages: Sequence[Any], tools: Sequence[requests.ToolSpec]
   ) -> np.ndarray:
     """Raises errors.ApiError for what the template refuses."""
     listed = [t.model_dump(exclude_none=True) for t in tools] or None
-    if listed and not self._knows_tools:
+    if listed and not self._speech.lists_tools:
       raise errors.invalid(
         'The chat template of this checkpoint does not tell the model of '
         'tools; describe them in a message.',
@@ -149,53 +128,27 @@ class TemplateFormat:
       message = _with_parsed_arguments(message)
       rendered.append({**message, 'role': role, 'content': content})
     try:
-      return self._ids(rendered, listed)
+      return self._speech.encode(
+        rendered, tools=listed, add_generation_prompt=True
+      )
     except ValueError as error:
       raise errors.invalid(str(error), 'messages') from error
 
-  def _ids(self, messages: Sequence[Any], tools: Any) -> np.ndarray:
-    ids, _ = self._template.encode(
-      self._tokenizer, messages, tools=tools, add_generation_prompt=True
-    )
-    return ids
-
-  @functools.cached_property
-  def _knows_tools(self) -> bool:
-    """True if tools change the text of a conversation."""
-    messages = [{'role': 'user', 'content': 'x'}]
-    function = {'name': 'f', 'description': 'f', 'parameters': {}}
-    tools = [{'type': 'function', 'function': function}]
-    try:
-      return not np.array_equal(
-        self._ids(messages, None), self._ids(messages, tools)
-      )
-    except ValueError:
-      return True  # An error of the template: it looked at them.
-
   def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
     """Returns the marks that begin calls; () if no call is looked for."""
-    return _MARKS if tools else ()
+    forms = call_formats.FORMATS.values()
+    return tuple(form.marks[0] for form in forms) if tools else ()
 
   def calls(
     self, text: str, tools: Sequence[requests.ToolSpec]
   ) -> list[ParsedCall] | None:
     """Returns the calls of a text; None if one of them is damaged."""
-    names = {t.function.name for t in tools}
-    matches = [
-      m.group('name', 'json') for p in _NAMED for m in p.finditer(text)
-    ]
-    matches += [(None, m[1]) for m in _HERMES.finditer(text)]
-    calls = []
-    for name, data in matches:
-      try:
-        arguments = json.loads(data)
-      except ValueError:
+    names, calls = {t.function.name for t in tools}, []
+    for form in call_formats.FORMATS.values():
+      found = form.find(text)
+      if found is None or any(call.name not in names for call in found):
         return None
-      if name is None and isinstance(arguments, dict):
-        name, arguments = arguments.get('name'), arguments.get('arguments', {})
-      if name not in names or not isinstance(arguments, dict):
-        return None
-      calls.append(_call(name, arguments))
+      calls += [_call(call.name, call.arguments) for call in found]
     return calls or None
 
 

@@ -76,18 +76,19 @@ class ScriptedPolicy:
   ):
     self._task, self._tokenizer = task, tokenizer
     self._noise, self._draw = noise, draw
-    self._step = 'read'
-    self._is_first = True
+    self._step, self._place = 'read', 0
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Writes the next call, cut off at the request's limit."""
-    if not self._is_first:
+    if self._place:
       # The context ends with the answer and the start of a call.
-      messages = chat.turns(self._tokenizer, request.context_T)
-      self._advance(messages[-2]['text'])
-    text = tool_calls.render(self._call())
-    is_first, self._is_first = self._is_first, False
-    return scripts.completion(self._tokenizer, request, text, is_first=is_first)
+      language = chat.language_of(self._tokenizer)
+      self._advance(language.messages(request.context_T)[-2]['text'])
+    text, place = tool_calls.render(self._call()), self._place
+    self._place += 1
+    return scripts.completion(
+      self._tokenizer, request, text, is_first=not place, place=place
+    )
 
   def close(self, session: str) -> None:
     del session
@@ -225,11 +226,13 @@ def is_right_edit(task: family.FunctionTask, text: str) -> bool:
 
 def _edits(rollout: records.Rollout, tokenizer: Any) -> Iterator[str]:
   """Yields the rollout's valid edits, as calls."""
+  language = chat.language_of(tokenizer)
   for turn in rollout.turns:
     if turn.tool == 'edit':
       window = rollout.trajectories[turn.trajectory]
+      turn_T = window.tokens_T[turn.start : turn.stop]
       # A valid call ends in an end token.
-      yield tokenizer.decode(window.tokens_T[turn.start : turn.stop - 1])
+      yield from language.dialogue('').read(turn_T, True).calls
 
 
 def describe(

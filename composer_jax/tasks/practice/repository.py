@@ -15,6 +15,7 @@ from composer_jax.tasks import curriculum
 from composer_jax.tasks.practice import transcripts
 from composer_jax.tasks.repository import (
   environment,
+  schemas,
   scripts,
   task_set,
 )
@@ -165,10 +166,11 @@ class RepositoryTasks(environments.TaskFamily):
         spec.summary,
         max_tokens=most,
         max_call_tokens=most_call,
+        protocol=schemas.prompt(self._tools.schemas),
       )
     except ValueError:
       return False
-    return most - len(summarizer.opening_T) >= most_call
+    return most - len(summarizer.dialogue.opening_T) >= most_call
 
   def listed(self, split: str, count: int) -> list[task_set.RepositoryTask]:
     """Returns `count` tasks of a split, 0 for all, for evaluations."""
@@ -188,7 +190,9 @@ class RepositoryTasks(environments.TaskFamily):
     self, task: task_set.RepositoryTask, tokenizer: Any
   ) -> environments.Policy:
     """Returns a policy that restores what was deleted, through the tools."""
-    return scripts.gold_policy(task, tokenizer, self._tools.tools)
+    calls = scripts.gold_calls(task, self._tools.tools)
+    query = self._spec.summary.query
+    return scripts.ScriptedCalls(tokenizer, calls, query=query)
 
   def functions(self) -> list[Any]:
     """Returns the tools in the form of chat endpoints."""

@@ -5,6 +5,7 @@ solved through its tools. One policy plays one episode. Its log-probabilities
 are zero, and every route is `NO_ROUTE`.
 """
 
+import collections
 import difflib
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,17 +13,26 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax.agent import summarize
 from composer_jax.core import records
 from composer_jax.tasks.repository import schemas, task_set
 from composer_jax.text import chat, tool_calls
 
 
 def completion(
-  tokenizer: Any, request: records.SampleRequest, text: str, *, is_first: bool
+  tokenizer: Any,
+  request: records.SampleRequest,
+  text: str,
+  *,
+  is_first: bool,
+  place: int = 0,
 ) -> records.Completion:
-  """Returns a completion of a chosen text, cut off at the request's limit."""
-  tokens_T = np.append(tokenizer.encode(text), tokenizer.END)
-  tokens_T = tokens_T.astype(np.int32)[: request.max_new_tokens]
+  """Returns a completion of a chosen call, cut off at the request's limit.
+
+  `place` is the number of calls before it in its window.
+  """
+  language = chat.language_of(tokenizer)
+  tokens_T = language.written(text, place)[: request.max_new_tokens]
   # No pass has consumed the last token of the session.
   consumed = len(request.context_T) + len(tokens_T) - int(is_first)
   routes_TMA = np.full((consumed, 1, 1), records.NO_ROUTE, np.uint16)
@@ -32,14 +42,14 @@ def completion(
     logprobs_T=np.zeros(len(tokens_T), np.float32),
     policy_version_T=np.zeros(len(tokens_T), np.int32),
     consumed_expert_ids_TMA=routes_TMA,
-    stopped=int(tokens_T[-1]) == tokenizer.END,
+    stopped=int(tokens_T[-1]) in language.ends,
   )
 
 
 class ScriptedCalls:
   """Samples given texts in order; implements `agent.environment.Policy`.
 
-  Asked for a summary, it writes `summary` and then goes on with the texts.
+  Asked for a summary by `query`, it writes `summary` and then goes on.
   """
 
   def __init__(
@@ -47,19 +57,21 @@ class ScriptedCalls:
     tokenizer: Any,
     texts: Iterable[str],
     summary: str = 'I follow my script.',
+    query: str = summarize.OFF.query,
   ):
     self._tokenizer = tokenizer
     self._texts = iter(texts)
-    self._summary = summary
-    self._sessions: set[str] = set()
+    self._summary, self._query = summary, query
+    # Number of calls in each session.
+    self._sessions: collections.Counter[str] = collections.Counter()
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Samples the next text; a ValueError once there are no more."""
-    is_first = request.session not in self._sessions
-    self._sessions.add(request.session)
-    messages = chat.turns(self._tokenizer, request.context_T)
-    # After a window's first call only the query for a summary is a user's.
-    if not is_first and any(m['role'] == 'user' for m in messages):
+    place = self._sessions[request.session]
+    self._sessions[request.session] += 1
+    language = chat.language_of(self._tokenizer)
+    messages = language.messages(request.context_T)
+    if place and any(self._query in m['text'] for m in messages):
       text = self._summary
     else:
       text = next(self._texts, None)
@@ -68,19 +80,12 @@ class ScriptedCalls:
         f'The script of session {request.session!r} has no more calls; its '
         'last one should be "finish".'
       )
-    return completion(self._tokenizer, request, text, is_first=is_first)
+    return completion(
+      self._tokenizer, request, text, is_first=not place, place=place
+    )
 
   def close(self, session: str) -> None:
-    self._sessions.discard(session)
-
-
-def gold_policy(
-  task: task_set.RepositoryTask,
-  tokenizer: Any,
-  tools: Sequence[str] = tuple(schemas.TOOLS),
-) -> ScriptedCalls:
-  """Returns a policy that solves a task with the given tools."""
-  return ScriptedCalls(tokenizer, gold_calls(task, tools))
+    del self._sessions[session]
 
 
 def gold_calls(

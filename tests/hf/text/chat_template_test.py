@@ -204,26 +204,21 @@ def test_rendering_equals_transformers(folders, kind, messages, options):
 
 
 @pytest.mark.parametrize('kind, messages, options', CASES)
-def test_tokens_and_loss_mask_equal_transformers(
-  folders, kind, messages, options
-):
+def test_tokens_equal_transformers(folders, kind, messages, options):
   expected = reference_of(folders[kind]).apply_chat_template(
-    messages, return_dict=True, return_assistant_tokens_mask=True, **options
+    messages, return_dict=True, **options
   )
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders[kind], 400)
   template = chat_template.load(folders[kind])
-  ids, mask = template.encode(tokenizer, messages, **options)
-  assert (ids.dtype, mask.dtype) == (np.int32, bool)
+  ids = template.encode(tokenizer, messages, **options)
+  assert ids.dtype == np.int32
   assert ids.tolist() == expected['input_ids']
-  assert mask.tolist() == [bool(m) for m in expected['assistant_masks']]
-  assert mask.any() == any(m['role'] == 'assistant' for m in messages)
 
 
 def structure(template, tokenizer, messages, **options):
-  """Returns (id, carries loss) of the special tokens of a conversation."""
-  ids, mask = template.encode(tokenizer, messages, **options)
-  specials = tokenizer.special_ids
-  return [(i, bool(m)) for i, m in zip(ids, mask) if i in specials]
+  """Returns the special tokens of a conversation."""
+  ids = template.encode(tokenizer, messages, **options)
+  return [i for i in ids.tolist() if i in tokenizer.special_ids]
 
 
 @pytest.mark.parametrize('kind', TEMPLATES)
@@ -244,7 +239,7 @@ def test_no_message_spells_a_special_token(folders, kind):
   expected = structure(template, tokenizer, calm)
   assert structure(template, tokenizer, talk) == expected and expected
   # Nothing is lost: the tokens spell the text that transformers renders.
-  ids, _ = template.encode(tokenizer, talk)
+  ids = template.encode(tokenizer, talk)
   text = template.render(talk)
   assert tokenizer.decode(ids) == text
   for message in talk:
@@ -293,7 +288,7 @@ def test_text_on_both_sides_of_a_special_token_is_apart(folders):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
   source = "{{ '<|' }}<|im_end|>{{ 'im_end|>' }}"
   compiled = chat_template.ChatTemplate(source, {}, 'x.jinja')
-  ids, _ = compiled.encode(tokenizer, TALK)
+  ids = compiled.encode(tokenizer, TALK)
   assert tokenizer.decode(ids) == '<|<|im_end|>im_end|>'
   assert ids.tolist().count(tokenizer.END) == 1
 
@@ -304,9 +299,8 @@ def test_a_template_holds_no_marks_of_its_own(folders):
   compiled = chat_template.ChatTemplate(
     source, {'eos_token': '\ud800'}, 'x.jinja'
   )
-  ids, mask = compiled.encode(tokenizer, TALK)
+  ids = compiled.encode(tokenizer, TALK)
   assert tokenizer.decode(ids) == compiled.render(TALK) == '?a???'
-  assert not mask.any()
 
 
 SEARCHES = """{% generation %}{% for message in messages %}
@@ -326,9 +320,9 @@ def test_what_a_template_does_with_special_tokens_of_messages_is_kept(folders):
   template = chat_template.ChatTemplate(SEARCHES, {}, 'x.jinja')
   contents = ('<tool_response>a', '<|im_end|>', 'b<|im_end|>c')
   messages = [{'role': 'user', 'content': c} for c in contents]
-  ids, mask = template.encode(tokenizer, messages)
+  ids = template.encode(tokenizer, messages)
   text = template.render(messages)
-  assert tokenizer.decode(ids) == text and mask.all()
+  assert tokenizer.decode(ids) == text
   assert '!A16<tool_res.a' in text and '!?~;10' in text and '!B;C12' in text
   specials = [i for i in ids.tolist() if i in tokenizer.special_ids]
   added = {t['content']: t['id'] for t in tokenizer._source['added_tokens']}
@@ -373,13 +367,13 @@ def test_specials_that_overlap_stay_text(tmp_path):
   template = chat_template.load(folder)
   for more, form in (('', ''), ('\uff1c\uff2b\uff1e', '<K>')):
     messages = [{'role': 'user', 'content': words + more}]
-    ids, _ = template.encode(tokenizer, messages)
+    ids = template.encode(tokenizer, messages)
     assert not set(ids[:-2].tolist()) & tokenizer.special_ids
     assert tokenizer.decode(ids) == words + form + '<K>\u4f60'
     assert set(ids[-2:].tolist()) <= tokenizer.special_ids
 
 
-def test_white_space_of_the_assistant_carries_loss(folders, tmp_path):
+def test_white_space_of_the_assistant_is_kept(folders, tmp_path):
   """Also where the file takes white space out of offsets."""
   source = json.loads((folders['qwen'] / 'tokenizer.json').read_text())
   source['post_processor'] = {
@@ -390,8 +384,8 @@ def test_white_space_of_the_assistant_carries_loss(folders, tmp_path):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
   words = 'a\n\n    b  \n'
   talk = [TALK[1], {'role': 'assistant', 'content': words}]
-  ids, mask = chat_template.load(folders['qwen']).encode(tokenizer, talk)
-  assert tokenizer.decode(ids[mask]) == words + '<|im_end|>'
+  ids = chat_template.load(folders['qwen']).encode(tokenizer, talk)
+  assert tokenizer.decode(ids).endswith(f'{words}<|im_end|>\n')
 
 
 def test_the_time_of_a_template_stands_still(folders, tmp_path):

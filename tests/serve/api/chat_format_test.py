@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.hf.text import chat_template
+from composer_jax.hf.text import chat_template, language
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.rollout import sessions
 from composer_jax.serve import generation
@@ -29,7 +29,7 @@ def qwen(tmp_path_factory):
     tmp_path_factory.mktemp('qwen'), chat_template=templates.QWEN
   )
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, 400)
-  return tokenizer, chat_template.load(folder)
+  return tokenizer, language.from_folder(folder, tokenizer)
 
 
 def _written(family):
@@ -63,7 +63,7 @@ def _written(family):
   'family', ['hermes', 'deepseek', 'deepseek 3.1', 'kimi']
 )
 def test_calls_of_each_family_are_found(qwen, family):
-  form = chat_format.TemplateFormat(*qwen)
+  form = chat_format.TemplateFormat(qwen[1])
   calls = form.calls(_written(family), TOOLS)
   assert [(c.name, json.loads(c.arguments)) for c in calls] == CALLS
   assert any(mark in _written(family) for mark in form.mark(TOOLS))
@@ -76,7 +76,7 @@ def test_calls_of_each_family_are_found(qwen, family):
 @pytest.mark.parametrize('size', [1, 7, 1000])
 @pytest.mark.parametrize('family', ['hermes', 'deepseek', 'kimi'])
 def test_text_streams_up_to_the_first_call(qwen, tokenizer, family, size):
-  form = chat_format.TemplateFormat(*qwen)
+  form = chat_format.TemplateFormat(qwen[1])
   text = 'a < b <tool' + _written(family)
   ids = [tokenizer._bytes.index(bytes([b])) for b in text.encode()] + [
     tokenizer.END
@@ -124,7 +124,7 @@ def _end(ids):
 
 
 def test_the_template_tells_of_tools_and_earlier_calls(qwen):
-  tokenizer, template = qwen
+  tokenizer, speech = qwen
   call = {
     'id': 'call_1',
     'type': 'function',
@@ -136,7 +136,7 @@ def test_the_template_tells_of_tools_and_earlier_calls(qwen):
     {'role': 'assistant', 'tool_calls': [call]},
     {'role': 'tool', 'tool_call_id': 'call_1', 'content': 'x = 1'},
   ]
-  ids = chat_format.TemplateFormat(*qwen).encode(messages, TOOLS)
+  ids = chat_format.TemplateFormat(qwen[1]).encode(messages, TOOLS)
   plain = [
     {'role': 'user', 'content': 'Hi'},
     {
@@ -148,9 +148,7 @@ def test_the_template_tells_of_tools_and_earlier_calls(qwen):
     {'role': 'tool', 'content': 'x = 1'},
   ]
   tools = [t.model_dump(exclude_none=True) for t in TOOLS]
-  wanted, _ = template.encode(
-    tokenizer, plain, tools=tools, add_generation_prompt=True
-  )
+  wanted = speech.encode(plain, tools=tools, add_generation_prompt=True)
   np.testing.assert_array_equal(ids, wanted)
   text = tokenizer.decode(ids)
   assert '"name": "edit"' in text and text.endswith('assistant\n')
@@ -176,27 +174,31 @@ def test_the_template_tells_of_tools_and_earlier_calls(qwen):
 )
 def test_a_message_that_is_none_is_named(qwen, messages, param):
   with pytest.raises(errors.ApiError) as caught:
-    chat_format.TemplateFormat(*qwen).encode(messages, [])
+    chat_format.TemplateFormat(qwen[1]).encode(messages, [])
   assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def _format(qwen, source):
   template = chat_template.ChatTemplate(source, {}, 'a template')
-  return chat_format.TemplateFormat(qwen[0], template)
+  return chat_format.TemplateFormat(
+    language.TemplateLanguage(qwen[0], template, ends=[qwen[0].END])
+  )
 
 
 SILENT = """
 {%- for m in messages %}
-  {%- if m.role in ('system', 'user') %}{{ m.content }};{% endif %}
+  {%- if m.role in ('system', 'user', 'assistant') %}{{ m.content }};{% endif %}
 {%- endfor %}"""
 USER = [{'role': 'user', 'content': 'x'}]
 
 
 def test_what_the_template_refuses_is_the_clients_fault(qwen):
-  form = _format(qwen, "{{ raise_exception('Not today') }}")
+  refusing = "{% if 'y' in messages[0].content %}"
+  refusing += "{{ raise_exception('Not today') }}{% endif %}{{ tools }}"
+  form = _format(qwen, refusing + templates.QWEN)
   for tools in ([], TOOLS):
     with pytest.raises(errors.ApiError, match='Not today') as caught:
-      form.encode(USER, tools)
+      form.encode([{'role': 'user', 'content': 'y'}], tools)
     assert (caught.value.status, caught.value.param) == (400, 'messages')
 
 

@@ -75,7 +75,7 @@ def test_the_gold_calls_restore_what_was_there(larder_sandbox, tier, means):
 
 def test_the_gold_policy_passes_through_an_episode(larder_sandbox, tokenizer):
   (task,) = (t for t in small_package.tasks() if t.tier == 'symbol')
-  policy = scripts.gold_policy(task, tokenizer)
+  policy = scripts.ScriptedCalls(tokenizer, scripts.gold_calls(task))
   rollout = _play(task, larder_sandbox, policy, tokenizer)
   assert rollout.verdict.passed and rollout.flags == ()
   assert rollout.num_invalid == 0
@@ -149,7 +149,7 @@ def test_the_gold_policy_solves_real_tasks_through_the_tools(larder, tokenizer):
   )
   try:
     for task in chosen:
-      policy = scripts.gold_policy(task, tokenizer)
+      policy = scripts.ScriptedCalls(tokenizer, scripts.gold_calls(task))
       rollout = _play(task, sandbox, policy, tokenizer)
       print(task.task_id, rollout.verdict.detail, rollout.num_turns)
       assert rollout.verdict.passed, (task.task_id, rollout.verdict)
