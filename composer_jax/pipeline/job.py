@@ -1,5 +1,6 @@
 """One run in one workdir: the objects that all stages share."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 from composer_jax.agent import episode
-from composer_jax.core import files, records, seams
+from composer_jax.core import files, processes, records, seams
 from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import machine, progress, stage_times
@@ -48,12 +49,17 @@ class Job:
 
   @functools.cached_property
   def times(self) -> stage_times.StageTimes:
-    return stage_times.StageTimes(self.workdir)
+    return stage_times.StageTimes(self.own_folder)
+
+  @functools.cached_property
+  def own_folder(self) -> pathlib.Path:
+    """Folder in which this process alone writes: of the first, the workdir."""
+    return processes.own_folder(self.workdir)
 
   @functools.cached_property
   def corpus(self) -> seams.CodeCorpus:
     with self.times.stage('corpus'):
-      return self.systems.corpus(self.workdir)
+      return processes.in_turn(lambda: self.systems.corpus(self.workdir))
 
   @functools.cached_property
   def tokenizer(self) -> Any:
@@ -62,9 +68,11 @@ class Job:
         return self.systems.initial.tokenizer(self.workdir)
       # Saved where a rollout worker finds it.
       path, vocab_size = self.workdir / TOKENIZER, self.spec.model.vocab_size
-      if not path.exists():
-        texts = self.systems.family.texts()
-        self.corpus.train_tokenizer(texts).save(path)
+      if processes.lead(lambda: not path.exists()):
+        corpus, texts = self.corpus, self.systems.family.texts()
+        if processes.is_first():
+          corpus.train_tokenizer(texts).save(path)
+        processes.lead(lambda: None)  # Wait until it is there.
       tokenizer = tokenizers.Tokenizer.load(path)
       if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -78,8 +86,8 @@ class Job:
     """Token ids of the corpus: for training, and held out."""
     with self.times.stage('tokenizer'):
       # The tokenizer first, so that an unusable one is reported at once.
-      tokenizer = self.tokenizer
-      return self.corpus.documents(tokenizer)
+      tokenizer, corpus = self.tokenizer, self.corpus
+      return processes.in_turn(lambda: corpus.documents(tokenizer))
 
   @functools.cached_property
   def placement(self) -> placements.Placement:
@@ -87,7 +95,7 @@ class Job:
     stage = self.spec.cpt
     return placements.build(
       self.spec.lm_model,
-      mesh=_mesh(self.spec.mesh, may_leave=False),
+      mesh=_mesh('mesh', self.spec.mesh, may_leave=False),
       layout=layouts.BY_NAME[self.spec.layout],
       options=self.spec.parallel,
       num_tokens=stage.batch_size // stage.accumulate * stage.seq_len,
@@ -95,8 +103,8 @@ class Job:
 
   @functools.cached_property
   def single(self) -> placements.Placement:
-    """Placement of held-out episodes, on the first device only."""
-    mesh = topology.make_mesh(devices=jax.devices()[:1])
+    """Placement of held-out episodes, on a device of this process."""
+    mesh = topology.make_mesh(devices=jax.local_devices()[:1])
     return placements.build(
       self.spec.model, mesh=mesh, layout=layouts.REPLICATED
     )
@@ -105,11 +113,11 @@ class Job:
   def rl_placement(self) -> placements.Placement:
     """Placement of RL's trainer: the first devices; engines get the others."""
     rl = self.spec.rl
-    if rl.mesh.size == 1:
+    if rl.mesh.size == processes.count() == 1:
       return self.single
     return placements.build(
       self.spec.model,
-      mesh=_mesh(rl.mesh, may_leave=True),
+      mesh=_mesh('rl.mesh', rl.mesh, may_leave=True),
       layout=layouts.BY_NAME[self.spec.layout],
       options=self.spec.parallel,
       num_tokens=rl.rows * rl.seq_len,
@@ -126,7 +134,7 @@ class Job:
     self, stage: str, step: int, rollouts: list[records.Rollout]
   ) -> None:
     """Writes readable episodes; a step written again replaces later ones."""
-    path = self.workdir / 'episodes.jsonl'
+    path = self.own_folder / 'episodes.jsonl'
     is_kept = lambda row: row['stage'] != stage or row['step'] < step
     rows = list(filter(is_kept, writers.read(path)))
     for rollout in rollouts:
@@ -152,15 +160,30 @@ class Job:
     files.write_atomic(path, text.encode())
 
 
-def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
-  """Makes a mesh of the first devices.
+def _mesh(name: str, axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
+  """Makes a mesh of the first devices of each process.
 
   Others may be left over with `may_leave`, or if they are emulated: there are
   as many as the largest mesh of a run needs.
+
+  Raises:
+    ValueError: the mesh has not as many devices of each process.
   """
-  devices = jax.devices()
+  devices, count = jax.devices(), processes.count()
+  if axes.size % count:
+    raise ValueError(
+      f'--config.{name} has {axes.size} devices, which do not divide over '
+      f'{count} processes: each must hold as many. Make its product a multiple '
+      f'of {count}, or run this stage with fewer processes.'
+    )
   if may_leave or devices[0].platform == 'cpu':
-    devices = devices[: axes.size]
+    each, taken = axes.size // count, collections.Counter()
+    kept = []
+    for device in devices:
+      taken[device.process_index] += 1
+      if taken[device.process_index] <= each:
+        kept.append(device)
+    devices = kept
   return topology.make_mesh(**dataclasses.asdict(axes), devices=devices)
 
 
@@ -185,33 +208,22 @@ def open_run(
     content = systems.initial.claim()
   content['task_set'] = systems.family.identity()
   identity = spec.as_dict() | content
-  with _ended_by_sigterm(), files.alone(workdir):
-    if (workdir / workdirs.CONFIG).exists():
-      _claim(identity, workdir)
-    else:
-      with _leaving_nothing(workdir):
-        systems.begin(workdir)
-        systems.settle_judge(workdir)
-        _claim(identity, workdir)
-    files.sweep(workdir)
-    level = systems.settle_judge(workdir)
-    files.write_json(
-      workdir / 'run.json',
-      {
-        'machine': machine.describe(),
-        'command': ' '.join(command[1:]),
-        'sandbox_level': level,
-      },
+  is_first = processes.is_first()
+  lock = files.alone(workdir) if is_first else contextlib.nullcontext()
+  with _ended_by_sigterm(), lock:
+    level = processes.in_turn(
+      lambda: _bind(identity, systems, workdir, command)
     )
     with writers.Writer(
-      workdir,
-      tensorboard=spec.telemetry.tensorboard,
-      wandb=spec.telemetry.wandb,
+      processes.own_folder(workdir),
+      tensorboard=spec.telemetry.tensorboard and is_first,
+      wandb=spec.telemetry.wandb and is_first,
     ) as writer:
 
       def report() -> None:
         writer.flush()
-        print(f'Report: {systems.write_report(workdir)}', flush=True)
+        if is_first:
+          print(f'Report: {systems.write_report(workdir)}', flush=True)
 
       try:
         yield Job(spec, systems, workdir, tuple(command), writer, level)
@@ -219,6 +231,32 @@ def open_run(
         _report_anyway(report)
         raise
       report()
+
+
+def _bind(
+  identity: dict[str, Any],
+  systems: seams.Systems,
+  workdir: pathlib.Path,
+  command: list[str],
+) -> str:
+  """Binds a workdir to a config, or checks that; returns the judge's level."""
+  if (workdir / workdirs.CONFIG).exists():
+    _claim(identity, workdir)
+  else:
+    with _leaving_nothing(workdir):
+      systems.begin(workdir)
+      systems.settle_judge(workdir)
+      _claim(identity, workdir)
+  level = systems.settle_judge(workdir)
+  if processes.is_first():
+    files.sweep(workdir)
+    run = {
+      'machine': machine.describe(),
+      'command': ' '.join(command[1:]),
+      'sandbox_level': level,
+    }
+    files.write_json(workdir / 'run.json', run)
+  return level
 
 
 def _report_anyway(report: Callable[[], None]) -> None:

@@ -104,17 +104,42 @@ class Placement:
     """Returns the plan with receive buffers of a bucket."""
     return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
-  def put(self, batch: Any) -> Any:
-    """Places this process's rows of a batch; refuses an uneven division."""
+  def rows_here(self, batch_size: int) -> list[int]:
+    """Returns the rows of a batch that meet devices of this process."""
+    indices = self.batch.addressable_devices_indices_map((batch_size, 1))
+    return sorted(
+      {row for rows, _ in indices.values() for row in range(batch_size)[rows]}
+    )
+
+  def put(self, batch: Any, batch_size: int | None = None) -> Any:
+    """Places a batch; refuses an uneven division.
+
+    Args:
+      batch_size: rows of the whole batch, if `batch` has those of `rows_here`
+        alone; None if it is the whole batch, in every process the same.
+    """
     routes = shardings.routes(self.layout, self.mesh)
+    is_part = batch_size is not None and jax.process_count() > 1
+    here = np.array(self.rows_here(batch_size)) if is_part else None
 
     def place(path, array):
       # Routes are layer-major: M stands before B.
       is_routes = path[-1].name == 'expert_ids_MBTA'
-      return jax.make_array_from_process_local_data(
-        routes if is_routes else self.batch,
-        self._ordered(array, 2 if is_routes else 1),
-      )
+      axis, sharding = (1, routes) if is_routes else (0, self.batch)
+      array = self._ordered(array, axis + 1)
+      if jax.process_count() == 1:
+        return jax.make_array_from_process_local_data(sharding, array)
+      shape = list(array.shape)
+      if here is not None:
+        shape[axis] = batch_size
+
+      def part(index):
+        if here is not None:
+          rows = np.searchsorted(here, np.arange(batch_size)[index[axis]])
+          index = (*index[:axis], rows, *index[axis + 1 :])
+        return array[index]
+
+      return jax.make_array_from_callback(tuple(shape), sharding, part)
 
     return jax.tree_util.tree_map_with_path(place, batch)
 

@@ -1,0 +1,138 @@
+"""Which hosts a trainer runs on, and which of them this one is.
+
+local:NxD   N processes on this machine, each with D emulated CPU devices
+env         one process for each task of a scheduler, on the devices there
+ray:NxD     N hosts of a Ray cluster (`ray_hosts`)
+"""
+
+import dataclasses
+import os
+import re
+import socket
+from collections.abc import Mapping
+
+# Variables with the number of this host, and with the number of hosts or their
+# names: ours, then those of schedulers.
+VARIABLES = (
+  ('COMPOSER_JAX_HOST', 'COMPOSER_JAX_HOSTS'),
+  ('SLURM_PROCID', 'SLURM_NTASKS'),
+  # Kubernetes numbers the pods of an indexed Job, but does not count them.
+  ('JOB_COMPLETION_INDEX', 'COMPOSER_JAX_HOSTS'),
+  ('TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES'),
+)
+# CPU devices to emulate under env, for tests.
+DEVICES = 'COMPOSER_JAX_DEVICES'
+_LOCAL = re.compile(r'(local|ray):(\d+)(?:x(\d+))?(?:@(\w+))?')
+_SLICE = re.compile(r'ray:(\d+(?:x\d+)+)@(v\w+)')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hosts:
+  """Place of this supervisor among those of a trainer.
+
+  Attributes:
+    index: number of this host; 0 leads.
+    count: number of hosts.
+    processes: number of trainer processes on each.
+    devices: CPU devices that each process emulates; None for real ones.
+  """
+
+  index: int = 0
+  count: int = 1
+  processes: int = 1
+  devices: int | None = None
+
+  def __post_init__(self):
+    if not 0 <= self.index < self.count:
+      raise ValueError(
+        f'The number of this host ({self.index}) must be one of 0 to '
+        f'{self.count - 1}.'
+      )
+    if self.processes < 1 or (self.devices is not None and self.devices < 1):
+      raise ValueError(
+        '--launch needs at least one process, and one device for each; got '
+        f'{self.processes} and {self.devices}.'
+      )
+
+  @property
+  def total(self) -> int:
+    """Number of processes of the trainer."""
+    return self.count * self.processes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RayHosts:
+  """Hosts that Ray provides: `count` of them, or those of a TPU slice.
+
+  Attributes:
+    devices: GPUs of each where the cluster has GPUs, else CPU devices to
+      emulate; None for what is there.
+    topology, version: slice, '4x4' and 'v6e'; '' without TPUs.
+  """
+
+  count: int = 0
+  devices: int | None = None
+  topology: str = ''
+  version: str = ''
+
+
+def parse(
+  text: str, environment: Mapping[str, str] = os.environ
+) -> Hosts | RayHosts:
+  """Reads the flag --launch.
+
+  Raises:
+    ValueError: it has no such form, or no variable tells this host's number.
+  """
+  if text == 'env':
+    return _found(environment)
+  if slice_ := _SLICE.fullmatch(text):
+    return RayHosts(topology=slice_[1], version=slice_[2])
+  match = _LOCAL.fullmatch(text)
+  if match is None or match[4] or match[2] == '0':
+    raise ValueError(
+      '--launch must be local:PROCESSESxDEVICES (local:2x4), env, ray:HOSTS, '
+      f'ray:HOSTSxDEVICES, or ray:TOPOLOGY@TPU (ray:4x4@v6e), not {text!r}.'
+    )
+  count, devices = int(match[2]), int(match[3]) if match[3] else None
+  if match[1] == 'ray':
+    return RayHosts(count=count, devices=devices)
+  return Hosts(processes=count, devices=devices)
+
+
+def _found(environment: Mapping[str, str]) -> Hosts:
+  for number, hosts in VARIABLES:
+    if number in environment and hosts in environment:
+      index, count = environment[number], environment[hosts]
+      if hosts.endswith('HOSTNAMES'):
+        count = str(len(count.split(',')))
+      if not (index.isdigit() and count.isdigit()):
+        raise ValueError(
+          f'{number}={index!r} and {hosts}={environment[hosts]!r} must be '
+          'numbers.'
+        )
+      devices = environment.get(DEVICES)
+      return Hosts(
+        index=int(index),
+        count=int(count),
+        devices=int(devices) if devices else None,
+      )
+  pairs = ', or '.join(f'{a} and {b}' for a, b in VARIABLES)
+  raise ValueError(
+    f'--launch=env finds no number of this host: set {pairs}. On one machine '
+    'use --launch=local:2x4.'
+  )
+
+
+def address() -> str:
+  """Returns this host's address and a free port, as other hosts reach it."""
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outgoing:
+    try:
+      # Sends nothing: a route is looked up, to an address nobody has.
+      outgoing.connect(('192.0.2.1', 9))
+      host = outgoing.getsockname()[0]
+    except OSError:
+      host = '127.0.0.1'
+  with socket.socket() as listener:
+    listener.bind(('', 0))
+    return f'{host}:{listener.getsockname()[1]}'
