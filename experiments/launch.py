@@ -140,7 +140,10 @@ def _supervise(
   found = identity.of(config, [module])
   say = progress.teller('fleet')
   if options.dry_run:
-    say(f'{place}')
+    from composer_jax import wiring
+
+    wiring.spec_of(config)
+    say(f'host {place.index} of {place.count}, {place.processes} processes each')
     say(f'code {found["code"]}, jax {found["jax"]}: {" ".join(command)}')
     return None
 

@@ -9,12 +9,14 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from composer_jax.core import processes
 from composer_jax.fleet import hosts as hosts_lib
@@ -45,7 +47,7 @@ class _Member:
   """
 
   number: int
-  process: subprocess.Popen
+  process: Any  # a subprocess.Popen
   log: pathlib.Path | None
   beat: pathlib.Path
   changed: int
@@ -65,6 +67,7 @@ class Gang:
     address: str,
     start_s: float,
     environment: dict[str, str],
+    spawn: Callable[..., Any] = subprocess.Popen,
   ):
     """Starts them.
 
@@ -72,13 +75,14 @@ class Gang:
       folder: folder of this start, which all hosts see.
       address: where process 0 of the trainer will listen.
       environment: variables to add.
+      spawn: starts a process, with the arguments of `subprocess.Popen`.
     """
-    self._beats = tempfile.TemporaryDirectory(prefix='composer_jax_')
+    self._beats = tempfile.mkdtemp(prefix='composer_jax_')
     self._members: list[_Member] = []
     self._start_s = start_s
     first = hosts.index * hosts.processes
     for number in range(first, first + hosts.processes):
-      beat = pathlib.Path(self._beats.name, str(number))
+      beat = pathlib.Path(self._beats, str(number))
       beat.touch()
       ticket = processes.Ticket(
         folder=str(folder),
@@ -93,7 +97,7 @@ class Gang:
       log = folder / f'process_{number}.log' if number else None
       with contextlib.ExitStack() as stack:
         out = stack.enter_context(log.open('ab')) if log else None
-        process = subprocess.Popen(
+        process = spawn(
           command,
           stdin=subprocess.DEVNULL,
           stdout=out,
@@ -167,7 +171,7 @@ class Gang:
     self._signal(signal.SIGKILL)
     for member in self._members:
       member.process.wait()
-    self._beats.cleanup()
+    shutil.rmtree(self._beats, ignore_errors=True)
 
   def _alive(self) -> bool:
     return any(m.process.poll() is None for m in self._members)

@@ -18,6 +18,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,7 +108,9 @@ class Supervisor:
     workdir: pathlib.Path,
     own_identity: dict[str, Any],
     say: Callable[[str], None],
+    spawn: Callable[..., Any] = subprocess.Popen,
   ):
+    self._spawn = spawn
     self._command, self._hosts, self._options = command, hosts, options
     self._folder, self._identity = workdir / FOLDER, own_identity
     self._restarts = Restarts(options.restarts, options.refill_s)
@@ -232,7 +235,8 @@ class Supervisor:
       if told and time.monotonic() - told > self._options.start_s:
         return {'reason': 'host 0 begins no other start'}
       if now['end'] is not None:
-        deadline = time.monotonic() + _GRACE_S
+        failed = told or now['end']['reason']
+        deadline = time.monotonic() + (0 if failed else _GRACE_S)
         while not gang.is_done() and time.monotonic() < deadline:
           time.sleep(_POLL_S)
         return now['end']
@@ -264,6 +268,7 @@ class Supervisor:
       start_s=self._options.start_s,
       # A restart would compile everything again.
       environment={_CACHE: cache},
+      spawn=self._spawn,
     )
     self._say(
       f'start {start["epoch"]}: {self._hosts.total} processes at '

@@ -69,10 +69,10 @@ class Job:
       # Saved where a rollout worker finds it.
       path, vocab_size = self.workdir / TOKENIZER, self.spec.model.vocab_size
       if processes.lead(lambda: not path.exists()):
-        corpus, texts = self.corpus, self.systems.family.texts()
+        corpus, family = self.corpus, self.systems.family
         if processes.is_first():
-          corpus.train_tokenizer(texts).save(path)
-        processes.lead(lambda: None)  # Wait until it is there.
+          corpus.train_tokenizer(family.texts()).save(path)
+        processes.lead(lambda: None)  # The others wait until it is there.
       tokenizer = tokenizers.Tokenizer.load(path)
       if tokenizer.vocab_size > vocab_size:
         raise ValueError(

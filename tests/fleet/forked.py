@@ -1,0 +1,67 @@
+"""Runs a main under a supervisor whose processes are forks of this one.
+
+`tests.programs` runs it in a process that has imported what mains need, so that
+several processes cost as much to start as one.
+"""
+
+import atexit
+import os
+import pathlib
+import sys
+import traceback
+
+from composer_jax.fleet import hosts, supervisor
+from tests import zygote
+
+
+class Fork:
+  """Of `subprocess.Popen` what a gang uses."""
+
+  def __init__(self, command, *, env, stdout=None, stderr=None, **unused):
+    self.returncode = None
+    sys.stdout.flush()
+    self.pid = os.fork()
+    if not self.pid:
+      out = os.dup(stdout.fileno() if stdout else 1)
+      err = os.dup(stdout.fileno() if stderr else 2)
+      code = 1
+      try:
+        zygote.become({'command': command[1:], 'env': env}, [out, err], {})
+        code = 0
+      except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else bool(error.code)
+      except Exception:  # noqa: BLE001  As an interpreter ends.
+        traceback.print_exc()
+      finally:
+        # Not further up, into the supervisor of which this is a copy.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
+
+  def poll(self):
+    if self.returncode is None:
+      ended, status = os.waitpid(self.pid, os.WNOHANG)
+      if ended:
+        self.returncode = os.waitstatus_to_exitcode(status)
+    return self.returncode
+
+  def wait(self):
+    if self.returncode is None:
+      _, status = os.waitpid(self.pid, 0)
+      self.returncode = os.waitstatus_to_exitcode(status)
+    return self.returncode
+
+
+def run(launch: str, workdir: str, *command: str, **options) -> None:
+  """Runs `python COMMAND` as --launch says; ends the program as a main does."""
+  kept = supervisor.Supervisor(
+    [sys.executable, *command],
+    hosts.parse(launch),
+    supervisor.SupervisorOptions(launch=launch, **options),
+    workdir=pathlib.Path(workdir),
+    own_identity={},
+    say=lambda text: print(f'[fleet] {text}', flush=True),
+    spawn=Fork,
+  )
+  reason = kept.run()
+  sys.exit(reason and f'error: {reason}')
