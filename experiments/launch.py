@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags, logging
 
 from composer_jax.core import files, processes
-from composer_jax.fleet import gang, hosts, identity, supervisor
+from composer_jax.fleet import gang, hosts, identity, ray_hosts, supervisor
 from composer_jax.pipeline import controller
 from composer_jax.telemetry import progress
 from experiments import start
@@ -129,28 +129,26 @@ def _supervise(
   options = supervisor.SupervisorOptions(**fields)
   place = hosts.parse(options.launch)
   command = gang.command_of(module, sys.argv[1:])
-  if isinstance(place, hosts.RayHosts):
-    from composer_jax.fleet import ray_hosts
-
-    _check_meshes(config, module, place.count or 1)
-    # The last flag of a name counts.
-    command.append('--launch=env')
-    return ray_hosts.run(place, command, is_dry=options.dry_run)
-  _check_meshes(config, module, place.total)
+  total = place.total if isinstance(place, hosts.Hosts) else place.count or 1
+  _check_meshes(config, module, total)
   found = identity.of(config, [module])
   say = progress.teller('fleet')
   if options.dry_run:
     from composer_jax import wiring
 
     wiring.spec_of(config)
-    say(f'host {place.index} of {place.count}, {place.processes} processes each')
-    say(f'code {found["code"]}, jax {found["jax"]}: {" ".join(command)}')
+    say(f'{place}, code {found["code"]}, jax {found["jax"]}')
+    say(' '.join(command))
     return None
+  if not isinstance(place, hosts.Hosts):
+    # The last flag of a name counts.
+    return ray_hosts.run(place, [*command, '--launch=env'])
 
   def end(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
   signal.signal(signal.SIGTERM, end)
+  controller.die_with_parent()  # An actor of Ray.
   kept = supervisor.Supervisor(
     command, place, options, workdir=workdir, own_identity=found, say=say
   )
@@ -163,14 +161,19 @@ def _supervise(
   return reason
 
 
-def _end_member(error: Exception) -> None:
-  """Ends one of several processes, which would wait for the others."""
+def _end_member(error: BaseException) -> None:
+  """Ends one of several processes, whose exit would wait for the others."""
   import jax
 
   lost = isinstance(error, jax.errors.JaxRuntimeError)
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(processes.LOST if lost else processes.REFUSED)
+
+
+def _end_by_bug(kind: Any, error: BaseException, trace: Any) -> None:
+  sys.__excepthook__(kind, error, trace)
+  _end_member(error)
 
 
 def main(run: Callable[..., None]) -> None:
@@ -212,6 +215,7 @@ def main(run: Callable[..., None]) -> None:
     command = gang.command_of(module, sys.argv[1:])
     try:
       if ticket is not None:
+        sys.excepthook = _end_by_bug
         processes.join(ticket)
       if not is_worker:
         wiring.spec_of(config)  # What is wrong anywhere comes first.

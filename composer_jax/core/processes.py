@@ -64,8 +64,6 @@ class Ticket:
 
 @dataclasses.dataclass
 class _Membership:
-  """This process among those of its run."""
-
   index: int = 0
   count: int = 1
   folder: pathlib.Path | None = None
@@ -114,10 +112,9 @@ def is_first() -> bool:
 
 
 def own_folder(workdir: pathlib.Path) -> pathlib.Path:
-  """Returns the folder in which this process alone writes.
+  """Returns where this process alone writes: for process 0, the workdir.
 
-  It is the workdir for process 0. What the others measure is equal and not part
-  of the run; theirs are folders that the next start removes.
+  What the others measure is equal, and theirs are removed by a later start.
   """
   if is_first():
     return workdir
@@ -128,8 +125,8 @@ def own_folder(workdir: pathlib.Path) -> pathlib.Path:
 def lead(decide: Callable[[], Any]) -> Any:
   """Returns what process 0 decides, as JSON has it, in all processes.
 
-  Every process makes the same calls in the same order. If process 0 fails in
-  `decide` the others wait, until the supervisor that sees it end stops them.
+  All make the same calls in the same order. If process 0 fails, the others wait
+  until the supervisor ends them.
   """
   if _self.count == 1:
     return decide()
@@ -147,10 +144,7 @@ def lead(decide: Callable[[], Any]) -> Any:
 
 
 def in_turn(make: Callable[[], T]) -> T:
-  """Returns what `make` returns, called by the others after process 0.
-
-  For what the first call leaves in the workdir and later ones find there.
-  """
+  """Calls `make` in process 0, then in the others, which find what it left."""
   if not is_first():
     lead(lambda: None)
     return make()

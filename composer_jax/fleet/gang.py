@@ -23,6 +23,8 @@ from composer_jax.fleet import hosts as hosts_lib
 from composer_jax.pipeline import controller
 
 _LOG_LINES = 15
+# Exit codes that tell less of what happened first than all others do.
+_RANKS = {processes.REFUSED: 1, processes.LOST: 2, -signal.SIGABRT: 3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,29 +32,48 @@ class Failure:
   """Why the processes of a start must end.
 
   Attributes:
-    reason: a sentence.
+    reason: which process did what.
+    log: text to add, with the end of its log; '' for none.
     is_lasting: true if the program itself refused to go on, which a restart
       would repeat.
   """
 
   reason: str
   is_lasting: bool
+  log: str = ''
 
 
-@dataclasses.dataclass
 class _Member:
-  """A process, its log, and when it last made progress.
+  """A process, and when it last made progress."""
 
-  `begun` once it has joined the others, for whom it may have waited long.
-  """
+  def __init__(
+    self, spawn: Callable[..., Any], ticket: processes.Ticket, **start: Any
+  ):
+    self.number, self._start_s = ticket.process, ticket.start_s
+    folder, self._beat = pathlib.Path(ticket.folder), pathlib.Path(ticket.beat)
+    # The first shows the run on this terminal.
+    self.log = folder / f'process_{self.number}.log' if self.number else None
+    self._beat.touch()
+    # Until it has joined the others, for whom it may wait long.
+    self._changed, self._has_joined = self._beat.stat().st_mtime_ns, False
+    self._since = time.monotonic()
+    with contextlib.ExitStack() as stack:
+      out = stack.enter_context(self.log.open('ab')) if self.log else None
+      self.process = spawn(
+        **start,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out and subprocess.STDOUT,
+        # Ends with its rollout worker, which is of its group.
+        start_new_session=True,
+      )
 
-  number: int
-  process: Any  # a subprocess.Popen
-  log: pathlib.Path | None
-  beat: pathlib.Path
-  changed: int
-  since: float
-  begun: bool = False
+  def is_stalled(self, stall_s: float) -> bool:
+    now, changed = time.monotonic(), self._beat.stat().st_mtime_ns
+    if changed != self._changed:
+      self._changed, self._since, self._has_joined = changed, now, True
+    limit_s = stall_s if self._has_joined else stall_s + self._start_s
+    return self.process.returncode is None and now - self._since > limit_s
 
 
 class Gang:
@@ -79,48 +100,20 @@ class Gang:
     """
     self._beats = tempfile.mkdtemp(prefix='composer_jax_')
     self._members: list[_Member] = []
-    self._start_s = start_s
     first = hosts.index * hosts.processes
     for number in range(first, first + hosts.processes):
-      beat = pathlib.Path(self._beats, str(number))
-      beat.touch()
       ticket = processes.Ticket(
         folder=str(folder),
         address=address,
         process=number,
         count=hosts.total,
         devices=hosts.devices,
-        beat=str(beat),
+        beat=f'{self._beats}/{number}',
         start_s=start_s,
       )
-      # The first shows the run on this terminal.
-      log = folder / f'process_{number}.log' if number else None
-      with contextlib.ExitStack() as stack:
-        out = stack.enter_context(log.open('ab')) if log else None
-        process = spawn(
-          command,
-          stdin=subprocess.DEVNULL,
-          stdout=out,
-          stderr=out and subprocess.STDOUT,
-          env={
-            **os.environ,
-            **environment,
-            **ticket.to_environment(),
-            controller.PARENT: str(os.getpid()),
-          },
-          # Ends with its rollout worker, which is of its group.
-          start_new_session=True,
-        )
-      self._members.append(
-        _Member(
-          number=number,
-          process=process,
-          log=log,
-          beat=beat,
-          changed=beat.stat().st_mtime_ns,
-          since=time.monotonic(),
-        )
-      )
+      parent = {controller.PARENT: str(os.getpid())}
+      env = {**os.environ, **environment, **ticket.to_environment(), **parent}
+      self._members.append(_Member(spawn, ticket, args=command, env=env))
 
   def is_done(self) -> bool:
     """Returns true once all processes ended well."""
@@ -130,29 +123,20 @@ class Gang:
     """Returns why this start must end, None while it need not."""
     ended = [m for m in self._members if m.process.poll() not in (None, 0)]
     if ended:
-      # What kills one leads others to errors; the first is not known.
-      fatal = [m for m in ended if m.process.returncode == processes.REFUSED]
-      member = next((m for m in ended if m not in fatal), ended[0])
+      # The death of one leads others to errors, and jax to abort them.
+      member = min(ended, key=lambda m: _RANKS.get(m.process.returncode, 0))
+      # A restart in vain costs less than a run that ends for a lost process.
+      is_lasting = {m.process.returncode for m in ended} == {processes.REFUSED}
       tail = controller.tail_of(member.log, _LOG_LINES) if member.log else ''
       return Failure(
-        reason=f'process {member.number} {_ending(member.process.returncode)}'
-        + (f'; the end of its log:\n{tail}' if tail else ''),
-        is_lasting=len(fatal) == len(ended),
+        reason=f'process {member.number} {_ending(member.process.returncode)}',
+        is_lasting=is_lasting,
+        log=f'. The end of its log:\n{tail}' if tail else '',
       )
-    now = time.monotonic()
-    for member in self._members:
-      changed = member.beat.stat().st_mtime_ns
-      if changed != member.changed:
-        member.changed, member.since, member.begun = changed, now, True
-    stalled = [
-      m
-      for m in self._members
-      if m.process.returncode is None
-      and now - m.since > (stall_s if m.begun else self._start_s + stall_s)
-    ]
+    stalled = [m for m in self._members if m.is_stalled(stall_s)]
     if not stalled:
       return None
-    numbers = ', '.join(_stuck(m) for m in stalled)
+    numbers = ', '.join(map(_stuck, stalled))
     return Failure(
       reason=f'no progress of process {numbers} for {stall_s:g} s (--stall_s)',
       is_lasting=False,

@@ -22,7 +22,7 @@ VARIABLES = (
 )
 # CPU devices to emulate under env, for tests.
 DEVICES = 'COMPOSER_JAX_DEVICES'
-_LOCAL = re.compile(r'(local|ray):(\d+)(?:x(\d+))?(?:@(\w+))?')
+_COUNTED = re.compile(r'(local|ray):([1-9]\d*)(?:x([1-9]\d*))?')
 _SLICE = re.compile(r'ray:(\d+(?:x\d+)+)@(v\w+)')
 
 
@@ -41,18 +41,6 @@ class Hosts:
   count: int = 1
   processes: int = 1
   devices: int | None = None
-
-  def __post_init__(self):
-    if not 0 <= self.index < self.count:
-      raise ValueError(
-        f'The number of this host ({self.index}) must be one of 0 to '
-        f'{self.count - 1}.'
-      )
-    if self.processes < 1 or (self.devices is not None and self.devices < 1):
-      raise ValueError(
-        '--launch needs at least one process, and one device for each; got '
-        f'{self.processes} and {self.devices}.'
-      )
 
   @property
   def total(self) -> int:
@@ -85,11 +73,10 @@ def parse(
     ValueError: it has no such form, or no variable tells this host's number.
   """
   if text == 'env':
-    return _found(environment)
-  if slice_ := _SLICE.fullmatch(text):
-    return RayHosts(topology=slice_[1], version=slice_[2])
-  match = _LOCAL.fullmatch(text)
-  if match is None or match[4] or match[2] == '0':
+    return _from_variables(environment)
+  if match := _SLICE.fullmatch(text):
+    return RayHosts(topology=match[1], version=match[2])
+  if (match := _COUNTED.fullmatch(text)) is None:
     raise ValueError(
       '--launch must be local:PROCESSESxDEVICES (local:2x4), env, ray:HOSTS, '
       f'ray:HOSTSxDEVICES, or ray:TOPOLOGY@TPU (ray:4x4@v6e), not {text!r}.'
@@ -100,23 +87,20 @@ def parse(
   return Hosts(processes=count, devices=devices)
 
 
-def _found(environment: Mapping[str, str]) -> Hosts:
+def _from_variables(environment: Mapping[str, str]) -> Hosts:
   for number, hosts in VARIABLES:
     if number in environment and hosts in environment:
       index, count = environment[number], environment[hosts]
       if hosts.endswith('HOSTNAMES'):
         count = str(len(count.split(',')))
-      if not (index.isdigit() and count.isdigit()):
+      is_right = index.isdigit() and count.isdigit()
+      if not is_right or int(index) >= int(count):
         raise ValueError(
-          f'{number}={index!r} and {hosts}={environment[hosts]!r} must be '
-          'numbers.'
+          f'{number} must be one of 0 to {hosts} - 1; they are {index!r} and '
+          f'{environment[hosts]!r}.'
         )
-      devices = environment.get(DEVICES)
-      return Hosts(
-        index=int(index),
-        count=int(count),
-        devices=int(devices) if devices else None,
-      )
+      devices = int(environment.get(DEVICES, 0)) or None
+      return Hosts(index=int(index), count=int(count), devices=devices)
   pairs = ', or '.join(f'{a} and {b}' for a, b in VARIABLES)
   raise ValueError(
     f'--launch=env finds no number of this host: set {pairs}. On one machine '

@@ -115,7 +115,7 @@ class Supervisor:
     self._folder, self._identity = workdir / FOLDER, own_identity
     self._restarts = Restarts(options.restarts, options.refill_s)
     self._say = say
-    self._raised = 0.0
+    self._shown = 0.0
 
   def run(self) -> str | None:
     """Returns why the trainer failed, None if it ended well.
@@ -131,40 +131,32 @@ class Supervisor:
   # Host 0.
 
   def _lead(self) -> str | None:
+    path, epoch = self._folder / _GANG, 0
+    if path.exists():
+      epoch = files.read_json(path)['epoch']
     while True:
-      epoch = self._next_epoch()
-      folder = self._folder_of(epoch)
-      folder.mkdir(parents=True)
-      start = {
-        'epoch': epoch,
-        'address': hosts_lib.address(),
-        'identity': self._identity,
-        'end': None,
-      }
-      files.write_json(self._folder / _GANG, start)
+      epoch += 1
+      for old in self._folder.glob('epoch_*'):
+        # The logs of the last start show why it failed.
+        if old != self._folder_of(epoch - 1):
+          shutil.rmtree(old, ignore_errors=True)
+      self._folder_of(epoch).mkdir(parents=True)
+      where, own = hosts_lib.address(), self._identity
+      start = dict(epoch=epoch, address=where, identity=own, end=None)
+      files.write_json(path, start)
       with self._gang(start) as gang:
-        failure = self._watch_all(gang, folder)
-      if failure is None:
-        return self._close(start, None)
-      if failure.is_lasting:
-        return self._close(start, failure.reason)
-      left = self._restarts.take()
-      if left is None:
-        return self._close(
-          start,
-          f'{failure.reason}; no restarts are left (--restarts, --refill_s)',
-        )
-      self._say(f'{failure.reason}; starting again, {left} restarts left')
-
-  def _next_epoch(self) -> int:
-    """Returns the number of the next start; removes what earlier ones left."""
-    path = self._folder / _GANG
-    last = files.read_json(path)['epoch'] if path.exists() else 0
-    for old in self._folder.glob('epoch_*'):
-      # The logs of the last start show why it failed.
-      if old != self._folder_of(last):
-        shutil.rmtree(old, ignore_errors=True)
-    return last + 1
+        failure = self._watch_all(gang, self._folder_of(epoch))
+      left = self._restarts.take() if failure else None
+      if failure is None or failure.is_lasting or left is None:
+        reason = None
+        if failure:
+          used = '; no restarts are left (--restarts, --refill_s)'
+          used = '' if failure.is_lasting else used
+          reason = f'{failure.reason}{used}{failure.log}'
+        files.write_json(path, start | {'end': {'reason': reason}})
+        return reason
+      text = f'{failure.reason}; starting again, {left} restarts left'
+      self._say(text + failure.log)
 
   def _watch_all(
     self, gang: gangs.Gang, folder: pathlib.Path
@@ -186,13 +178,9 @@ class Supervisor:
         return None
       time.sleep(_POLL_S)
 
-  def _close(self, start: dict[str, Any], reason: str | None) -> str | None:
-    files.write_json(self._folder / _GANG, start | {'end': {'reason': reason}})
-    return reason
-
   def _show_life(self) -> None:
-    if self._hosts.count > 1 and time.monotonic() - self._raised > _ALIVE_S:
-      self._raised = time.monotonic()
+    if self._hosts.count > 1 and time.monotonic() - self._shown > _ALIVE_S:
+      self._shown = time.monotonic()
       path = self._folder / f'.{_LEADER}'
       path.write_text(str(time.time_ns()))
       path.replace(self._folder / _LEADER)
@@ -200,54 +188,49 @@ class Supervisor:
   # Other hosts.
 
   def _follow(self) -> str | None:
-    before, last, seen = self._life(), 0, time.monotonic()
-    while True:
-      life = self._life()
-      if life != before:
-        before, seen = life, time.monotonic()
+    life, last, seen = self._life(), 0, time.monotonic()
+    while time.monotonic() - seen < self._options.start_s:
+      # What a leader wrote that is dead by now is of no use.
+      if life != (life := self._life()):
         start = files.read_json(self._folder / _GANG)
         if start['epoch'] != last and start['end'] is None:
           identity.check(self._identity, start['identity'], self._hosts.index)
           last = start['epoch']
           with self._gang(start) as gang:
-            end = self._watch_own(gang, start)
+            end = self._watch_own(gang, last)
           if end is not None:
             return end['reason']
-          before = self._life()
-          seen = time.monotonic()
-      if time.monotonic() - seen > self._options.start_s:
-        return (
-          f'host 0 gave no sign of life in {self._folder} within '
-          f'{self._options.start_s:g} s (--start_s)'
-        )
+        life, seen = self._life(), time.monotonic()
       time.sleep(_POLL_S)
+    return (
+      f'host 0 gave no sign of life in {self._folder} within '
+      f'{self._options.start_s:g} s (--start_s)'
+    )
 
-  def _watch_own(
-    self, gang: gangs.Gang, start: dict[str, Any]
-  ) -> dict[str, Any] | None:
+  def _watch_own(self, gang: gangs.Gang, epoch: int) -> dict[str, Any] | None:
     """Returns the end of the trainer, None once another start is due."""
-    path = self._folder_of(start['epoch']) / f'failed_{self._hosts.index}.json'
-    told = None
+    path = self._folder_of(epoch) / f'failed_{self._hosts.index}.json'
+    failure, since = None, time.monotonic()
     while True:
       now = files.read_json(self._folder / _GANG)
-      if now['epoch'] != start['epoch']:
+      if now['epoch'] != epoch:
         return None
-      if told and time.monotonic() - told > self._options.start_s:
-        return {'reason': 'host 0 begins no other start'}
       if now['end'] is not None:
-        failed = told or now['end']['reason']
+        failed = failure or now['end']['reason']
         deadline = time.monotonic() + (0 if failed else _GRACE_S)
         while not gang.is_done() and time.monotonic() < deadline:
           time.sleep(_POLL_S)
         return now['end']
-      failure = None if told else gang.failure(self._options.stall_s)
-      if failure is not None:
-        told = time.monotonic()
-        self._say(failure.reason)
-        gang.end()
-        # Host 0 may have gone on, and this folder with it.
-        with contextlib.suppress(OSError):
-          files.write_json(path, dataclasses.asdict(failure))
+      if failure is None:
+        failure, since = gang.failure(self._options.stall_s), time.monotonic()
+        if failure is not None:
+          self._say(failure.reason)
+          gang.end()
+          # Host 0 may have gone on, and this folder with it.
+          with contextlib.suppress(OSError):
+            files.write_json(path, dataclasses.asdict(failure))
+      elif time.monotonic() - since > self._options.start_s:
+        return {'reason': 'host 0 begins no other start'}
       time.sleep(_POLL_S)
 
   def _life(self) -> str:

@@ -1,6 +1,5 @@
 """One run in one workdir: the objects that all stages share."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -177,13 +176,8 @@ def _mesh(name: str, axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
       f'of {count}, or run this stage with fewer processes.'
     )
   if may_leave or devices[0].platform == 'cpu':
-    each, taken = axes.size // count, collections.Counter()
-    kept = []
-    for device in devices:
-      taken[device.process_index] += 1
-      if taken[device.process_index] <= each:
-        kept.append(device)
-    devices = kept
+    each = axes.size // count
+    devices = [d for p in range(count) for d in jax.local_devices(p)[:each]]
   return topology.make_mesh(**dataclasses.asdict(axes), devices=devices)
 
 

@@ -171,7 +171,7 @@ def _reinforce(job: jobs.Job) -> None:
       teacher=start.teacher,
     )
     if not is_first:
-      rollouts = contextlib.nullcontext(_none)
+      rollouts = contextlib.nullcontext()  # Process 0 has them.
     elif rl.placement == 'colocated':
       rollouts = _colocated(job, transport, buffer, published.wait)
     else:
@@ -267,16 +267,11 @@ def _ports(
   )
 
 
-def _none(ids: list[int]) -> list[records.Group]:
-  """Waits for nothing: process 0 knows the groups of a step."""
-  raise AssertionError(ids)
-
-
-def _in_lockstep(wait: Wait, buffer: buffers.GroupBuffer) -> Wait:
+def _in_lockstep(wait: Any, buffer: buffers.GroupBuffer) -> Wait:
   """Makes all processes train on one batch plan, which process 0 writes.
 
-  A plan names the groups of a step in their order, with their hashes; each
-  process reads the groups themselves.
+  A plan has the groups of a step in order, with hashes; all read the groups.
+  Only in process 0 is there a `wait`.
   """
 
   def wait_for_plan(ids: list[int]) -> list[records.Group]:

@@ -119,27 +119,16 @@ class Placement:
         alone; None if it is the whole batch, in every process the same.
     """
     routes = shardings.routes(self.layout, self.mesh)
-    is_part = batch_size is not None and jax.process_count() > 1
-    here = np.array(self.rows_here(batch_size)) if is_part else None
 
     def place(path, array):
       # Routes are layer-major: M stands before B.
       is_routes = path[-1].name == 'expert_ids_MBTA'
       axis, sharding = (1, routes) if is_routes else (0, self.batch)
-      array = self._ordered(array, axis + 1)
-      if jax.process_count() == 1:
-        return jax.make_array_from_process_local_data(sharding, array)
       shape = list(array.shape)
-      if here is not None:
-        shape[axis] = batch_size
-
-      def part(index):
-        if here is not None:
-          rows = np.searchsorted(here, np.arange(batch_size)[index[axis]])
-          index = (*index[:axis], rows, *index[axis + 1 :])
-        return array[index]
-
-      return jax.make_array_from_callback(tuple(shape), sharding, part)
+      shape[axis] = batch_size or shape[axis]
+      return jax.make_array_from_process_local_data(
+        sharding, self._ordered(array, axis + 1), tuple(shape)
+      )
 
     return jax.tree_util.tree_map_with_path(place, batch)
 

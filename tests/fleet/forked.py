@@ -17,7 +17,7 @@ from tests import zygote
 class Fork:
   """Of `subprocess.Popen` what a gang uses."""
 
-  def __init__(self, command, *, env, stdout=None, stderr=None, **unused):
+  def __init__(self, args, *, env, stdout=None, stderr=None, **unused):
     self.returncode = None
     sys.stdout.flush()
     self.pid = os.fork()
@@ -26,7 +26,7 @@ class Fork:
       err = os.dup(stdout.fileno() if stderr else 2)
       code = 1
       try:
-        zygote.become({'command': command[1:], 'env': env}, [out, err], {})
+        zygote.become({'command': args[1:], 'env': env}, [out, err], {})
         code = 0
       except SystemExit as error:
         code = error.code if isinstance(error.code, int) else bool(error.code)

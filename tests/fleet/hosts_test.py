@@ -57,10 +57,10 @@ def test_schedulers_tell_the_number_of_a_host(variables, place):
   [
     ({}, 'finds no number of this host: set COMPOSER_JAX_HOST and'),
     ({'SLURM_PROCID': '3'}, 'finds no number of this host'),
-    ({'SLURM_PROCID': 'x', 'SLURM_NTASKS': '2'}, "SLURM_PROCID='x'"),
+    ({'SLURM_PROCID': 'x', 'SLURM_NTASKS': '2'}, "they are 'x' and '2'"),
     (
       {'SLURM_PROCID': '2', 'SLURM_NTASKS': '2'},
-      r'\(2\) must be one of 0 to 1',
+      'must be one of 0 to SLURM_NTASKS - 1',
     ),
   ],
 )

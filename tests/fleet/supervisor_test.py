@@ -122,7 +122,7 @@ def test_a_refusal_is_not_repeated(start):
 def test_an_error_that_a_death_led_to_is_repeated(start):
   reason, said = start({'1/0': 'refuse', '1/1': 'lost'})
   assert reason is None
-  assert 'process 1 lost the others; starting again' in said[1]
+  assert 'process 0 ended with an error (exit code 1); starting' in said[1]
 
 
 def test_restarts_run_out(start):

@@ -1,4 +1,4 @@
-"""Trainers of several gloo processes: equal to one, killed, and gone on with."""
+"""Trainers of several gloo processes: equal to one, killed, gone on with."""
 
 import contextlib
 import json
@@ -91,39 +91,36 @@ def flip_bit(path):
 
 
 @pytest.fixture(scope='module')
-def four(tmp_path_factory):
-  """Workdir of a run by four processes; tests change copies of it."""
-  workdir = tmp_path_factory.mktemp('four') / 'run'
-  _, code, *flags = gang('local:4x1', workdir, FOUR)
-  done = run(code, *flags)
+def two(tmp_path_factory):
+  """Workdir of a run by two processes; tests change copies of it."""
+  workdir = tmp_path_factory.mktemp('two') / 'run'
+  done = run(*gang('local:2x1', workdir)[1:])
   assert done.returncode == 0, done.stderr + done.stdout
   return workdir
 
 
-def test_four_processes_compute_what_one_does(four, tmp_path):
-  """Bit for bit: sums over devices have one order, wherever the devices are."""
-  whole = rows(four)
+def test_two_processes_compute_what_one_does(two, tmp_path):
+  """Bit for bit: a sum of two has one order."""
+  whole = rows(two)
   assert [r['step'] for r in whole] == [0, 1, 2, 3, 3]
-  for process in (1, 2, 3):
-    own = four / 'fleet' / 'epoch_1' / f'process_{process}'
-    assert rows(own) == whole
+  assert rows(two / 'fleet' / 'epoch_1' / 'process_1') == whole
   workdir = tmp_path / 'run'
-  shutil.copytree(four, workdir)
-  # One process does the last step again, from what four had saved.
+  shutil.copytree(two, workdir)
+  # One process does the last step again, from what two had saved.
   shutil.rmtree(workdir / 'exports')
   shutil.rmtree(workdir / 'checkpoints' / 'cpt' / '3')
-  done = run_alone(workdir, FOUR)
+  done = run_alone(workdir)
   assert done.returncode == 0, done.stderr
   assert rows(workdir) == whole
-  first, second = restore(four, 3), restore(workdir, 3)
+  first, second = restore(two, 3), restore(workdir, 3)
   for name in first:
     np.testing.assert_array_equal(first[name], second[name], name)
 
 
-def test_a_flipped_bit_is_seen_whichever_process_wrote_it(four, tmp_path):
-  for process in range(4):
+def test_a_flipped_bit_is_seen_whichever_process_wrote_it(two, tmp_path):
+  for process in range(2):
     workdir = tmp_path / str(process)
-    shutil.copytree(four / 'checkpoints', workdir / 'checkpoints')
+    shutil.copytree(two / 'checkpoints', workdir / 'checkpoints')
     folder = workdir / 'checkpoints/cpt/3/state'
     files = (folder / f'ocdbt.process_{process}' / 'd').iterdir()
     flip_bit(max(files, key=lambda path: path.stat().st_size))
@@ -145,9 +142,9 @@ def started(command, log):
     yield zygote
 
 
-def members(log, start=1):
-  """Waits for a start; returns its process ids by their numbers."""
-  pattern = re.compile(rf'start {start}: .* here {{(.*)}}')
+def members(log, start=1, of=0):
+  """Waits for a start; returns process ids by number, of a host from `of`."""
+  pattern = re.compile(rf'start {start}: .* here {{({of}: .*)}}')
   found = wait_for(lambda: pattern.search(log.read_text()))
   return dict(map(int, pair.split(':')) for pair in found[1].split(','))
 
@@ -160,21 +157,21 @@ def wait_for(condition, within_s=600):
   return found
 
 
-def test_after_a_kill_one_process_goes_on(four, tmp_path):
+def test_after_a_kill_one_process_goes_on(two, tmp_path):
   workdir, log = tmp_path / 'run', tmp_path / 'log'
   workdir.mkdir()
-  shutil.copytree(four / 'corpus', workdir / 'corpus')
+  shutil.copytree(two / 'corpus', workdir / 'corpus')
   for name in ('tokenizer.json', 'sandbox.json'):
-    shutil.copy(four / name, workdir)
-  with started(gang('local:2x1', workdir), log) as zygote:
+    shutil.copy(two / name, workdir)
+  with started(gang('local:4x1', workdir, FOUR), log) as zygote:
     pids = members(log)
     wait_for((workdir / 'checkpoints' / 'cpt' / '1').exists)
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[3], signal.SIGKILL)
     assert zygote.exit_code() == 1
-  assert 'process 1 died by SIGKILL; no restarts are left' in log.read_text()
+  assert 'process 3 died by SIGKILL; no restarts are left' in log.read_text()
   for pid in pids.values():
     with pytest.raises(ProcessLookupError):
       os.kill(pid, 0)
-  done = run_alone(workdir)
+  done = run_alone(workdir, FOUR)
   assert done.returncode == 0, done.stderr
   assert [r['step'] for r in rows(workdir)] == [0, 1, 2, 3, 3]
