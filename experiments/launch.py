@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags, logging
 
 from composer_jax.core import files, processes
-from composer_jax.fleet import gang, hosts, identity, ray_hosts, supervisor
+from composer_jax.fleet import hosts, identity, ray_hosts, supervisor
 from composer_jax.pipeline import controller
 from composer_jax.telemetry import progress
 from experiments import start
@@ -128,10 +128,9 @@ def _supervise(
   fields = {name: flag.value for name, flag in _FLEET.items()}
   options = supervisor.SupervisorOptions(**fields)
   place = hosts.parse(options.launch)
-  command = gang.command_of(module, sys.argv[1:])
-  total = place.total if isinstance(place, hosts.Hosts) else place.count or 1
-  _check_meshes(config, module, total)
-  found = identity.of(config, [module])
+  command = [sys.executable, '-m', module, *sys.argv[1:]]
+  _check_meshes(config, module, place.total or 1)
+  found = identity.of(config, module)
   say = progress.teller('fleet')
   if options.dry_run:
     from composer_jax import wiring
@@ -140,7 +139,7 @@ def _supervise(
     say(f'{place}, code {found["code"]}, jax {found["jax"]}')
     say(' '.join(command))
     return None
-  if not isinstance(place, hosts.Hosts):
+  if place.is_ray:
     # The last flag of a name counts.
     return ray_hosts.run(place, [*command, '--launch=env'])
 
@@ -212,7 +211,7 @@ def main(run: Callable[..., None]) -> None:
     # After the flags: this import loads jax.
     from composer_jax import wiring
 
-    command = gang.command_of(module, sys.argv[1:])
+    command = [sys.executable, '-m', module, *sys.argv[1:]]
     try:
       if ticket is not None:
         sys.excepthook = _end_by_bug

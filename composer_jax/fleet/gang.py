@@ -12,7 +12,6 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -83,34 +82,24 @@ class Gang:
     self,
     command: Sequence[str],
     hosts: hosts_lib.Hosts,
-    *,
-    folder: pathlib.Path,
-    address: str,
-    start_s: float,
+    shared: dict[str, Any],
     environment: dict[str, str],
     spawn: Callable[..., Any] = subprocess.Popen,
   ):
     """Starts them.
 
     Args:
-      folder: folder of this start, which all hosts see.
-      address: where process 0 of the trainer will listen.
+      shared: fields of a `Ticket` that all processes share.
       environment: variables to add.
       spawn: starts a process, with the arguments of `subprocess.Popen`.
     """
     self._beats = tempfile.mkdtemp(prefix='composer_jax_')
     self._members: list[_Member] = []
+    self._has_ended = False
     first = hosts.index * hosts.processes
     for number in range(first, first + hosts.processes):
-      ticket = processes.Ticket(
-        folder=str(folder),
-        address=address,
-        process=number,
-        count=hosts.total,
-        devices=hosts.devices,
-        beat=f'{self._beats}/{number}',
-        start_s=start_s,
-      )
+      beat = f'{self._beats}/{number}'
+      ticket = processes.Ticket(**shared, process=number, beat=beat)
       parent = {controller.PARENT: str(os.getpid())}
       env = {**os.environ, **environment, **ticket.to_environment(), **parent}
       self._members.append(_Member(spawn, ticket, args=command, env=env))
@@ -147,18 +136,19 @@ class Gang:
 
   def end(self, grace_s: float = 0.0) -> None:
     """Ends all processes, those that hang too; asks first with a grace."""
-    if grace_s:
-      self._signal(signal.SIGTERM)
-      deadline = time.monotonic() + grace_s
-      while time.monotonic() < deadline and self._alive():
-        time.sleep(0.05)
+    if self._has_ended:
+      return  # By now the ids may be those of other processes.
+    self._has_ended = True
+    self._signal(signal.SIGTERM if grace_s else signal.SIGKILL)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and not all(
+      m.process.poll() is not None for m in self._members
+    ):
+      time.sleep(0.05)
     self._signal(signal.SIGKILL)
     for member in self._members:
       member.process.wait()
     shutil.rmtree(self._beats, ignore_errors=True)
-
-  def _alive(self) -> bool:
-    return any(m.process.poll() is None for m in self._members)
 
   def _signal(self, number: int) -> None:
     for member in self._members:
@@ -182,7 +172,3 @@ def _stuck(member: _Member) -> str:
     if '\nState:\tT' in status.read_text():
       return f'{member.number} (stopped)'
   return str(member.number)
-
-
-def command_of(module: str, arguments: Sequence[str]) -> list[str]:
-  return [sys.executable, '-m', module, *arguments]

@@ -32,15 +32,20 @@ class Hosts:
 
   Attributes:
     index: number of this host; 0 leads.
-    count: number of hosts.
+    count: number of hosts; 0 for those of `slice`.
     processes: number of trainer processes on each.
-    devices: CPU devices that each process emulates; None for real ones.
+    devices: CPU devices that each process emulates, or GPUs of a Ray cluster
+      that has some; None for what is there.
+    is_ray: true if Ray is asked for these hosts.
+    slice: topology and version of a TPU slice of Ray, '4x4' and 'v6e'.
   """
 
   index: int = 0
   count: int = 1
   processes: int = 1
   devices: int | None = None
+  is_ray: bool = False
+  slice: tuple[str, str] | None = None
 
   @property
   def total(self) -> int:
@@ -48,25 +53,7 @@ class Hosts:
     return self.count * self.processes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RayHosts:
-  """Hosts that Ray provides: `count` of them, or those of a TPU slice.
-
-  Attributes:
-    devices: GPUs of each where the cluster has GPUs, else CPU devices to
-      emulate; None for what is there.
-    topology, version: slice, '4x4' and 'v6e'; '' without TPUs.
-  """
-
-  count: int = 0
-  devices: int | None = None
-  topology: str = ''
-  version: str = ''
-
-
-def parse(
-  text: str, environment: Mapping[str, str] = os.environ
-) -> Hosts | RayHosts:
+def parse(text: str, environment: Mapping[str, str] = os.environ) -> Hosts:
   """Reads the flag --launch.
 
   Raises:
@@ -75,7 +62,7 @@ def parse(
   if text == 'env':
     return _from_variables(environment)
   if match := _SLICE.fullmatch(text):
-    return RayHosts(topology=match[1], version=match[2])
+    return Hosts(count=0, is_ray=True, slice=(match[1], match[2]))
   if (match := _COUNTED.fullmatch(text)) is None:
     raise ValueError(
       '--launch must be local:PROCESSESxDEVICES (local:2x4), env, ray:HOSTS, '
@@ -83,7 +70,7 @@ def parse(
     )
   count, devices = int(match[2]), int(match[3]) if match[3] else None
   if match[1] == 'ray':
-    return RayHosts(count=count, devices=devices)
+    return Hosts(count=count, devices=devices, is_ray=True)
   return Hosts(processes=count, devices=devices)
 
 

@@ -15,8 +15,8 @@ _ROOT = pathlib.Path(composer_jax.__file__).parent
 _OWN = ('config.initial', 'config.tasks.folder')
 
 
-def of(config: dict[str, Any], command: list[str]) -> dict[str, Any]:
-  """Returns {what: value} of a program's code, versions, command and config."""
+def of(config: dict[str, Any], program: str) -> dict[str, Any]:
+  """Returns {what: value} of a program's code, versions and config."""
   digest = hashlib.sha256()
   for path in sorted(_ROOT.rglob('*.py')):
     digest.update(path.relative_to(_ROOT).as_posix().encode())
@@ -26,7 +26,7 @@ def of(config: dict[str, Any], command: list[str]) -> dict[str, Any]:
     'code': digest.hexdigest()[:12],
     'python': '.'.join(map(str, sys.version_info[:2])),
     'jax': importlib.metadata.version('jax'),
-    'program': command[0],
+    'program': program,
     **{name: v for name, v in values.items() if name not in _OWN},
   }
 

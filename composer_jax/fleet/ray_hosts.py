@@ -40,13 +40,13 @@ class HostActor:
 
 
 @contextlib.contextmanager
-def _placed(place: hosts_lib.RayHosts) -> Iterator[tuple[Any, int]]:
+def _placed(place: hosts_lib.Hosts) -> Iterator[tuple[Any, int]]:
   """Yields a placement group and the number of its bundles, one a host."""
   import ray
   from ray.util import placement_group, remove_placement_group, tpu
 
-  if place.topology:
-    part = tpu.SlicePlacementGroup(place.topology, place.version)
+  if place.slice:
+    part = tpu.SlicePlacementGroup(*place.slice)
     try:
       yield part.placement_group, part.num_bundles
     finally:
@@ -69,7 +69,7 @@ def _placed(place: hosts_lib.RayHosts) -> Iterator[tuple[Any, int]]:
     remove_placement_group(group)
 
 
-def run(place: hosts_lib.RayHosts, command: list[str]) -> str | None:
+def run(place: hosts_lib.Hosts, command: list[str]) -> str | None:
   """Runs a command's supervisors; returns why the trainer failed, or None."""
   try:
     import ray

@@ -242,20 +242,20 @@ class Supervisor:
   @contextlib.contextmanager
   def _gang(self, start: dict[str, Any]) -> Iterator[gangs.Gang]:
     """Starts this host's processes, which end with the block."""
-    cache = os.environ.get(_CACHE, str(self._folder / 'compiled'))
-    gang = gangs.Gang(
-      self._command,
-      self._hosts,
-      folder=self._folder_of(start['epoch']),
-      address=start['address'],
+    hosts, address = self._hosts, start['address']
+    shared = dict(
+      folder=str(self._folder_of(start['epoch'])),
+      address=address,
+      count=hosts.total,
+      devices=hosts.devices,
       start_s=self._options.start_s,
-      # A restart would compile everything again.
-      environment={_CACHE: cache},
-      spawn=self._spawn,
     )
+    # Or a restart would compile everything again.
+    cache = {_CACHE: os.environ.get(_CACHE, str(self._folder / 'compiled'))}
+    gang = gangs.Gang(self._command, hosts, shared, cache, self._spawn)
     self._say(
-      f'start {start["epoch"]}: {self._hosts.total} processes at '
-      f'{start["address"]}, here {gang.pids()}'
+      f'start {start["epoch"]}: {hosts.total} processes at {address}, here '
+      f'{gang.pids()}'
     )
     grace_s = 0.0
     try:

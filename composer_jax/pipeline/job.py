@@ -48,12 +48,7 @@ class Job:
 
   @functools.cached_property
   def times(self) -> stage_times.StageTimes:
-    return stage_times.StageTimes(self.own_folder)
-
-  @functools.cached_property
-  def own_folder(self) -> pathlib.Path:
-    """Folder in which this process alone writes: of the first, the workdir."""
-    return processes.own_folder(self.workdir)
+    return stage_times.StageTimes(processes.own_folder(self.workdir))
 
   @functools.cached_property
   def corpus(self) -> seams.CodeCorpus:
@@ -94,7 +89,7 @@ class Job:
     stage = self.spec.cpt
     return placements.build(
       self.spec.lm_model,
-      mesh=_mesh('mesh', self.spec.mesh, may_leave=False),
+      mesh=_mesh(self.spec.mesh, may_leave=False),
       layout=layouts.BY_NAME[self.spec.layout],
       options=self.spec.parallel,
       num_tokens=stage.batch_size // stage.accumulate * stage.seq_len,
@@ -116,7 +111,7 @@ class Job:
       return self.single
     return placements.build(
       self.spec.model,
-      mesh=_mesh('rl.mesh', rl.mesh, may_leave=True),
+      mesh=_mesh(rl.mesh, may_leave=True),
       layout=layouts.BY_NAME[self.spec.layout],
       options=self.spec.parallel,
       num_tokens=rl.rows * rl.seq_len,
@@ -133,7 +128,7 @@ class Job:
     self, stage: str, step: int, rollouts: list[records.Rollout]
   ) -> None:
     """Writes readable episodes; a step written again replaces later ones."""
-    path = self.own_folder / 'episodes.jsonl'
+    path = processes.own_folder(self.workdir) / 'episodes.jsonl'
     is_kept = lambda row: row['stage'] != stage or row['step'] < step
     rows = list(filter(is_kept, writers.read(path)))
     for rollout in rollouts:
@@ -159,22 +154,14 @@ class Job:
     files.write_atomic(path, text.encode())
 
 
-def _mesh(name: str, axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
+def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
   """Makes a mesh of the first devices of each process.
 
   Others may be left over with `may_leave`, or if they are emulated: there are
   as many as the largest mesh of a run needs.
-
-  Raises:
-    ValueError: the mesh has not as many devices of each process.
   """
   devices, count = jax.devices(), processes.count()
-  if axes.size % count:
-    raise ValueError(
-      f'--config.{name} has {axes.size} devices, which do not divide over '
-      f'{count} processes: each must hold as many. Make its product a multiple '
-      f'of {count}, or run this stage with fewer processes.'
-    )
+  assert axes.size % count == 0, 'whoever started the processes checks this'
   if may_leave or devices[0].platform == 'cpu':
     each = axes.size // count
     devices = [d for p in range(count) for d in jax.local_devices(p)[:each]]

@@ -251,7 +251,8 @@ def _ports(
       for edit in stages.edits_of(job, r)
     ]
     files.write_atomic(
-      job.own_folder / 'rl_edits' / f'{step:06d}.txt', '\n'.join(edits).encode()
+      processes.own_folder(job.workdir) / 'rl_edits' / f'{step:06d}.txt',
+      '\n'.join(edits).encode(),
     )
     if step % rl.episodes_every == 0 or step == 1:
       job.log_episodes('rl', step, list(groups[0].rollouts[:2]))

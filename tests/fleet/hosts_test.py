@@ -10,9 +10,12 @@ from composer_jax.fleet import hosts, identity
   [
     ('local:2x4', hosts.Hosts(processes=2, devices=4)),
     ('local:3', hosts.Hosts(processes=3)),
-    ('ray:2', hosts.RayHosts(count=2)),
-    ('ray:2x4', hosts.RayHosts(count=2, devices=4)),
-    ('ray:4x4@v6e', hosts.RayHosts(topology='4x4', version='v6e')),
+    ('ray:2', hosts.Hosts(count=2, is_ray=True)),
+    ('ray:2x4', hosts.Hosts(count=2, devices=4, is_ray=True)),
+    (
+      'ray:4x4@v6e',
+      hosts.Hosts(count=0, is_ray=True, slice=('4x4', 'v6e')),
+    ),
   ],
 )
 def test_a_launch_is_read(text, expected):
@@ -71,9 +74,9 @@ def test_a_host_without_a_number_is_told(variables, message):
 
 def test_what_differs_is_named():
   config = {'seed': 0, 'cpt': {'steps': 3}}
-  first = identity.of(config, ['experiments.composer'])
-  identity.check(identity.of(config, ['experiments.composer']), first, 1)
-  own = identity.of({'seed': 0, 'cpt': {'steps': 4}}, ['experiments.composer'])
+  first = identity.of(config, 'experiments.composer')
+  identity.check(identity.of(config, 'experiments.composer'), first, 1)
+  own = identity.of({'seed': 0, 'cpt': {'steps': 4}}, 'experiments.composer')
   with pytest.raises(ValueError) as error:
     identity.check(own | {'code': 'feed'}, first, 1)
   assert str(error.value).startswith(

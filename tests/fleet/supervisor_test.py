@@ -19,7 +19,6 @@ ticket = json.loads(os.environ['COMPOSER_JAX_TICKET'])
 workdir, orders = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 epoch, me = pathlib.Path(ticket['folder']).name, ticket['process']
 beat = pathlib.Path(ticket['beat'])
-beat.write_bytes(b''); os.utime(beat)
 with (workdir / f'seen_{me}').open('a') as seen:
   seen.write(json.dumps([epoch, ticket['address'], ticket['count']]) + chr(10))
 order = orders.get(f'{epoch[6:]}/{me}', orders.get(f'*/{me}', 'done'))
@@ -29,6 +28,7 @@ while order != 'alone' and not all(
   for path in (workdir / f'seen_{i}' for i in range(ticket['count']))
 ):
   time.sleep(0.01)
+beat.write_bytes(b''); os.utime(beat)
 if order == 'kill':
   os.kill(os.getpid(), signal.SIGKILL)
 if order == 'stop':
@@ -105,9 +105,12 @@ def test_a_death_restarts_all_at_another_address(start, tmp_path, victim):
 
 def test_no_progress_restarts_all(start):
   """A stopped process holds its peers, of which one works on."""
-  reason, said = start({'1/0': 'work', '1/1': 'stop'}, stall_s=0.5)
+  reason, said = start({'1/0': 'work', '1/1': 'stop'}, stall_s=2.0)
   assert reason is None
-  assert 'no progress of process 1 (stopped) for 0.5 s' in said[1]
+  # On a busy machine the other may not have worked, either.
+  assert re.match(
+    r'no progress of process (0, )?1 \(stopped\) for 2 s', said[1]
+  )
   assert_gone(said)
 
 
