@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -20,6 +21,8 @@ from experiments import start
 
 _TRACEBACK = 'error.txt'
 _BOUND = 'config.json'  # as in train.workdir, which is imported later
+# Beginning of the messages of XLA and of its services: the name of a status.
+_FROM_XLA = re.compile('[A-Z]+(_[A-Z]+)*: ')
 
 _CONFIG = start.define_config(
   'configs/composer/tiny.py',
@@ -103,7 +106,7 @@ def _ask() -> None:
 
 def _check_meshes(config: dict[str, Any], module: str, total: int) -> None:
   """Refuses a mesh that has not as many devices of each process."""
-  meshes = {'mesh': config}
+  meshes: dict[str, Any] = {'mesh': config}
   if module.rpartition('.')[2] in ('composer', 'rl'):
     meshes['rl.mesh'] = config.get('rl')
   for name, section in meshes.items():
@@ -162,12 +165,15 @@ def _supervise(
 
 def _end_member(error: BaseException) -> None:
   """Ends one of several processes, whose exit would wait for the others."""
-  import jax
-
-  lost = isinstance(error, jax.errors.JaxRuntimeError)
+  code, cause = processes.REFUSED, error
+  while cause is not None and code != processes.LOST:
+    # Of another class at each place where a collective or a barrier fails.
+    if _FROM_XLA.match(str(cause)):
+      code = processes.LOST
+    cause = cause.__cause__ or cause.__context__
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(processes.LOST if lost else processes.REFUSED)
+  os._exit(code)
 
 
 def _end_by_bug(kind: Any, error: BaseException, trace: Any) -> None:

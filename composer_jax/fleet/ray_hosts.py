@@ -23,15 +23,16 @@ class HostActor:
   """The class of the actors: a supervisor in a process of its own."""
 
   def __init__(self, command: list[str], folder: str, variables: dict):
-    self._start = dict(args=command, cwd=folder)
-    self._variables, self._process = variables, None
+    self._command, self._folder, self._variables = command, folder, variables
+    self._process: subprocess.Popen | None = None
 
   def run(self) -> int:
     """Runs the supervisor to its end; Ray calls it again on another node."""
     parent = {controller.PARENT: str(os.getpid())}
     env = {**os.environ, **self._variables, **parent}
-    self._process = subprocess.Popen(**self._start, env=env)
-    return self._process.wait()
+    process = subprocess.Popen(self._command, cwd=self._folder, env=env)
+    self._process = process
+    return process.wait()
 
   def stop(self) -> None:
     if self._process is not None:
@@ -82,7 +83,7 @@ def run(place: hosts_lib.Hosts, command: list[str]) -> str | None:
   ray.init(address='auto', ignore_reinit_error=True)
   with _placed(place) as (group, count):
     others = dict(group.bundle_specs[0])
-    actor = ray.remote(
+    options: dict[str, Any] = dict(
       num_cpus=others.pop('CPU', 0),
       num_gpus=others.pop('GPU', 0),
       resources=others,
@@ -90,7 +91,8 @@ def run(place: hosts_lib.Hosts, command: list[str]) -> str | None:
       max_restarts=-1,
       max_task_retries=-1,
       max_concurrency=2,  # For `stop`.
-    )(HostActor)
+    )
+    actor: Any = ray.remote(**options)(HostActor)
     actors = []
     for index in range(count):
       where = strategies.PlacementGroupSchedulingStrategy(group, index)

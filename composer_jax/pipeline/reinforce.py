@@ -177,9 +177,10 @@ def _reinforce(job: jobs.Job) -> None:
     else:
       rollouts = _processes(job, buffer, published.check)
     with (
-      rollouts as wait,
+      rollouts as first_wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
+      wait: Any = first_wait
       if processes.count() > 1:
         wait = _in_lockstep(wait, buffer)
       ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)

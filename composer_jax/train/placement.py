@@ -106,7 +106,7 @@ class Placement:
 
   def rows_here(self, batch_size: int) -> list[int]:
     """Returns the rows of a batch that meet devices of this process."""
-    indices = self.batch.addressable_devices_indices_map((batch_size, 1))
+    indices: Any = self.batch.addressable_devices_indices_map((batch_size, 1))
     return sorted(
       {row for rows, _ in indices.values() for row in range(batch_size)[rows]}
     )
