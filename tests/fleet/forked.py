@@ -5,19 +5,26 @@ several processes cost as much to start as one.
 """
 
 import atexit
+import functools
+import json
 import os
 import pathlib
+import signal
 import sys
 import traceback
 
+from composer_jax.core import processes
 from composer_jax.fleet import hosts, supervisor
+from composer_jax.train.checkpoints import manager
 from tests import zygote
+
+_LAST = 3
 
 
 class Fork:
   """Of `subprocess.Popen` what a gang uses."""
 
-  def __init__(self, args, *, env, stdout=None, stderr=None, **unused):
+  def __init__(self, args, *, victim, env, stdout=None, stderr=None, **unused):
     self.returncode = None
     sys.stdout.flush()
     self.pid = os.fork()
@@ -26,6 +33,8 @@ class Fork:
       err = os.dup(stdout.fileno() if stderr else 2)
       code = 1
       try:
+        if json.loads(env[processes.TICKET])['process'] == victim:
+          _die_before_saving(_LAST)
         zygote.become({'command': args[1:], 'env': env}, [out, err], {})
         code = 0
       except SystemExit as error:
@@ -52,8 +61,25 @@ class Fork:
     return self.returncode
 
 
-def run(launch: str, workdir: str, *command: str, **options) -> None:
-  """Runs `python COMMAND` as --launch says; ends the program as a main does."""
+def _die_before_saving(last: int) -> None:
+  """Kills this process where it would save a checkpoint of step `last`."""
+  save = manager.Checkpoints.save
+
+  def save_or_die(checkpoints, step, *arguments, **options):
+    if step == last:
+      os.kill(os.getpid(), signal.SIGKILL)
+    save(checkpoints, step, *arguments, **options)
+
+  manager.Checkpoints.save = save_or_die
+
+
+def run(
+  launch: str, workdir: str, victim: str, *command: str, **options
+) -> None:
+  """Runs `python COMMAND` as --launch says; ends the program as a main does.
+
+  Process number `victim` dies before it saves its third step; '' for none.
+  """
   kept = supervisor.Supervisor(
     [sys.executable, *command],
     hosts.parse(launch),
@@ -61,7 +87,7 @@ def run(launch: str, workdir: str, *command: str, **options) -> None:
     workdir=pathlib.Path(workdir),
     own_identity={},
     say=lambda text: print(f'[fleet] {text}', flush=True),
-    spawn=Fork,
+    spawn=functools.partial(Fork, victim=int(victim or -1)),
   )
   reason = kept.run()
   sys.exit(reason and f'error: {reason}')
