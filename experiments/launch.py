@@ -104,8 +104,11 @@ def _ask() -> None:
   )
 
 
-def _check_meshes(config: dict[str, Any], module: str, total: int) -> None:
+def _check_meshes(
+  config: dict[str, Any], module: str, place: hosts.Hosts
+) -> None:
   """Refuses a mesh that has not as many devices of each process."""
+  total, emulated = place.total or 1, None if place.is_ray else place.devices
   meshes: dict[str, Any] = {'mesh': config}
   if module.rpartition('.')[2] in ('composer', 'rl'):
     meshes['rl.mesh'] = config.get('rl')
@@ -122,6 +125,11 @@ def _check_meshes(config: dict[str, Any], module: str, total: int) -> None:
           else ', or change --launch.'
         )
       )
+    if emulated and size > total * emulated:
+      raise ValueError(
+        f'--config.{name} has {size} devices, and {total} processes emulate '
+        f'{emulated} each: ask for --launch=local:{total}x{size // total}.'
+      )
 
 
 def _supervise(
@@ -132,7 +140,7 @@ def _supervise(
   options = supervisor.SupervisorOptions(**fields)
   place = hosts.parse(options.launch)
   command = [sys.executable, '-m', module, *sys.argv[1:]]
-  _check_meshes(config, module, place.total or 1)
+  _check_meshes(config, module, place)
   found = identity.of(config, module)
   say = progress.teller('fleet')
   if options.dry_run:

@@ -106,7 +106,9 @@ class Placement:
 
   def rows_here(self, batch_size: int) -> list[int]:
     """Returns the rows of a batch that meet devices of this process."""
-    indices: Any = self.batch.addressable_devices_indices_map((batch_size, 1))
+    # Any number of tokens that divides over the mesh.
+    shape = batch_size, self.mesh.size
+    indices: Any = self.batch.addressable_devices_indices_map(shape)
     return sorted(
       {row for rows, _ in indices.values() for row in range(batch_size)[rows]}
     )
