@@ -27,7 +27,7 @@ _RANKS = {processes.REFUSED: 1, processes.LOST: 2, -signal.SIGABRT: 3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
+class GangFailure:
   """Why the processes of a start must end.
 
   Attributes:
@@ -108,7 +108,7 @@ class Gang:
     """Returns true once all processes ended well."""
     return all(m.process.poll() == 0 for m in self._members)
 
-  def failure(self, stall_s: float) -> Failure | None:
+  def failure(self, stall_s: float) -> GangFailure | None:
     """Returns why this start must end, None while it need not."""
     ended = [m for m in self._members if m.process.poll() not in (None, 0)]
     if ended:
@@ -117,7 +117,7 @@ class Gang:
       # A restart in vain costs less than a run that ends for a lost process.
       is_lasting = {m.process.returncode for m in ended} == {processes.REFUSED}
       tail = controller.tail_of(member.log, _LOG_LINES) if member.log else ''
-      return Failure(
+      return GangFailure(
         reason=f'process {member.number} {_ending(member.process.returncode)}',
         is_lasting=is_lasting,
         log=f'. The end of its log:\n{tail}' if tail else '',
@@ -126,7 +126,7 @@ class Gang:
     if not stalled:
       return None
     numbers = ', '.join(map(_stuck, stalled))
-    return Failure(
+    return GangFailure(
       reason=f'no progress of process {numbers} for {stall_s:g} s (--stall_s)',
       is_lasting=False,
     )

@@ -7,10 +7,9 @@ import pathlib
 import sys
 from typing import Any
 
-import composer_jax
 from composer_jax.core import files
 
-_ROOT = pathlib.Path(composer_jax.__file__).parent
+_ROOT = pathlib.Path(__file__).parent.parent
 # Fields that may differ between hosts: where their files lie.
 _OWN = ('config.initial', 'config.tasks.folder')
 

@@ -160,7 +160,7 @@ class Supervisor:
 
   def _watch_all(
     self, gang: gangs.Gang, folder: pathlib.Path
-  ) -> gangs.Failure | None:
+  ) -> gangs.GangFailure | None:
     """Waits for the end of a start, on whatever host it shows."""
     settled = None
     while True:
@@ -168,7 +168,7 @@ class Supervisor:
       found = gang.failure(self._options.stall_s)
       failures = [found] if found else []
       for path in sorted(folder.glob('failed_*.json')):
-        failures.append(gangs.Failure(**files.read_json(path)))
+        failures.append(gangs.GangFailure(**files.read_json(path)))
       if failures:
         settled = settled or time.monotonic() + _SETTLE_S
         passing = [f for f in failures if not f.is_lasting]
