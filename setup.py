@@ -93,7 +93,7 @@ EXTRAS = {
   'kernels': KERNELS,
   'stores': STORES,
   'signing': SIGNING,
-  'fleet': FLEET,
+  'ray': FLEET,
   'judge': JUDGE,
   'tasks': TASKS,
   'gpu': ['jax[cuda13]>=0.10'],

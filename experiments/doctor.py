@@ -39,7 +39,7 @@ _EXTRAS = {
   'tasks': 'pytest',
   'hf': 'transformers',
   'judge': 'openai',
-  'fleet': 'ray',
+  'ray': 'ray',
   'wandb': 'wandb',
 }
 

@@ -1,7 +1,11 @@
 """Shared by the mains of a run: flags, the config as a Spec, errors."""
 
 import math
+import os
 import pathlib
+import re
+import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -9,12 +13,16 @@ from typing import Any
 
 from absl import flags, logging
 
-from composer_jax.core import files
+from composer_jax.core import files, processes
+from composer_jax.fleet import hosts, identity, ray_hosts, supervisor
 from composer_jax.pipeline import controller
+from composer_jax.telemetry import progress
 from experiments import start
 
 _TRACEBACK = 'error.txt'
 _BOUND = 'config.json'  # as in train.workdir, which is imported later
+# Beginning of the messages of XLA and of its services: the name of a status.
+_FROM_XLA = re.compile('[A-Z]+(_[A-Z]+)*: ')
 
 _CONFIG = start.define_config(
   'configs/composer/tiny.py',
@@ -34,6 +42,7 @@ _ROLE = flags.DEFINE_enum(
   'run: the whole job. rollout: the rollout worker of the run in --workdir, '
   'which the job starts by itself.',
 )
+_FLEET = start.define_fields(supervisor.SupervisorOptions, '')
 
 
 def _keep_traceback(workdir: pathlib.Path) -> str:
@@ -95,6 +104,91 @@ def _ask() -> None:
   )
 
 
+def _check_meshes(
+  config: dict[str, Any], module: str, place: hosts.Hosts
+) -> None:
+  """Refuses a mesh that has not as many devices of each process."""
+  total, emulated = place.total or 1, None if place.is_ray else place.devices
+  meshes: dict[str, Any] = {'mesh': config}
+  if module.rpartition('.')[2] in ('composer', 'rl'):
+    meshes['rl.mesh'] = config.get('rl')
+  for name, section in meshes.items():
+    size = _num_devices(section)
+    if size % total:
+      raise ValueError(
+        f'--config.{name} has {size} devices, which do not divide over '
+        f'{total} processes (--launch): each must hold as many. Make its '
+        f'product a multiple of {total}'
+        + (
+          ', or run pretrain and sft with --launch and rl without.'
+          if name == 'rl.mesh'
+          else ', or change --launch.'
+        )
+      )
+    if emulated and size > total * emulated:
+      raise ValueError(
+        f'--config.{name} has {size} devices, and {total} processes emulate '
+        f'{emulated} each: ask for --launch=local:{total}x{size // total}.'
+      )
+
+
+def _supervise(
+  config: dict[str, Any], module: str, workdir: pathlib.Path
+) -> str | None:
+  """Runs this program as the processes that --launch says."""
+  fields = {name: flag.value for name, flag in _FLEET.items()}
+  options = supervisor.SupervisorOptions(**fields)
+  place = hosts.parse(options.launch)
+  command = [sys.executable, '-m', module, *sys.argv[1:]]
+  _check_meshes(config, module, place)
+  found = identity.of(config, module)
+  say = progress.teller('fleet')
+  if options.dry_run:
+    from composer_jax import wiring
+
+    wiring.spec_of(config)
+    say(f'{place}, code {found["code"]}, jax {found["jax"]}')
+    say(' '.join(command))
+    return None
+  if place.is_ray:
+    # The last flag of a name counts.
+    return ray_hosts.run(place, [*command, '--launch=env'])
+
+  def end(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
+
+  signal.signal(signal.SIGTERM, end)
+  controller.die_with_parent()  # An actor of Ray.
+  kept = supervisor.Supervisor(
+    command, place, options, workdir=workdir, own_identity=found, say=say
+  )
+  reason = kept.run()
+  if place.count == 1 and not (workdir / _BOUND).exists():
+    # A start that fails leaves nothing.
+    shutil.rmtree(workdir / supervisor.FOLDER, ignore_errors=True)
+    if workdir.exists() and not os.listdir(workdir):
+      workdir.rmdir()
+  return reason
+
+
+def _end_member(error: BaseException) -> None:
+  """Ends one of several processes, whose exit would wait for the others."""
+  code, cause = processes.REFUSED, error
+  while cause is not None and code != processes.LOST:
+    # Of another class at each place where a collective or a barrier fails.
+    if _FROM_XLA.match(str(cause)):
+      code = processes.LOST
+    cause = cause.__cause__ or cause.__context__
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
+
+
+def _end_by_bug(kind: Any, error: BaseException, trace: Any) -> None:
+  sys.__excepthook__(kind, error, trace)
+  _end_member(error)
+
+
 def main(run: Callable[..., None]) -> None:
   """Runs `run(spec, systems, workdir, role, command)` under absl.
 
@@ -112,33 +206,47 @@ def main(run: Callable[..., None]) -> None:
       # Libraries report every file they touch at INFO.
       logging.set_verbosity(logging.WARNING)
     config = start.config_fields(_CONFIG)
+    workdir = pathlib.Path(_WORKDIR.value).absolute()
+    is_worker, ticket = _ROLE.value == 'rollout', processes.take_ticket()
+    if _FLEET['launch'].value and not is_worker and ticket is None:
+      try:
+        reason = _supervise(config, module, workdir)
+      except (ValueError, OSError) as error:
+        start.fail(error)
+      sys.exit(reason and f'error: {reason}')
     devices = max(map(_num_devices, (config, config.get('rl'))))
     serving = _num_devices({'mesh': config.get('rollout')}, ('devices',))
-    is_worker = _ROLE.value == 'rollout'
+    if ticket is not None:
+      devices = ticket.devices or -(-devices // ticket.count)
     start.emulate_devices(serving if is_worker else max(devices, serving))
-    if is_worker:
+    if is_worker or ticket is not None:
       # Before the imports, since the job may die during them.
       controller.die_with_parent()
     # After the flags: this import loads jax.
     from composer_jax import wiring
 
     command = [sys.executable, '-m', module, *sys.argv[1:]]
-    workdir = pathlib.Path(_WORKDIR.value).absolute()
     try:
+      if ticket is not None:
+        sys.excepthook = _end_by_bug
+        processes.join(ticket)
       if not is_worker:
         wiring.spec_of(config)  # What is wrong anywhere comes first.
         _fit(config)
       spec = wiring.spec_of(config)
       systems = wiring.systems_of(spec)
       run(spec, systems, workdir, role=_ROLE.value, command=command)
-      if _ROLE.value == 'run':
+      if not is_worker and processes.is_first():
         (workdir / _TRACEBACK).unlink(missing_ok=True)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
       where = ''
-      if start.DEBUG.value or _ROLE.value == 'rollout':
+      if start.DEBUG.value or is_worker or not processes.is_first():
         traceback.print_exc()
       else:
         where = _keep_traceback(workdir)
+      if ticket is not None:
+        print(f'error: {error}{where}', file=sys.stderr)
+        _end_member(error)
       sys.exit(f'error: {error}{where}')
 
   # Absent when a main is run as a plain file.

@@ -13,6 +13,8 @@ HOST_ONLY = (
   'core/records.py',
   'core/routes',
   'core/files.py',
+  'core/processes.py',
+  'fleet',
   'telemetry',
   'sandbox',
   'text',

@@ -52,13 +52,13 @@ def _configure_jax(event: str, arguments: tuple) -> None:
 
 
 def _hide_own_frames(kind, error, trace) -> None:
-  while trace and trace.tb_frame.f_code is not _become.__code__:
+  while trace and trace.tb_frame.f_code is not become.__code__:
     trace = trace.tb_next
   shown = trace and trace.tb_next
   sys.__excepthook__(kind, error.with_traceback(shown), shown)
 
 
-def _become(
+def become(
   request: dict, outputs: list[int], set_by_imports: dict[str, str]
 ) -> None:
   """Makes this process one that the command started; the caller must end."""
@@ -144,7 +144,7 @@ def main() -> None:
       client.detach()
       os.close(children)
       os.close(writer)
-      _become(request, outputs, set_by_imports)
+      become(request, outputs, set_by_imports)
       return
     for descriptor in outputs:
       os.close(descriptor)

@@ -43,7 +43,8 @@ class _Rows:
   whole: bool
   num_epochs: int | None
   opening: int
-  multiple: int  # divides the number of rows
+  multiple: int  # rows of a batch; divides the number of rows
+  here: frozenset[int]  # rows of a batch that are filled; others are None
 
   def __post_init__(self):
     pairs = [_split(self.documents[i]) for i in range(len(self.documents))]
@@ -69,7 +70,9 @@ class _Rows:
   def __len__(self) -> int:
     return self._len
 
-  def __getitem__(self, index: int) -> packing.FilledRow:
+  def __getitem__(self, index: int) -> packing.FilledRow | None:
+    if index % self.multiple not in self.here:
+      return None
     while index >= self._firsts[-1]:
       if len(self._firsts) - 1 == self.num_epochs:
         return packing.fill((), self.seq_len, self._get)
@@ -121,21 +124,27 @@ def _split(document: Document) -> packing.Learned:
   return document if isinstance(document, tuple) else (document, None)
 
 
-def _stack(rows: Sequence[packing.FilledRow]) -> batches.LMBatch:
+def _stack(rows: Sequence[packing.FilledRow | None]) -> batches.LMBatch:
   # Numpy leaves: the trainer places them on devices.
   arrays: dict[str, Any] = {
-    f'{name}BT': np.stack([getattr(row, f'{name}T') for row in rows])
+    f'{name}BT': np.stack(
+      [getattr(r, f'{name}T') for r in rows if r is not None]
+    )
     for name in ('tokens_', 'segment_ids_', 'positions_', 'loss_weights_')
   }
   return batches.LMBatch(**arrays)
 
 
 class LMStream:
-  """An iterator of `LMBatch` with numpy leaves and a JSON-able state."""
+  """An iterator of `LMBatch` with numpy leaves and a JSON-able state.
+
+  Attributes:
+    fingerprint: hash of the documents and options, whatever rows are read.
+  """
 
   def __init__(self, dataset: grain.IterDataset, fingerprint: str):
     self._iterator = iter(dataset)
-    self._fingerprint = fingerprint
+    self.fingerprint = fingerprint
 
   def __iter__(self) -> 'LMStream':
     return self
@@ -146,14 +155,14 @@ class LMStream:
   def get_state(self) -> dict[str, Any]:
     """Returns the state from which `set_state` continues after this batch."""
     state = self._iterator.get_state()
-    return {'grain': state, 'fingerprint': self._fingerprint}
+    return {'grain': state, 'fingerprint': self.fingerprint}
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Continues where `state` was taken; refuses one of another stream."""
-    if state.get('fingerprint') != self._fingerprint:
+    if state.get('fingerprint') != self.fingerprint:
       raise ValueError(
         f'The data state is of stream {state.get("fingerprint")}, this one '
-        f'is {self._fingerprint}: documents, batch_size, seq_len, seed or '
+        f'is {self.fingerprint}: documents, batch_size, seq_len, seed or '
         'fim_rate changed. Restore them or start a new workdir.'
       )
     self._iterator.set_state(state['grain'])
@@ -170,6 +179,7 @@ def lm_stream(
   whole: bool = False,
   num_epochs: int | None = None,
   opening: int = 0,
+  rows: Sequence[int] | None = None,
 ) -> LMStream:
   """Streams packed batches of documents.
 
@@ -191,6 +201,8 @@ def lm_stream(
       batch; None for an endless stream.
     opening: tokens at the beginning of each document that the first two epochs
       have alone, where they carry loss; 0 for whole documents in every epoch.
+    rows: rows of each batch that this process feeds, rising; None for all.
+      States and fingerprints do not depend on them.
 
   Raises:
     ValueError: there is nothing to stream, a document does not fit, or options
@@ -217,9 +229,10 @@ def lm_stream(
     opening=opening,
   )
   fingerprint = _fingerprint(documents, {**options, 'batch_size': batch_size})
-  rows = _Rows(documents=documents, multiple=batch_size, **options)
+  here = frozenset(range(batch_size) if rows is None else rows)
+  source = _Rows(documents=documents, multiple=batch_size, here=here, **options)
   dataset = (
-    grain.MapDataset.source(rows)
+    grain.MapDataset.source(source)
     .batch(batch_size, batch_fn=_stack)
     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
   )

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from composer_jax.core import files, records, seams
+from composer_jax.core import files, processes, records, seams
 from composer_jax.delta import chain, chunking, publisher, subscriber
 from composer_jax.delta.store import objects
 from composer_jax.models import config as model_config
@@ -104,8 +104,10 @@ class Publication:
   ):
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
-    # What a killed run received after `first` became void with it.
-    Received.truncate(workdir, first)
+    # What a killed run received after `first` became void with it. By one of
+    # several processes: the rollout worker that it starts writes there, too.
+    if processes.is_first():
+      Received.truncate(workdir, first)
     self._publisher, self._writer = sender, writer
     # Every version before the first was published, else there would be no
     # checkpoint of the first.
@@ -445,7 +447,7 @@ class StoreTransport:
       RUN_ID,
       self._options,
     )
-    if sender.version is None:
+    if sender.version is None and processes.is_first():
       # A store that is new, or was deleted: older pointers are no measure.
       self._memory.unlink(missing_ok=True)
     return Publication(sender, writer, self._workdir, first)

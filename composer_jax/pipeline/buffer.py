@@ -52,8 +52,16 @@ class GroupBuffer:
     seal = hashlib.sha256(data).digest()
     files.write_atomic(self.path(group.group), data + seal)
 
-  def get(self, group: int) -> records.Group:
+  def seals(self, groups: Sequence[records.Group]) -> list[tuple[int, str]]:
+    """Returns the number and hash of stored groups: a batch plan."""
+    contents = ((g.group, self.path(g.group).read_bytes()) for g in groups)
+    return [(group, data[-_HASH_BYTES:].hex()) for group, data in contents]
+
+  def get(self, group: int, seal: str | None = None) -> records.Group:
     """Reads one group.
+
+    Args:
+      seal: hash that a batch plan has of it; None for any.
 
     Raises:
       ValueError: the file is damaged. It is renamed to `.damaged`, so that
@@ -61,11 +69,13 @@ class GroupBuffer:
     """
     path = self.path(group)
     content = path.read_bytes()
-    data, seal = content[:-_HASH_BYTES], content[-_HASH_BYTES:]
+    data, own = content[:-_HASH_BYTES], content[-_HASH_BYTES:]
     try:
       # Before parsing: zip and npy may fail in any way on a flipped bit.
-      if hashlib.sha256(data).digest() != seal:
+      if hashlib.sha256(data).digest() != own:
         raise ValueError('its hash is wrong')
+      if seal not in (None, own.hex()):
+        raise ValueError('it is not the one that process 0 planned')
       stored = group_bytes.from_bytes(data)
       if stored.group != group:
         raise ValueError(f'it holds group {stored.group}')

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 # Environment variable with the process id of a worker's parent.
-_PARENT = 'COMPOSER_JAX_PARENT'
+PARENT = 'COMPOSER_JAXPARENT'
 
 
 class RolloutProcess:
@@ -46,7 +46,7 @@ class RolloutProcess:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, _PARENT: str(os.getpid())},
+        env={**os.environ, PARENT: str(os.getpid())},
       )
     if self._cores and hasattr(os, 'sched_setaffinity'):
       os.sched_setaffinity(process.pid, self._cores)
@@ -99,7 +99,7 @@ def die_with_parent() -> None:
 
   Does nothing in a worker that was not started by a `RolloutProcess`.
   """
-  parent = int(os.environ.get(_PARENT, '0'))
+  parent = int(os.environ.get(PARENT, '0'))
   if not parent:
     return
 

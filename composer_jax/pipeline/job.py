@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from composer_jax.agent import episode
-from composer_jax.core import files, records, seams
+from composer_jax.core import files, processes, records, seams
 from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import machine, progress, stage_times
@@ -48,12 +48,12 @@ class Job:
 
   @functools.cached_property
   def times(self) -> stage_times.StageTimes:
-    return stage_times.StageTimes(self.workdir)
+    return stage_times.StageTimes(processes.own_folder(self.workdir))
 
   @functools.cached_property
   def corpus(self) -> seams.CodeCorpus:
     with self.times.stage('corpus'):
-      return self.systems.corpus(self.workdir)
+      return processes.in_turn(lambda: self.systems.corpus(self.workdir))
 
   @functools.cached_property
   def tokenizer(self) -> Any:
@@ -62,9 +62,11 @@ class Job:
         return self.systems.initial.tokenizer(self.workdir)
       # Saved where a rollout worker finds it.
       path, vocab_size = self.workdir / TOKENIZER, self.spec.model.vocab_size
-      if not path.exists():
-        texts = self.systems.family.texts()
-        self.corpus.train_tokenizer(texts).save(path)
+      if processes.lead(lambda: not path.exists()):
+        corpus, family = self.corpus, self.systems.family
+        if processes.is_first():
+          corpus.train_tokenizer(family.texts()).save(path)
+        processes.lead(lambda: None)  # The others wait until it is there.
       tokenizer = tokenizers.Tokenizer.load(path)
       if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -78,8 +80,8 @@ class Job:
     """Token ids of the corpus: for training, and held out."""
     with self.times.stage('tokenizer'):
       # The tokenizer first, so that an unusable one is reported at once.
-      tokenizer = self.tokenizer
-      return self.corpus.documents(tokenizer)
+      tokenizer, corpus = self.tokenizer, self.corpus
+      return processes.in_turn(lambda: corpus.documents(tokenizer))
 
   @functools.cached_property
   def placement(self) -> placements.Placement:
@@ -95,8 +97,8 @@ class Job:
 
   @functools.cached_property
   def single(self) -> placements.Placement:
-    """Placement of held-out episodes, on the first device only."""
-    mesh = topology.make_mesh(devices=jax.devices()[:1])
+    """Placement of held-out episodes, on a device of this process."""
+    mesh = topology.make_mesh(devices=jax.local_devices()[:1])
     return placements.build(
       self.spec.model, mesh=mesh, layout=layouts.REPLICATED
     )
@@ -105,7 +107,7 @@ class Job:
   def rl_placement(self) -> placements.Placement:
     """Placement of RL's trainer: the first devices; engines get the others."""
     rl = self.spec.rl
-    if rl.mesh.size == 1:
+    if rl.mesh.size == processes.count() == 1:
       return self.single
     return placements.build(
       self.spec.model,
@@ -126,7 +128,7 @@ class Job:
     self, stage: str, step: int, rollouts: list[records.Rollout]
   ) -> None:
     """Writes readable episodes; a step written again replaces later ones."""
-    path = self.workdir / 'episodes.jsonl'
+    path = processes.own_folder(self.workdir) / 'episodes.jsonl'
     is_kept = lambda row: row['stage'] != stage or row['step'] < step
     rows = list(filter(is_kept, writers.read(path)))
     for rollout in rollouts:
@@ -153,14 +155,16 @@ class Job:
 
 
 def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
-  """Makes a mesh of the first devices.
+  """Makes a mesh of the first devices of each process.
 
   Others may be left over with `may_leave`, or if they are emulated: there are
   as many as the largest mesh of a run needs.
   """
-  devices = jax.devices()
+  devices, count = jax.devices(), processes.count()
+  assert axes.size % count == 0, 'whoever started the processes checks this'
   if may_leave or devices[0].platform == 'cpu':
-    devices = devices[: axes.size]
+    each = axes.size // count
+    devices = [d for p in range(count) for d in jax.local_devices(p)[:each]]
   return topology.make_mesh(**dataclasses.asdict(axes), devices=devices)
 
 
@@ -185,33 +189,22 @@ def open_run(
     content = systems.initial.claim()
   content['task_set'] = systems.family.identity()
   identity = spec.as_dict() | content
-  with _ended_by_sigterm(), files.alone(workdir):
-    if (workdir / workdirs.CONFIG).exists():
-      _claim(identity, workdir)
-    else:
-      with _leaving_nothing(workdir):
-        systems.begin(workdir)
-        systems.settle_judge(workdir)
-        _claim(identity, workdir)
-    files.sweep(workdir)
-    level = systems.settle_judge(workdir)
-    files.write_json(
-      workdir / 'run.json',
-      {
-        'machine': machine.describe(),
-        'command': ' '.join(command[1:]),
-        'sandbox_level': level,
-      },
+  is_first = processes.is_first()
+  lock = files.alone(workdir) if is_first else contextlib.nullcontext()
+  with _ended_by_sigterm(), lock:
+    level = processes.in_turn(
+      lambda: _bind(identity, systems, workdir, command)
     )
     with writers.Writer(
-      workdir,
-      tensorboard=spec.telemetry.tensorboard,
-      wandb=spec.telemetry.wandb,
+      processes.own_folder(workdir),
+      tensorboard=spec.telemetry.tensorboard and is_first,
+      wandb=spec.telemetry.wandb and is_first,
     ) as writer:
 
       def report() -> None:
         writer.flush()
-        print(f'Report: {systems.write_report(workdir)}', flush=True)
+        if is_first:
+          print(f'Report: {systems.write_report(workdir)}', flush=True)
 
       try:
         yield Job(spec, systems, workdir, tuple(command), writer, level)
@@ -219,6 +212,32 @@ def open_run(
         _report_anyway(report)
         raise
       report()
+
+
+def _bind(
+  identity: dict[str, Any],
+  systems: seams.Systems,
+  workdir: pathlib.Path,
+  command: list[str],
+) -> str:
+  """Binds a workdir to a config, or checks that; returns the judge's level."""
+  if (workdir / workdirs.CONFIG).exists():
+    _claim(identity, workdir)
+  else:
+    with _leaving_nothing(workdir):
+      systems.begin(workdir)
+      systems.settle_judge(workdir)
+      _claim(identity, workdir)
+  level = systems.settle_judge(workdir)
+  if processes.is_first():
+    files.sweep(workdir)
+    run = {
+      'machine': machine.describe(),
+      'command': ' '.join(command[1:]),
+      'sandbox_level': level,
+    }
+    files.write_json(workdir / 'run.json', run)
+  return level
 
 
 def _report_anyway(report: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from composer_jax.core import files, records, seams
+from composer_jax.core import files, processes, records, seams
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.pipeline import buffer as buffers
@@ -143,11 +143,13 @@ def _reinforce(job: jobs.Job) -> None:
     transport = job.systems.transport(job.workdir)
     published = transport.publisher(job.writer, first)
     stack.enter_context(contextlib.closing(published))
-    plan = stages.training_curriculum(job)
+    is_first = processes.is_first()
+    # What process 0 alone writes: outcomes, and what stopped a step.
+    plan = stages.training_curriculum(job) if is_first else None
     if plan is not None:
       plan.truncate(first)
     buffer = buffers.GroupBuffer(job.workdir / 'groups')
-    dropped = buffer.discard_newer(first)
+    dropped = processes.lead(lambda: buffer.discard_newer(first))
     if first or dropped:
       say(
         f'going on from step {first}; {len(buffer.ids())} finished groups '
@@ -157,7 +159,8 @@ def _reinforce(job: jobs.Job) -> None:
     gate = None
     if rl.gate.action != 'off':
       shape = spec.batch_shape()
-      gate = job.systems.gate(start.functions, shape, folder=job.workdir)
+      folder = job.workdir if is_first else None
+      gate = job.systems.gate(start.functions, shape, folder=folder)
     learn = functools.partial(
       update.update,
       gate=gate,
@@ -167,14 +170,19 @@ def _reinforce(job: jobs.Job) -> None:
       reference=start.reference,
       teacher=start.teacher,
     )
-    if rl.placement == 'colocated':
+    if not is_first:
+      rollouts = contextlib.nullcontext()  # Process 0 has them.
+    elif rl.placement == 'colocated':
       rollouts = _colocated(job, transport, buffer, published.wait)
     else:
       rollouts = _processes(job, buffer, published.check)
     with (
-      rollouts as wait,
+      rollouts as first_wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
+      wait: Any = first_wait
+      if processes.count() > 1:
+        wait = _in_lockstep(wait, buffer)
       ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)
       if not job.rl_placement.buckets:  # These compile the sizes they meet.
         ports = dataclasses.replace(
@@ -203,7 +211,8 @@ def _ports(
   rl = job.spec.rl
 
   def accept(groups):
-    published.check_identities(groups)
+    if processes.is_first():
+      published.check_identities(groups)
     if plan is not None:
       # Before publishing the policy trained on them: the curriculum of the
       # groups that it admits depends on this record.
@@ -243,7 +252,8 @@ def _ports(
       for edit in stages.edits_of(job, r)
     ]
     files.write_atomic(
-      job.workdir / 'rl_edits' / f'{step:06d}.txt', '\n'.join(edits).encode()
+      processes.own_folder(job.workdir) / 'rl_edits' / f'{step:06d}.txt',
+      '\n'.join(edits).encode(),
     )
     if step % rl.episodes_every == 0 or step == 1:
       job.log_episodes('rl', step, list(groups[0].rollouts[:2]))
@@ -257,6 +267,20 @@ def _ports(
     saved_step=lambda: max(checkpoints.steps()[:-1], default=0),
     log=log,
   )
+
+
+def _in_lockstep(wait: Any, buffer: buffers.GroupBuffer) -> Wait:
+  """Makes all processes train on one batch plan, which process 0 writes.
+
+  A plan has the groups of a step in order, with hashes; all read the groups.
+  Only in process 0 is there a `wait`.
+  """
+
+  def wait_for_plan(ids: list[int]) -> list[records.Group]:
+    plan = processes.lead(lambda: buffer.seals(wait(ids)))
+    return [buffer.get(group, seal) for group, seal in plan]
+
+  return wait_for_plan
 
 
 @contextlib.contextmanager
@@ -279,6 +303,7 @@ def _processes(
   controller.pin(trainer_cores)
 
   def while_waiting() -> None:
+    processes.beat()
     worker.check()
     check()
 

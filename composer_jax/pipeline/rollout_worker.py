@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from composer_jax.core import records, seams
+from composer_jax.core import processes, records, seams
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
@@ -131,6 +131,7 @@ def run(
 
   def before_step():
     nonlocal next_group
+    processes.beat()  # Colocated, this is the trainer's process.
     served()
     while next_group < limit():
       if not buffer.path(next_group).exists():

@@ -1,6 +1,7 @@
 """The stages before and around RL: pretraining, SFT, evaluation."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 
 from composer_jax.agent import episode, rewards
-from composer_jax.core import files, records, seams
+from composer_jax.core import files, processes, records, seams
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
@@ -38,7 +39,7 @@ def pretrain(job: jobs.Job) -> None:
   with job.times.stage('cpt'):
     stage = job.spec.cpt
     stream = pretraining_stream(job)
-    heldout = _stream(stage, job.documents[1], seed=0, num_epochs=1)
+    heldout = _stream(job, stage, job.documents[1], seed=0, num_epochs=1)
     start = job.systems.initial
     initial = start.variables(_like(job, job.placement)) if start else None
     _train(job, 'cpt', stage, stream, heldout, initial)
@@ -47,6 +48,7 @@ def pretrain(job: jobs.Job) -> None:
 def pretraining_stream(job: jobs.Job) -> streams.LMStream:
   """The corpus, partly rearranged for fill-in-the-middle."""
   return _stream(
+    job,
     job.spec.cpt,
     job.documents[0],
     seed=job.spec.seed,
@@ -57,10 +59,22 @@ def pretraining_stream(job: jobs.Job) -> streams.LMStream:
 
 
 def _stream(
-  stage: specs.StageOptions, documents: Sequence[Any], **options: Any
+  job: jobs.Job,
+  stage: specs.StageOptions,
+  documents: Sequence[Any],
+  **options: Any,
 ) -> streams.LMStream:
-  sizes = dict(batch_size=stage.batch_size, seq_len=stage.seq_len)
-  return streams.lm_stream(documents, **sizes, **options)
+  """Streams the rows of a stage that meet devices of this process."""
+  stream = streams.lm_stream(
+    documents,
+    batch_size=stage.batch_size,
+    seq_len=stage.seq_len,
+    rows=job.placement.rows_here(stage.batch_size),
+    **options,
+  )
+  # Rows of two batches in one step would train on neither.
+  processes.check_equal('documents', stream.fingerprint)
+  return stream
 
 
 def finetune(job: jobs.Job) -> None:
@@ -74,10 +88,9 @@ def finetune(job: jobs.Job) -> None:
       return
     with job.times.stage('demonstrations'):
       training, held_out = sft_documents(job)
-    heldout = _stream(stage, held_out, seed=0, whole=True, num_epochs=1)
-    stream = _stream(
-      stage, training, seed=job.spec.seed, whole=True, opening=stage.opening
-    )
+    whole = functools.partial(_stream, job, stage, whole=True)
+    heldout = whole(held_out, seed=0, num_epochs=1)
+    stream = whole(training, seed=job.spec.seed, opening=stage.opening)
     _train(job, 'sft', stage, stream, heldout, _pretrained(job))
 
 
@@ -213,16 +226,24 @@ def evaluate(job: jobs.Job, stage: str) -> None:
   """
   first, *others = job.systems.family.axes
   names = {stage: first} | {f'{stage}_{axis}': axis for axis in others}
-  done = {path.name for path in job.workdir.glob('evaluation_*.json')}
-  missing = [n for n in names if f'evaluation_{n}.json' not in done]
-  if not missing:
+
+  def missing() -> list[str]:
+    done = {path.name for path in job.workdir.glob('evaluation_*.json')}
+    return [n for n in names if f'evaluation_{n}.json' not in done]
+
+  due = processes.lead(missing)
+  if not due:
     return
-  with job.times.stage(f'eval_{stage}'), job.runner() as runner:
+  with job.times.stage(f'eval_{stage}'):
+    # By all, since processes read together; to a device of their own.
     variables = load_variables(job, stage, job.single)
-    params = jax.jit(train_state.policy_values)(variables['params'])
-    engine = make_engine(job.spec, {**variables, 'params': params}, 0)
-    for name in missing:
-      _evaluate(job, stage, name, names[name], engine, runner)
+    if processes.is_first():
+      params = jax.jit(train_state.policy_values)(variables['params'])
+      engine = make_engine(job.spec, {**variables, 'params': params}, 0)
+      with job.runner() as runner:
+        for name in due:
+          _evaluate(job, stage, name, names[name], engine, runner)
+    processes.lead(lambda: None)  # The others wait.
 
 
 def _evaluate(

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches, records
 from composer_jax.models import decoder, head, stacks
@@ -128,8 +130,16 @@ def forward(
   return scores, entropy_BT, output
 
 
+def _readable(tree: Any, plan: exchange.ExchangePlan | None) -> Any:
+  """Replicates what hosts read: a process sees the shards of its devices."""
+  if plan is None or jax.process_count() == 1:
+    return tree
+  return jax.lax.with_sharding_constraint(tree, NamedSharding(plan.mesh, P()))
+
+
 def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
   """Undoes the sequence order of context shards, unknown to the host."""
+  scores = _readable(scores, plan)
   if plan is None or plan.sequence_order == 'contiguous':
     return scores
   context = shardings.product(plan.sequence_axes, plan.mesh)
@@ -229,7 +239,8 @@ def build(
     @jit
     def run(values, batch):
       sums, scores = microbatch_sums(sized, values, batch, loss=loss)
-      return sums.replace(grads=placed(sums.grads)), scores
+      others = _readable(sums.replace(grads=None), model.plan)
+      return others.replace(grads=placed(sums.grads)), scores
 
     return run
 
@@ -257,7 +268,7 @@ def build(
   @jit
   def hint_gradients(values, teacher, batch):
     grads, stats = distill.gradients(model, values, teacher, batch, hints)
-    return placed(grads), stats
+    return placed(grads), _readable(stats, model.plan)
 
   @functools.partial(jit, donate_argnums=0)
   def add_grads(sums, grads):

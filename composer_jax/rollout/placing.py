@@ -38,7 +38,7 @@ def mesh_of(num_devices: int) -> Mesh | None:
   """Returns a mesh of the first devices; None for one device."""
   if num_devices == 1:
     return None
-  devices = jax.devices()
+  devices = jax.local_devices()
   if not 1 <= num_devices <= len(devices):
     raise ValueError(
       f'rollout.devices must be from 1 to {len(devices)}, the number of '
@@ -50,7 +50,8 @@ def mesh_of(num_devices: int) -> Mesh | None:
 def on_device_of(variables: Any) -> EnginePlace:
   """Places on the first device that holds the variables, or the very first."""
   leaf = jax.tree.leaves(variables)[0]
-  devices = leaf.devices() if isinstance(leaf, jax.Array) else jax.devices()[:1]
+  here = jax.local_devices()[:1]
+  devices = leaf.devices() if isinstance(leaf, jax.Array) else here
   return _on_device(min(devices, key=lambda device: device.id))
 
 

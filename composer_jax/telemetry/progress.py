@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from composer_jax.core import processes
+
 
 def duration(seconds: float) -> str:
   """Formats seconds as '8s', '3m20s' or '2h05m'."""
@@ -100,6 +102,7 @@ class Progress(contextlib.AbstractContextManager):
 
   def update(self, step: int, **metrics: Any) -> None:
     """Shows progress; call it every step: plain lines are thinned out here."""
+    processes.beat()
     now = self._clock()
     parts = [f'{name} {number(value)}' for name, value in metrics.items()]
     first, later = step if self._first is None else self._first, self._later
@@ -128,6 +131,7 @@ class Progress(contextlib.AbstractContextManager):
 
   def message(self, text: str) -> None:
     """Prints a line of its own above the bar."""
+    processes.beat()
     line = f'[{self._stage}] {text}'
     if self._bar is not None:
       self._bar.console.print(line, markup=False, highlight=False)

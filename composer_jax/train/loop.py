@@ -128,7 +128,7 @@ def run(
   if export.finished_step(workdir, stage) is not None:
     return export.load(workdir, stage, programs.like.variables())
   # Placed once; small beside the model.
-  heldout = [placement.put(batch) for batch in heldout]
+  heldout = [placement.put(batch, options.batch_size) for batch in heldout]
 
   def heldout_loss(state):
     return lm_loss.mean_loss(programs.evaluate, state.variables(), heldout)
@@ -168,7 +168,8 @@ def run(
         )
 
       for step in range(start + 1, options.steps + 1):
-        batch = placement.put(_next_batch(stream, options, step))
+        batch = _next_batch(stream, options, placement, step)
+        batch = placement.put(batch, options.batch_size)
         state, sent = take_step(state, batch, step)
         report.push(sent)
         is_last = step == options.steps
@@ -298,7 +299,10 @@ def _reporter(
 
 
 def _next_batch(
-  stream: BatchStream, options: LoopOptions, step: int
+  stream: BatchStream,
+  options: LoopOptions,
+  placement: train_placement.Placement,
+  step: int,
 ) -> batches.LMBatch:
   batch = next(stream, None)
   if batch is None:
@@ -307,11 +311,12 @@ def _next_batch(
       f'{options.steps}; give it more data or fewer steps.'
     )
   # Each process feeds its own rows of the global batch.
-  wanted = (options.batch_size // jax.process_count(), options.seq_len)
+  rows = placement.rows_here(options.batch_size)
+  wanted = (len(rows), options.seq_len)
   if batch.tokens_BT.shape != wanted:
     raise ValueError(
       f'The stream of stage {options.stage!r} gives batches of '
       f'{batch.tokens_BT.shape}; its options ask for {wanted} '
-      '(batch_size over processes, seq_len).'
+      '(the rows of batch_size on devices of this process, seq_len).'
     )
   return batch

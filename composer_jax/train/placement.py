@@ -104,16 +104,32 @@ class Placement:
     """Returns the plan with receive buffers of a bucket."""
     return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
-  def put(self, batch: Any) -> Any:
-    """Places this process's rows of a batch; refuses an uneven division."""
+  def rows_here(self, batch_size: int) -> list[int]:
+    """Returns the rows of a batch that meet devices of this process."""
+    # Any number of tokens that divides over the mesh.
+    shape = batch_size, self.mesh.size
+    indices: Any = self.batch.addressable_devices_indices_map(shape)
+    return sorted(
+      {row for rows, _ in indices.values() for row in range(batch_size)[rows]}
+    )
+
+  def put(self, batch: Any, batch_size: int | None = None) -> Any:
+    """Places a batch; refuses an uneven division.
+
+    Args:
+      batch_size: rows of the whole batch, if `batch` has those of `rows_here`
+        alone; None if it is the whole batch, in every process the same.
+    """
     routes = shardings.routes(self.layout, self.mesh)
 
     def place(path, array):
       # Routes are layer-major: M stands before B.
       is_routes = path[-1].name == 'expert_ids_MBTA'
+      axis, sharding = (1, routes) if is_routes else (0, self.batch)
+      shape = list(array.shape)
+      shape[axis] = batch_size or shape[axis]
       return jax.make_array_from_process_local_data(
-        routes if is_routes else self.batch,
-        self._ordered(array, 2 if is_routes else 1),
+        sharding, self._ordered(array, axis + 1), tuple(shape)
       )
 
     return jax.tree_util.tree_map_with_path(place, batch)

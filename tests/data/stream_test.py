@@ -263,3 +263,21 @@ def test_errors():
     make(batch_size=0)
   with pytest.raises(ValueError, match='2 tokens and a mask of 3'):
     make([(np.ones(2, np.int32), np.ones(3, bool))], fim_rate=0)
+
+
+@pytest.mark.parametrize('rows', [(0, 1), (1, 3), (2,)])
+def test_a_process_gets_its_rows_of_every_batch(rows):
+  """Their state is that of a process with all rows, which may go on with it."""
+  whole, part = make(), make(rows=rows)
+  for _ in range(9):
+    expected = jax.tree.map(lambda a: a[list(rows)], next(whole))
+    assert_equal(next(part), expected)
+  assert part.fingerprint == whole.fingerprint
+  assert part.get_state() == whole.get_state()
+  whole.set_state(json.loads(json.dumps(part.get_state())))
+  assert_equal(jax.tree.map(lambda a: a[list(rows)], next(whole)), next(part))
+
+
+def test_held_out_rows_of_a_process_end_with_the_others():
+  whole = list(make(num_epochs=1))
+  assert len(list(make(num_epochs=1, rows=(3,)))) == len(whole)

@@ -1,7 +1,7 @@
 """A sandbox in an actor of a Ray cluster.
 
 Any level runs in the actor, which gets the same messages as the guest of a
-micro VM and is trusted as little. Ray is in the extra `fleet`.
+micro VM and is trusted as little. Ray is in the extra `ray`.
 """
 
 import os
@@ -91,7 +91,7 @@ class RaySandbox(renewed.RenewedSandbox):
       import ray
     except ImportError as error:
       raise ValueError(
-        "A sandbox on Ray needs the package ray: pip install -e '.[fleet]' in "
+        "A sandbox on Ray needs the package ray: pip install -e '.[ray]' in "
         'the checkout.'
       ) from error
     if not ray.is_initialized():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from composer_jax.core import files, records
+from composer_jax.core import files, processes, records
 from composer_jax.pipeline import job as jobs
 from composer_jax.telemetry import progress
 
@@ -20,10 +20,11 @@ def shown(
   """
   described = ', '.join(f'{k} {v:.3g}' for k, v in rates.items())
   progress.teller('sft')(f'demonstrations: {described}')
-  files.write_json(job.workdir / 'demonstrations.json', rates)
+  folder = processes.own_folder(job.workdir)
+  files.write_json(folder / 'demonstrations.json', rates)
   job.log_episodes('sft', 0, rollouts[:3])
   text = '\n'.join(
     job.tokenizer.decode(t.tokens_T) for r in rollouts for t in r.trajectories
   )
-  files.write_atomic(job.workdir / 'sft_transcripts.txt', text.encode())
+  files.write_atomic(folder / 'sft_transcripts.txt', text.encode())
   return [(t.tokens_T, t.loss_mask_T) for r in rollouts for t in r.trajectories]

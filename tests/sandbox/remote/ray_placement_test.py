@@ -20,7 +20,7 @@ NUMBER = {'m.py': 'def f(x): return x + 1'}
 
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'ray', None)
-  with pytest.raises(ValueError, match=r"pip install -e '\.\[fleet\]'"):
+  with pytest.raises(ValueError, match=r"pip install -e '\.\[ray\]'"):
     sandbox_open.open_sandbox('ray', LIMITS)
 
 

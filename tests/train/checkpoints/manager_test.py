@@ -6,7 +6,6 @@ import gc
 import os
 import pathlib
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -383,70 +382,3 @@ def test_a_keyframe_and_a_checkpoint_begin_one_after_the_other(
     checkpoints.save(1, _tree())
     thread.join()
   assert counts == [1, 1]
-
-
-SAVING = """
-import sys
-import jax
-jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-process, address, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.distributed.initialize(address, num_processes=2, process_id=process)
-from composer_jax.train.checkpoints import manager
-from tests.train.checkpoints import manager_test as t
-checkpoints = manager.Checkpoints(t.pathlib.Path(root), keep=2)
-for step in (1, 2):
-  checkpoints.save(step, t.halves(step), {'step': step})
-checkpoints.close()
-"""
-
-
-def halves(step):
-  """A tree over eight devices, whose second half is another at each step."""
-  mesh = jax.make_mesh((8,), ('x',))
-  values = np.arange(64 * 6, dtype=np.float32).reshape(64, 6)
-  values[32:] += step
-  arrays = {'cut': values, 'uneven': values[24:40].T, 'whole': values[:3, 0]}
-  specs = {'cut': P('x'), 'uneven': P(None, 'x'), 'whole': P()}
-  return {
-    name: jax.make_array_from_callback(
-      array.shape, NamedSharding(mesh, specs[name]), array.__getitem__
-    )
-    for name, array in arrays.items()
-  }
-
-
-def test_what_another_process_wrote_is_verified(tmp_path):
-  """The table of hashes has the shards of all processes."""
-  with socket.socket() as listener:
-    listener.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{listener.getsockname()[1]}'
-  flags = '--xla_force_host_platform_device_count=4'
-  processes = [
-    subprocess.Popen(
-      [sys.executable, '-c', SAVING, str(i), address, str(tmp_path)],
-      cwd=REPOSITORY,
-      env=os.environ | {'XLA_FLAGS': flags},
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  try:
-    errors = [process.communicate()[1] for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert all(p.returncode == 0 for p in processes), errors
-  checkpoints = manager.Checkpoints(tmp_path, keep=2)
-  tree, data = checkpoints.restore(2, _like(halves(2)))
-  assert data == {'step': 2}
-  for name, array in halves(2).items():
-    np.testing.assert_array_equal(tree[name], array)
-    shards = checkpoints.record(2)['arrays'][name]['shards']
-    assert len(shards) == (1 if name == 'whole' else 8)
-  # Only what the second process wrote differs.
-  (tmp_path / '2' / 'state').rename(tmp_path / 'away')
-  (tmp_path / '1' / 'state').rename(tmp_path / '2' / 'state')
-  with pytest.raises(manager.DamagedCheckpoint, match='the content of cut'):
-    checkpoints.restore(2, _like(halves(2)))
-  checkpoints.close()

@@ -1,0 +1,1 @@
+"""Trainers of many processes: launchers, supervisors, gangs."""
