@@ -6,17 +6,15 @@
   P="--store=s3://bucket/weights --run=demo --key=delta.key"
   python -m experiments.delta publish $P --source=runs/tiny:rl
   python -m experiments.delta apply $P --out=checkpoints/demo
-  python -m experiments.delta verify $P       (or log, or gc)
-  python -m experiments.delta keys --key=pair.key
+  python -m experiments.delta gc $P
 
 diff makes a store of two orbax checkpoints, the first whole and the second as a
 delta to it; apply turns a version into a checkpoint that plain orbax opens. A
 store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
 server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
-makes a secret key when there is none; apply needs the same file, or the public
-half of a pair that `keys` made. verify names everything that is damaged, and
-with --source compares a checkpoint. gc deletes what the newest --keep versions
-do not need; while a trainer publishes, only the trainer may do that.
+makes a secret key when there is none; apply needs the same file. gc deletes
+what the newest --keep versions do not need; while a trainer publishes, only the
+trainer may do that.
 """
 
 import sys
@@ -38,8 +36,8 @@ _SOURCE = flags.DEFINE_string(
 _VERSION = flags.DEFINE_integer(
   'version',
   None,
-  'Policy version to publish (default: the next), to apply, or to compare with '
-  '--source (default: the latest).',
+  'Policy version to publish (default: the next) or to apply (default: the '
+  'latest).',
 )
 _TIER = flags.DEFINE_string(
   'tier', 'small', 'Tier of compression: small or fast.'
@@ -79,10 +77,7 @@ _COMMANDS = {
   'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _DTYPE, _TIER, _DAYS)),
   'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
   'apply': ((_STORE, _OUT), (*_NAMED, _VERSION)),
-  'verify': ((_STORE,), (*_NAMED, _SOURCE, _VERSION, _DTYPE)),
-  'log': ((_STORE,), _NAMED),
   'gc': ((_STORE,), (*_NAMED, _KEEP, _GRACE)),
-  'keys': ((_KEY,), ()),
 }
 
 

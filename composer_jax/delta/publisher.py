@@ -2,7 +2,7 @@
 
 Consumes: trees of arrays, one at a time.
 Waits for: the store; a tree that comes while one is in flight waits for it.
-Woken by: `publish` and `gc`; the clock, before the pointer expires.
+Woken by: `publish` and `gc`.
 Produces: a `BundleInfo` for each version; an error at the next call.
 """
 
@@ -59,19 +59,17 @@ class Publisher:
     *,
     peers: team.Peers | None = None,
   ):
-    self._options = options or chain.BundleOptions()
     if not isinstance(store, objects.Store):
       store = objects.Store(store)
     store.check_writable()
     peers = peers or _peers()
-    signer = _open_or_make_key(key, peers, store, run_id)
+    opened = _open_or_make_key(pathlib.Path(key), peers, store, run_id)
     self._chain = chain.BundleWriter(
-      store, run_id, signer, options=self._options, peers=peers
+      store, run_id, opened, options=options, peers=peers
     )
     self._done: queue.SimpleQueue[chain.BundleInfo] = queue.SimpleQueue()
     self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
-    self._renew_at = self._next_renewal()
     # A kill at any moment is one of the cases that publishing survives.
     self._thread = threading.Thread(
       target=self._run, name='bundles', daemon=True
@@ -103,13 +101,9 @@ class Publisher:
     self.wait()
     if not owned:
       tree = copy(tree)
-
-    def send() -> None:
-      info = self._chain.publish(blocks(tree), version)
-      self._renew_at = self._next_renewal()
-      self._done.put(info)
-
-    self._start(send)
+    self._start(
+      lambda: self._done.put(self._chain.publish(blocks(tree), version))
+    )
 
   def results(self) -> list[chain.BundleInfo]:
     """Returns what was finished since it was last asked, in order.
@@ -127,8 +121,6 @@ class Publisher:
 
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow."""
-    self.wait()
-    # In the thread, which may be about to renew the pointer.
     self._start(lambda: self._chain.rewind(version))
     self.wait()
 
@@ -177,10 +169,6 @@ class Publisher:
     if not self._errors.empty():
       raise self._errors.get()
 
-  def _next_renewal(self) -> float:
-    seconds = self._options.expires_s / 3
-    return time.monotonic() + seconds if seconds else float('inf')
-
   def _run(self) -> None:
     while self._next():
       pass
@@ -191,13 +179,7 @@ class Publisher:
     Not the body of a loop, whose variables would hold the last tree on the
     devices until the next one comes.
     """
-    left = max(self._renew_at - time.monotonic(), 0)
-    try:
-      # A longer timeout overflows.
-      task = self._tasks.get(timeout=min(left, threading.TIMEOUT_MAX))
-    except queue.Empty:
-      self._renew()
-      return True
+    task = self._tasks.get()
     is_last = task is None
     try:
       if task is not None:
@@ -207,17 +189,6 @@ class Publisher:
     del task
     self._tasks.task_done()
     return not is_last
-
-  def _renew(self) -> None:
-    self._renew_at = self._next_renewal()
-    if self.version is None:
-      return
-    try:
-      self._chain.renew()
-    except OSError as error:
-      _log.warning('The pointer is not renewed, which will be tried: %s', error)
-    except BaseException as error:  # noqa: BLE001  Raised in the caller.
-      self._errors.put(error)
 
 
 def _peers() -> team.Peers | None:
@@ -236,13 +207,13 @@ def _peers() -> team.Peers | None:
 
 
 def _open_or_make_key(
-  path: str | os.PathLike,
+  path: pathlib.Path,
   peers: team.Peers | None,
   store: objects.Store,
   run_id: str,
-) -> keys.Signer:
+) -> keys.Hmac:
   """Opens or makes the key; of several processes the first one makes it."""
-  path, deadline = pathlib.Path(path), time.monotonic() + _TIMEOUT_S
+  deadline = time.monotonic() + _TIMEOUT_S
   while peers is not None and peers.process and not path.exists():
     if time.monotonic() > deadline:
       raise ValueError(
@@ -260,8 +231,8 @@ def _open_or_make_key(
       )
     # Two that start together must end with one key.
     with contextlib.suppress(FileExistsError):
-      keys.write_key(path, keys.make_hmac())
-  return keys.open_signer(path)
+      keys.write_key(path, keys.make())
+  return keys.open_key(path)
 
 
 def copy(tree: Any) -> Any:

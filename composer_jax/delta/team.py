@@ -6,8 +6,8 @@ and moves the pointer: what it decides the others learn from `lead`. They meet
 in messages, small scratch files of the store, and in nothing else: no
 collective operation, and no connection between them.
 
-  <attempt>/<round>/<n>-<p>     of process p to process 0, the n-th of the round
-  <attempt>/<round>/<n>-all     of process 0 to all
+  <attempt>.<round>.<n>-<p>     of process p to process 0, the n-th of the round
+  <attempt>.<round>.<n>-all     of process 0 to all
 
 A round is one call of `publish` or `rewind`, which all processes make alike. A
 process that fails says so in place of its next message; one that dies is missed
@@ -157,7 +157,7 @@ class Team:
         _log.warning('%s: cannot tell the others: %s', self._run_id, error)
 
   def _prefix(self) -> str:
-    return f'{self._peers.attempt}/{self._round}/'
+    return f'{self._peers.attempt}.{self._round}.'
 
   def _put(self, to: Any, data: bytes, number: int | None = None) -> None:
     key = f'{self._prefix()}{self._sent if number is None else number}-{to}'

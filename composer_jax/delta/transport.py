@@ -38,7 +38,7 @@ _STORE, _MEMORY = 'store', 'received'
 # Between two looks of who waits for the first policy.
 _LOOK_S = 0.05
 # Of a BundleInfo, what a line says of a version that was made just now.
-_COSTS = ('cut_bytes', 'keyframe_bytes', 'skip_bytes', 'encode_s', 'upload_s')
+_COSTS = ('cut_bytes', 'keyframe_bytes', 'encode_s', 'upload_s')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,8 +250,7 @@ class Receiver:
       mesh: devices of the engine that decodes; chunks go straight to those
         whose shards they meet. None takes them whole, to the first device.
     """
-    self.store = store_of(workdir, store)
-    self._key = workdir / KEY
+    self.store, self._key = store_of(workdir, store), workdir / KEY
     self._memory, self._threads = memory, threads
     self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
@@ -318,6 +317,98 @@ class Receiver:
     return policy
 
 
+class Placing:
+  """A `core.seams.WeightReceiver`: receives policies and places them.
+
+  It does so when it is asked to, in the process that also publishes, or in a
+  thread of its own, beside the engine's steps.
+  """
+
+  def __init__(
+    self,
+    receiving: 'Receiver | _Handover',
+    lines: Received,
+    interval_s: float | None = None,
+  ):
+    """Takes a receiver and where to write; looks if an interval is given."""
+    self._receiving, self._lines = receiving, lines
+    self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
+    self._engine: engines.Engine | None = None
+    # Weights that the thread frees, so that no step waits for it.
+    self._dropped: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._poller: subscriber.Poller | None = None
+    if interval_s is not None:
+      self._poller = subscriber.Poller(self._find, interval_s)
+
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
+    return self._receiving.first(within_s)
+
+  def follow(self, engine: engines.Engine) -> None:
+    self._engine = engine
+    if self._poller is not None:
+      self._poller.thread.start()
+
+  def look(self) -> None:
+    # A problem of what this process published a moment ago: waiting would not
+    # mend it, and the policy before it may not sample what is due.
+    if self._poller is None and (policy := self._find()) is not None:
+      self._news.append(policy)
+
+  def _find(self) -> seams.PlacedPolicy | None:
+    """Returns what is newer, where the engine serves it.
+
+    Raises:
+      ValueError: what is there cannot be used.
+    """
+    while not self._dropped.empty():
+      self._dropped.get()
+    assert self._engine is not None
+    policy = self._receiving.poll()
+    if self._receiving.problem is not None:
+      raise ValueError(self._receiving.problem)
+    if policy is None:
+      return None
+    began = time.perf_counter()
+    placed = self._engine.place(policy.variables, policy.version)
+    return seams.PlacedPolicy(
+      version=policy.version,
+      target_id=policy.target_id,
+      variables=placed,
+      received={**policy.received, 'place_s': time.perf_counter() - began},
+    )
+
+  def take(self) -> seams.PlacedPolicy | None:
+    """Returns what is newer if it is placed; waits for nothing.
+
+    Raises:
+      RuntimeError: nothing newer will come.
+    """
+    if self._poller is None:
+      return self._news.popleft() if self._news else None
+    if not self._poller.thread.is_alive():
+      raise RuntimeError(
+        f'What follows {self._receiving.store} ended: {self._poller.problem}.'
+      )
+    return self._poller.take()
+
+  def drop(self, weights_before: Any) -> None:
+    if self._poller is not None:
+      self._dropped.put(weights_before)
+
+  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
+    fields = {'target_id': policy.target_id, **policy.received}
+    self._lines.write(policy.version, **fields, **seconds)
+
+  def close(self) -> None:
+    """Ends the thread after its look, which nobody waits for."""
+    if self._poller is not None:
+      self._poller.stop()
+    self._lines.close()
+
+
+# Transports.
+
+
 class DirectTransport:
   """A `core.seams.WeightTransport` within one process, device to device.
 
@@ -332,7 +423,7 @@ class DirectTransport:
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
     assert not in_background, 'wiring refuses rollouts in another process'
-    return InTurn(self._handover, Received(self._workdir))
+    return Placing(self._handover, Received(self._workdir))
 
 
 class _Handover:
@@ -395,37 +486,6 @@ class _Handover:
     return policy
 
 
-def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
-  """Returns the place that a new run would publish to.
-
-  Raises:
-    ValueError: it can only be read, or a run is in it.
-    OSError: it cannot be reached.
-  """
-  if options.store == DIRECT:
-    return DIRECT
-  store = objects.Store(store_of(workdir, options.store))
-  store.check_writable()
-  if store.read_pointer(RUN_ID) is not None:
-    raise ValueError(
-      f'--config.delta.store: {store.url} has the policies of another run; '
-      'name an empty place.'
-    )
-  if store.root is not None:
-    missing = [p for p in (store.root, *store.root.parents) if not p.exists()]
-    try:
-      store.root.mkdir(parents=True, exist_ok=True)
-      tempfile.TemporaryFile(dir=store.root).close()
-      for path in missing:
-        path.rmdir()
-    except OSError as error:
-      raise ValueError(
-        f'--config.delta.store: {store.url} cannot be written '
-        f'({error.strerror}); name a folder that can.'
-      ) from error
-  return store.url
-
-
 class StoreTransport:
   """A `core.seams.WeightTransport` through the store of a run."""
 
@@ -458,105 +518,36 @@ class StoreTransport:
       memory=self._memory,
       threads=self._options.threads,
     )
-    lines = Received(self._workdir)
-    if in_background:
-      return InBackground(receiving, lines, self._options.poll_s)
-    return InTurn(receiving, lines)
+    interval_s = self._options.poll_s if in_background else None
+    return Placing(receiving, Received(self._workdir), interval_s)
 
 
-class InTurn:
-  """Receives when it is asked to, in the process that also publishes."""
+def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
+  """Returns the place that a new run would publish to.
 
-  def __init__(self, receiving: Receiver | _Handover, lines: Received):
-    self._receiving, self._lines = receiving, lines
-    self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
-    self._engine: engines.Engine | None = None
-
-  def first(self, within_s: float) -> seams.ReceivedPolicy:
-    return self._receiving.first(within_s)
-
-  def follow(self, engine: engines.Engine) -> None:
-    self._engine = engine
-
-  def look(self) -> None:
-    # A problem of what this process published a moment ago: waiting would not
-    # mend it, and the policy before it may not sample what is due.
-    policy = self._find()
-    if policy is not None:
-      self._news.append(policy)
-
-  def _find(self) -> seams.PlacedPolicy | None:
-    """Returns what is newer, where the engine serves it.
-
-    Raises:
-      ValueError: what is there cannot be used.
-    """
-    assert self._engine is not None
-    policy = self._receiving.poll()
-    if self._receiving.problem is not None:
-      raise ValueError(self._receiving.problem)
-    if policy is None:
-      return None
-    began = time.perf_counter()
-    placed = self._engine.place(policy.variables, policy.version)
-    return seams.PlacedPolicy(
-      version=policy.version,
-      target_id=policy.target_id,
-      variables=placed,
-      received={**policy.received, 'place_s': time.perf_counter() - began},
+  Raises:
+    ValueError: it can only be read, or a run is in it.
+    OSError: it cannot be reached.
+  """
+  if options.store == DIRECT:
+    return DIRECT
+  store = objects.Store(store_of(workdir, options.store))
+  store.check_writable()
+  if store.read_pointer(RUN_ID) is not None:
+    raise ValueError(
+      f'--config.delta.store: {store.url} has the policies of another run; '
+      'name an empty place.'
     )
-
-  def take(self) -> seams.PlacedPolicy | None:
-    return self._news.popleft() if self._news else None
-
-  def drop(self, weights_before: Any) -> None:
-    del weights_before
-
-  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
-    fields = {'target_id': policy.target_id, **policy.received}
-    self._lines.write(policy.version, **fields, **seconds)
-
-  def close(self) -> None:
-    self._lines.close()
-
-
-class InBackground(InTurn):
-  """Receives and places in a thread of its own, beside the engine's steps."""
-
-  def __init__(self, receiving: Receiver, lines: Received, interval_s: float):
-    super().__init__(receiving, lines)
-    # Weights that the thread frees, so that no step waits for it.
-    self._dropped: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    self._poller = subscriber.Poller(self._find, interval_s)
-
-  def follow(self, engine: engines.Engine) -> None:
-    super().follow(engine)
-    self._poller.thread.start()
-
-  def look(self) -> None:
-    """Does nothing: the thread looks."""
-
-  def _find(self) -> seams.PlacedPolicy | None:
-    while not self._dropped.empty():
-      self._dropped.get()
-    return super()._find()
-
-  def take(self) -> seams.PlacedPolicy | None:
-    """Returns what is newest if nobody took it; waits for nothing.
-
-    Raises:
-      RuntimeError: nothing newer will come.
-    """
-    if not self._poller.thread.is_alive():
-      raise RuntimeError(
-        f'What follows {self._receiving.store} ended: {self._poller.problem}.'
-      )
-    return self._poller.take()
-
-  def drop(self, weights_before: Any) -> None:
-    self._dropped.put(weights_before)
-
-  def close(self) -> None:
-    """Ends the thread after its look, which nobody waits for."""
-    self._poller.stop()
-    super().close()
+  if store.root is not None:
+    missing = [p for p in (store.root, *store.root.parents) if not p.exists()]
+    try:
+      store.root.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=store.root).close()
+      for path in missing:
+        path.rmdir()
+    except OSError as error:
+      raise ValueError(
+        f'--config.delta.store: {store.url} cannot be written '
+        f'({error.strerror}); name a folder that can.'
+      ) from error
+  return store.url

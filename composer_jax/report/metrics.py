@@ -154,7 +154,6 @@ delta
   cut_bytes: bytes exchanged to complete chunks that lie across shards
   keyframe_bytes: bytes of a keyframe made beside the delta, for receivers that
       join late
-  skip_bytes: bytes of deltas to versions further back
   encode_s: background seconds of encoding, decoding again and comparing
   upload_s: background seconds of writing to the store
 

@@ -30,7 +30,7 @@ HANG_S = 60
 
 def _publish(root, key=faults.KEY, versions=5):
   publisher = faults.publisher_of(
-    stores.Store(root), key=key, keyframe_every=99, skip_levels=()
+    stores.Store(root), key=key, keyframe_every=99
   )
   for version in range(versions):
     arrays = faults.weights('floats', version)
@@ -109,7 +109,7 @@ def _check(receiver, held):
   if update is None:
     assert receiver.held is held
     return 'refused' if receiver.problem else 'nothing'
-  found = update.weights.arrays()
+  found = update.arrays()
   for name, array in faults.weights('floats', update.version).items():
     assert found[name].tobytes() == array.tobytes(), name
   return 'served'

@@ -33,7 +33,6 @@ def worlds():
       faults.build(
         'floats',
         keyframe_every=100,
-        skip_levels=(),
         versions=5,
       ),
       faults.build('words', keyframe_every=100, versions=6),
@@ -120,7 +119,7 @@ def test_another_run_is_taken_for_this_one_by_nobody(worlds, label):
 def tiny():
   """A keyframe and a delta of one tensor: nothing can be spared."""
   with faults.small_chunks():
-    yield faults.build('one', keyframe_every=9, skip_levels=(), versions=2)
+    yield faults.build('one', keyframe_every=9, versions=2)
 
 
 def paths_of(world):
@@ -218,13 +217,12 @@ def test_every_bit_of_the_memory_counts(tiny, tmp_path):
 def test_publishing_a_version_twice_changes_nothing(tiny):
   store = faults_store.Store(tiny.files)
   for _ in range(2):
-    publisher = faults.publisher_of(store, keyframe_every=9, skip_levels=())
+    publisher = faults.publisher_of(store, keyframe_every=9)
     info = publisher.publish(faults.blocks(faults.weights('one', 1)), 1)
     assert store.files == tiny.files and info.version == 1
   # The loser of two publishers ends; the store is the winner's.
   first, second = (
-    faults.publisher_of(store, keyframe_every=9, skip_levels=())
-    for _ in range(2)
+    faults.publisher_of(store, keyframe_every=9) for _ in range(2)
   )
   first.publish(faults.blocks(faults.weights('one', 2)), 2)
   after = dict(store.files)
@@ -232,6 +230,6 @@ def test_publishing_a_version_twice_changes_nothing(tiny):
     second.publish(faults.blocks(faults.weights('one', 2, seed=4)), 2)
   assert after[faults.LATEST] == store.files[faults.LATEST]
   follower = followers.Follower(store, 'run', faults.KEY, now=lambda: 0.0)
-  found = follower.poll().weights.arrays()['kernel']
+  found = follower.poll().arrays()['kernel']
   truth = faults.weights('one', 2)['kernel']
   assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))

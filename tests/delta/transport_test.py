@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.core import trees
-from composer_jax.delta import chain, subscriber
+from composer_jax.delta import chain
 from composer_jax.delta import publisher as bundles
 from composer_jax.delta import transport as receivers
 from composer_jax.models import config as config_lib
@@ -203,35 +203,6 @@ def test_a_receiver_that_is_started_again_takes_no_older_pointer(
   assert receivers.memory_of(tmp_path, 's3://x/y') != memory
 
 
-def test_rolling_back_needs_no_store_and_a_newer_version_is_taken(
-  make, policies, tmp_path
-):
-  sender, _ = make()
-  ids = send(sender, policies, 0)
-  store = tmp_path / 'store'
-  found = subscriber.Subscriber(
-    store, tmp_path / receivers.KEY, policies[0], run_id=receivers.RUN_ID
-  )
-  with pytest.raises(ValueError, match='0 cannot be left.*received is nothing'):
-    found.rollback(0)
-  assert_equal(found.poll(), policies[0])
-  with pytest.raises(ValueError, match='nothing to roll back to'):
-    found.rollback(0)
-  ids |= send(sender, policies, 1)
-  found.poll()
-  with pytest.raises(ValueError, match='0 cannot be left.*is version 1'):
-    found.rollback(0)
-  store.rename(tmp_path / 'away')
-  older = found.rollback(1)
-  assert (found.version, found.target_id) == (0, ids[0])
-  assert_equal(older, policies[0])
-  (tmp_path / 'away').rename(store)
-  assert found.poll() is None  # It is the version that was left.
-  send(sender, policies, 2)
-  assert_equal(found.poll(), policies[2])
-  assert found.version == 2
-
-
 def test_weights_of_another_model_are_told_at_every_look(
   make, policies, model, tmp_path
 ):
@@ -260,7 +231,7 @@ class Engine:
 @contextlib.contextmanager
 def in_background(receiver, workdir, engine=None):
   lines = receivers.Received(workdir)
-  background = receivers.InBackground(receiver, lines, 0.001)
+  background = receivers.Placing(receiver, lines, 0.001)
   with contextlib.closing(background):
     background.follow(engine or Engine())
     yield background

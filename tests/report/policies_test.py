@@ -11,7 +11,7 @@ ID = 'a' * 64
 
 def published(version, **changes):
   row = dict(target_id=ID, kind='delta', bytes=1000, full_bytes=40_000)
-  row |= dict(changed=0.02, encode_s=0.1, upload_s=0.01, skip_bytes=0)
+  row |= dict(changed=0.02, encode_s=0.1, upload_s=0.01)
   return version, row | {'keyframe_bytes': 0, **changes}
 
 

@@ -298,22 +298,26 @@ def _decode_planes(
 
 
 def _plane(data: bytes | memoryview, size: int) -> np.ndarray:
-  if len(data) == size:
-    return np.frombuffer(data, np.uint8)
+  plane = data if len(data) == size else unzip(data, size)
+  return np.frombuffer(plane, np.uint8)
+
+
+def unzip(data: bytes | memoryview, size: int) -> bytes:
+  """Returns what a zstd frame holds, if it is of this size; else ValueError."""
   # The frame's own claim is checked first: the library allocates what a frame
   # announces, whatever limit it is given.
   try:
     claimed = zstandard.frame_content_size(data)
     if claimed != size:
-      raise ValueError(f'plane of {claimed} bytes must have {size}')
-    plane = zstandard.ZstdDecompressor().decompress(
+      raise ValueError(f'a frame claims {claimed} bytes and must have {size}')
+    content = zstandard.ZstdDecompressor().decompress(
       data, max_output_size=size, allow_extra_data=False
     )
   except zstandard.ZstdError as error:
-    raise ValueError(f'plane is not a zstd frame ({error})') from error
-  if len(plane) != size:
-    raise ValueError(f'plane of {len(plane)} bytes must have {size}')
-  return np.frombuffer(plane, np.uint8)
+    raise ValueError(f'not a zstd frame ({error})') from error
+  if len(content) != size:
+    raise ValueError(f'a frame of {len(content)} bytes must have {size}')
+  return content
 
 
 def _exponents_in_one_byte(bits: np.ndarray) -> np.ndarray:
