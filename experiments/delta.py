@@ -6,15 +6,12 @@
   P="--store=s3://bucket/weights --run=demo --key=delta.key"
   python -m experiments.delta publish $P --source=runs/tiny:rl
   python -m experiments.delta apply $P --out=checkpoints/demo
-  python -m experiments.delta gc $P
 
 diff makes a store of two orbax checkpoints, the first whole and the second as a
 delta to it; apply turns a version into a checkpoint that plain orbax opens. A
 store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
 server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
-makes a secret key when there is none; apply needs the same file. gc deletes
-what the newest --keep versions do not need; while a trainer publishes, only the
-trainer may do that.
+makes a secret key when there is none; apply needs the same file.
 """
 
 import sys
@@ -57,19 +54,10 @@ _OUT = flags.DEFINE_string(
   None,
   'Folder of the checkpoint to make, which must not exist; of diff, the store.',
 )
-_KEEP = flags.DEFINE_integer(
-  'keep', 64, 'Number of newest versions that gc keeps.'
-)
-_GRACE = flags.DEFINE_float(
-  'grace_s',
-  3600.0,
-  'Seconds; gc keeps younger objects, which another publisher may need.',
-)
-
 _PLACE = (_STORE, _RUN, _KEY)
 _NAMED = (_RUN, _KEY)  # have defaults
 _FLAGS = (
-  *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT, _KEEP, _GRACE),
+  *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT),
   *(_BASE, _NEW),
 )
 # The flags that a command needs, and those that it may have.
@@ -77,7 +65,6 @@ _COMMANDS = {
   'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _DTYPE, _TIER, _DAYS)),
   'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
   'apply': ((_STORE, _OUT), (*_NAMED, _VERSION)),
-  'gc': ((_STORE,), (*_NAMED, _KEEP, _GRACE)),
 }
 
 

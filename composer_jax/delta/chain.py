@@ -187,6 +187,8 @@ class BundleWriter:
           table = dataclasses.replace(self._keyframe(), cut_bytes=cut_bytes)
         if not info:
           info = self._commit(version, table, started)
+        elif version == self.version:
+          self._take_over(info['target_id'])
         return BundleInfo(**info)
       finally:
         self._staged = None
@@ -389,12 +391,9 @@ class BundleWriter:
     except (ValueError, OSError) as error:
       run.start_afresh(error)
       return False
-    base = self._read_base(None)
-    if base is None:
+    if self._read_base(None) is None:
       run.start_afresh('its last version is damaged.')
       return False
-    if self._base is None and self._team.count == 1:
-      self._base = base
     return True
 
   def _commit(

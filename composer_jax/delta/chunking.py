@@ -14,7 +14,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -272,20 +272,32 @@ class Encoder:
         return self._encode(key, values, base.chunks[key])
       return _keep(key, values)
 
-    table = self._gather(work, items, sorted(base.chunks) if base else (), made)
+    def kept() -> Iterator[_Coded]:
+      with contextlib.closing(
+        rebuild.in_order(work, items, self.threads)
+      ) as coded:
+        for one in coded:
+          made.chunks[one.key], made.posts[one.key] = one.values, one.post
+          yield one
+
+    # Blobs are few bytes beside weights, unlike those of a keyframe.
+    table = self._table(sorted(kept(), key=lambda one: one.key))
     return made, dataclasses.replace(
       table, base_id=base.target_id if base and table.is_coded else ''
     )
 
   def encode_key(self, weights: HostWeights) -> 'ChunkTable':
     """Encodes weights to stand alone."""
-    keys = sorted(weights.chunks)
 
     def work(key: Key) -> _Coded:
       return self._encode(key, weights.chunks[key], None, weights.posts[key])
 
-    table = self._gather(work, keys, keys, None)
-    return dataclasses.replace(table, specs=weights.specs)
+    # Closed here where a pack fails, its threads with it: whoever drops the
+    # error later may be one of them, or hold what they wait for.
+    with contextlib.closing(
+      rebuild.in_order(work, sorted(weights.chunks), self.threads)
+    ) as coded:
+      return dataclasses.replace(self._table(coded), specs=weights.specs)
 
   def _encode(
     self,
@@ -311,45 +323,36 @@ class Encoder:
     post = identity.hash_chunk(values) if post is None else post
     return _Coded(key, kind, blob, post, kept, changed)
 
-  def _gather(
-    self,
-    work: Callable[[Any], _Coded],
-    items: Iterable[Any],
-    order: Iterable[Key],
-    made: HostWeights | None,
-  ) -> 'ChunkTable':
-    rows: dict[Key, tuple] = {}
-    changed = elements = 0
-
-    def blobs() -> Iterator[tuple[Key, bytes]]:
-      nonlocal changed, elements
-      for one in coded:
-        if made is not None:
-          made.chunks[one.key], made.posts[one.key] = one.values, one.post
-        changed += one.changed
-        elements += one.values.size
-        rows[one.key] = one.codec, len(one.blob), one.post
-        yield one.key, one.blob
-
-    # Closed here where a pack fails, its threads with it: whoever drops the
-    # error later may be one of them, or hold what they wait for.
-    with contextlib.closing(
-      rebuild.in_order(work, items, self.threads)
-    ) as coded:
-      packs, places = upload(self.store, blobs(), order)
-    is_coded = all(codec != _UNCODED for codec, *_ in rows.values())
-    if not is_coded:
-      packs, places = (), {}  # left to `gc`: they do not make a bundle
+  def _table(self, coded: Iterable[_Coded]) -> 'ChunkTable':
+    """Uploads packs of the blobs, which come in the order of their keys."""
     parts: dict[str, list[tuple]] = {}
-    for name, number in sorted(rows):
-      codec, length, post = rows[name, number]
-      pack = places.get((name, number), manifest.NO_PACK)
-      row = number, codec, pack, length, np.frombuffer(post, np.uint8)
-      parts.setdefault(name, []).append(row)
+    lengths: list[int] = []
+    changed = elements = 0
+    is_coded = True
+
+    def packs() -> Iterator[bytes]:
+      nonlocal changed, elements, is_coded
+      pack = bytearray()
+      for (name, number), codec, blob, post, values, count in coded:
+        if pack and len(pack) + len(blob) > PACK_BYTES:
+          lengths.append(len(pack))
+          yield bytes(pack)
+          pack.clear()
+        place = len(lengths) if blob else manifest.NO_PACK
+        row = number, codec, place, len(blob), np.frombuffer(post, np.uint8)
+        parts.setdefault(name, []).append(row)
+        pack += blob
+        changed, elements = changed + count, elements + values.size
+        is_coded &= codec != _UNCODED
+      if pack:
+        lengths.append(len(pack))
+        yield bytes(pack)
+
+    names = list(rebuild.in_order(self.store.put, packs(), _UPLOADS, 1))
     return ChunkTable(
       changed=changed,
       elements=elements,
-      packs=packs,
+      packs=tuple(zip(names, lengths, strict=True)),
       rows={name: np.array(part, _ROW) for name, part in parts.items()},
       is_coded=is_coded,
     )
@@ -367,58 +370,6 @@ def _keep(key: Key, values: np.ndarray) -> _Coded:
 def _flat(chunk: np.ndarray) -> np.ndarray:
   """Returns the values of a chunk in C order, a view where they lie so."""
   return identity.flat_bits(chunk).view(chunk.dtype)
-
-
-def upload(
-  store: objects.Store,
-  blobs: Iterable[tuple[Key, bytes]],
-  order: Iterable[Key],
-) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
-  """Uploads blobs in objects of bounded size, in the order of their keys.
-
-  Args:
-    store: where to put them.
-    blobs: blobs by key, in any order; what is empty is in no pack.
-    order: keys of the blobs to come, if they are known: packs are then uploaded
-      while later blobs are made.
-
-  Returns:
-    Name and length of each pack, and the number of the pack of each blob.
-  """
-  places: dict[Key, int] = {}
-  lengths: list[int] = []
-
-  def packs() -> Iterator[bytes]:
-    pack = bytearray()
-    for key, blob in _by_key(blobs, order):
-      if pack and len(pack) + len(blob) > PACK_BYTES:
-        lengths.append(len(pack))
-        yield bytes(pack)
-        pack.clear()
-      if blob:
-        places[key] = len(lengths)
-        pack += blob
-    if pack:
-      lengths.append(len(pack))
-      yield bytes(pack)
-
-  names = list(rebuild.in_order(store.put, packs(), _UPLOADS, 1))
-  return tuple(zip(names, lengths, strict=True)), places
-
-
-def _by_key(
-  blobs: Iterable[tuple[Key, bytes]], order: Iterable[Key]
-) -> Iterator[tuple[Key, bytes]]:
-  """Sorts by key; yields those first whose turn is known when they come."""
-  waiting: dict[Key, bytes] = {}
-  turns = iter(order)
-  due = next(turns, None)
-  for key, blob in blobs:
-    waiting[key] = blob
-    while due is not None and due in waiting:
-      yield due, waiting.pop(due)
-      due = next(turns, None)
-  yield from sorted(waiting.items())
 
 
 # Tables of several processes.

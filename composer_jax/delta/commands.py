@@ -22,7 +22,7 @@ def publish(
   tier: str = 'small',
   expires_days: float = 365.0,
 ) -> str:
-  """Publishes the weights of a checkpoint.
+  """Publishes the weights of a checkpoint, and frees what became too old.
 
   Args:
     source: checkpoint, as `checkpoints.read` has it.
@@ -53,6 +53,7 @@ def publish(
     if version is None:
       version = 0 if sender.version is None else sender.version + 1
     sender.publish(arrays, version, owned=True)
+    sender.gc(options.keep)
     sender.wait()
     (info,) = sender.results()
     bar.update(1, MB=info.bytes / 1e6)
@@ -143,22 +144,6 @@ def apply(
       'any more, or something keeps newer versions from here.'
     )
   return said
-
-
-def gc(
-  *,
-  store: str,
-  run: str,
-  key: str | os.PathLike,
-  keep: int,
-  grace_s: float = objects.GRACE_S,
-) -> str:
-  """Deletes what the newest `keep` versions do not need."""
-  place = objects.Store(store)
-  _open_pointer(place, run, key)
-  options = chain.BundleOptions(grace_s=grace_s)
-  writer = chain.BundleWriter(place, run, keys.open_key(key), options=options)
-  return f'Freed {writer.gc(keep)} bytes.'
 
 
 def _open_pointer(

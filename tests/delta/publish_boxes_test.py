@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from composer_jax.delta import chunking, rebuild
 from composer_jax.delta.codec import coding
-from composer_jax.delta.format import identity, manifest
+from composer_jax.delta.format import identity
 from composer_jax.delta.format import identity as grids
 from composer_jax.delta.store import objects as stores
 from tests.delta import identities
@@ -173,25 +173,3 @@ def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
   monkeypatch.undo()
   assert store.read_pointer('run') == before
   assert publisher.publish(t.blocks(t.weights(1)), 1).kind == 'delta'
-
-
-def test_packs_do_not_depend_on_when_blobs_come(tmp_path):
-  store = stores.Store(tmp_path)
-  blobs = {('w', n): bytes([n]) * (3 << 20) for n in range(7)}
-  blobs['v', 0] = b''
-  order = sorted(blobs)
-  results = set()
-  turned = order[::-1]
-  for known, arrival in (
-    (order, order),
-    (order, turned),
-    ((), turned),
-    (order[:3], turned),
-  ):
-    coming = ((key, blobs[key]) for key in arrival)
-    packs, places = chunking.upload(store, coming, known)
-    results.add((packs, tuple(sorted(places.items()))))
-  ((packs, places),) = results
-  assert [length for _, length in packs] == [6 << 20] * 3 + [3 << 20]
-  assert dict(places) == {('w', n): n // 2 for n in range(7)}
-  assert manifest.NO_PACK not in dict(places).values()

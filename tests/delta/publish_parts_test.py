@@ -345,7 +345,7 @@ def blocks(v, fatal=die):
     yield block
 # Processes start when they can; here they meet.
 open_publisher('warm', 60).publish(blocks(1, False), 0)
-publisher = open_publisher('run', 2)
+publisher = open_publisher('run', 5)
 publisher.publish(blocks(0), 0)
 try:
   publisher.publish(blocks(1), 1)

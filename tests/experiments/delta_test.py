@@ -167,19 +167,6 @@ def test_two_checkpoints_become_a_delta_and_a_checkpoint_again(
     commands.diff(**flags)
 
 
-def test_gc_keeps_what_is_needed(workdir, tmp_path):
-  flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
-  states = workdir / 'checkpoints' / 'rl'
-  for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
-    commands.publish(source=source, **flags)
-  assert commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
-  said = commands.gc(keep=1, grace_s=0.0, **flags)
-  assert int(said.split()[1]) > 0
-  out = tmp_path / 'out'
-  commands.apply(out=out, **flags)
-  same(checkpoints.read(str(out)), policy(2))
-
-
 def test_what_cannot_be_trusted_is_said_plainly(place, tmp_path):
   place = {**place, 'out': tmp_path / 'out'}
   with pytest.raises(ValueError, match='there is no key; --key must name'):
@@ -221,7 +208,7 @@ def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
 
 def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
   said = commands.apply(out=tmp_path / 'first', **place)
-  assert 'expired' not in said
+  assert 'pointer expired' not in said
   later = time.time() + 366 * 86400
   monkeypatch.setattr(commands.time, 'time', lambda: later)
   told = 'pointer expired 1.0 days ago: nobody publishes any more'
@@ -243,8 +230,6 @@ def test_commands_work_on_a_remote_store(workdir, tmp_path, remote):
   commands.publish(source=str(workdir / 'checkpoints/rl/1'), **flags)
   commands.apply(out=tmp_path / 'out', **flags)
   same(checkpoints.read(str(tmp_path / 'out')), policy(1))
-  said = commands.gc(keep=1, grace_s=0.0, **flags)
-  assert said.startswith('Freed ')
 
 
 # The program.

@@ -9,8 +9,8 @@ from tests import programs
   'command, message',
   [
     (
-      'delta apply --store=s --out=o --key=k --keep=3 --grace_s=1',
-      'apply does not take --grace_s, --keep; it takes --key, --out, --run,',
+      'delta apply --store=s --out=o --key=k --tier=fast --source=x',
+      'apply does not take --source, --tier; it takes --key, --out, --run,',
     ),
     ('serve --store=http://host', '--store and --on_swap need --follow; add'),
     ('serve --on_swap=keep', '--store and --on_swap need --follow; add'),

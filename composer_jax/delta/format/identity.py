@@ -46,7 +46,7 @@ DTYPES = {
     np.uint64,
   )
 }
-_HEX = re.compile('[0-9a-f]{64}')
+_HEX = re.compile('[0-9a-f]+')
 
 
 class Block(NamedTuple):
@@ -128,9 +128,13 @@ def parse_canonical(data: bytes) -> Any:
   return value
 
 
-def is_hash(value: Any) -> bool:
-  """Whether it is 32 bytes in lower-case hexadecimal."""
-  return isinstance(value, str) and _HEX.fullmatch(value) is not None
+def is_hash(value: Any, digits: int = 64) -> bool:
+  """Whether it is so many digits of lower-case hexadecimal."""
+  return (
+    isinstance(value, str)
+    and len(value) == digits
+    and _HEX.fullmatch(value) is not None
+  )
 
 
 def is_count(value: Any) -> bool:

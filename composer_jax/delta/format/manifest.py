@@ -18,7 +18,7 @@ import math
 import re
 import reprlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -447,35 +447,24 @@ def _require(condition: bool | np.bool, what: str) -> None:
     raise ValueError(f'a bundle has an invalid {what}.')
 
 
-def _is_length(most: int) -> Callable[[Any], bool]:
-  return lambda value: identity.is_count(value) and 0 < value <= most
-
-
-def _is_short(value: Any) -> bool:
-  is_text = isinstance(value, str) and len(value) == 16
-  return is_text and identity.is_hash(value * 4)
-
-
-# What a value must be, by the name of its field in any record.
-_RULES: dict[str, Callable[[Any], bool]] = {
-  **dict.fromkeys(('target_id', 'manifest', 'index'), identity.is_hash),
-  **dict.fromkeys(('version', 'sequence', 'rewinds'), identity.is_count),
-  **dict.fromkeys(('expires', 'bytes'), identity.is_count),
-  'base_id': lambda value: value == '' or identity.is_hash(value),
-  'target': _is_short,
-  'manifest_bytes': _is_length(MAX_MANIFEST_BYTES),
-  'index_bytes': _is_length(MAX_INDEX_BYTES),
-}
+# The most that a field may be; counts are below 2**63 anyway.
+_MOST = {'manifest_bytes': MAX_MANIFEST_BYTES, 'index_bytes': MAX_INDEX_BYTES}
+_DIGITS = {'target_id': 64, 'manifest': 64, 'index': 64, 'target': 16}
 
 
 def _check_fields(record: Any, what: str) -> None:
+  """Refuses fields of the wrong type, lengths too long, and no hashes."""
   for field in dataclasses.fields(record):
-    value = getattr(record, field.name)
-    if field.name == 'run_id':
+    name, value = field.name, getattr(record, field.name)
+    good = True
+    if name == 'run_id':
       check_run_id(value)
-    elif field.name in _RULES and not _RULES[field.name](value):
-      # Not repr, which makes a long text of a long value.
-      _require(False, f'{field.name} {reprlib.repr(value)} of {what}')
+    elif name in _DIGITS or (name == 'base_id' and value != ''):
+      good = identity.is_hash(value, _DIGITS.get(name, 64))
+    elif field.type is int:
+      good = identity.is_count(value) and value <= _MOST.get(name, value)
+    # Not repr, which makes a long text of a long value.
+    _require(good, f'{name} {reprlib.repr(value)} of {what}')
 
 
 def check_run_id(value: Any) -> None:
