@@ -115,15 +115,9 @@ class BundleWriter:
   identities appear again. A damaged pointer, index or manifest ends the chain,
   and a keyframe starts another.
 
-  Args:
-    store: where to write.
-    run_id: name of the run and of its pointer.
-    key: signs the pointer, and verifies what is read back.
-    options: how versions are encoded and kept.
-    peers: which of several processes this is; None if it is alone. All call
-      `publish` and `rewind` alike, each with its own blocks; `gc` does
-      something in process 0 only.
-    now: unix seconds.
+  Of several processes each has one, with its `peers`. All call `publish` and
+  `rewind` alike, each with its own blocks; `gc` does something in process 0
+  only.
   """
 
   def __init__(
@@ -213,13 +207,10 @@ class BundleWriter:
   def gc(self, keep: int | None = None) -> int:
     """Deletes what no run of the store needs; returns bytes freed.
 
-    Of this run, bundles before the last `keep` versions leave the index as
-    `run.pruned` says; of others, only what no index names goes. A resumed
-    trainer can rewind only to a version that is listed, so `keep` should span
-    its checkpoints.
-
-    Args:
-      keep: number of versions; None for that of the options.
+    Of this run, bundles before the last `keep` versions (None: as the options
+    say) leave the index as `run.pruned` says; of others, only what no index
+    names goes. A resumed trainer can rewind only to a version that is listed,
+    so `keep` should span its checkpoints.
 
     Raises:
       ValueError, OSError: something that would have to be followed is damaged

@@ -1,9 +1,8 @@
 """Checkpoints on disk: what bundles are made of and become.
 
 What runs of ours wrote is verified while it is read; of any other orbax
-checkpoint there is nothing to verify it by. Orbax notices no flipped bit in the
-values (80 of 80 were restored), so what is written here is read again and
-compared.
+checkpoint there is nothing to verify it by: orbax notices no flipped bit in the
+values (80 of 80 were restored).
 """
 
 import collections
@@ -19,8 +18,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from composer_jax.core import trees
-from composer_jax.delta import rebuild
-from composer_jax.delta.format import identity
 from composer_jax.hf.tensors import layout
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
@@ -40,10 +37,6 @@ def write(named: dict[str, np.ndarray], folder: pathlib.Path | str) -> None:
   """Writes a checkpoint of nested dictionaries, which orbax alone reads.
 
   Arrays without elements are left out, since orbax refuses them.
-
-  Args:
-    named: arrays by '/'-joined names.
-    folder: absent, or empty.
 
   Raises:
     ValueError: the folder is not empty, or orbax cannot hold such a tree.
@@ -65,40 +58,13 @@ def read_plain(folder: pathlib.Path | str) -> Any:
   """Reads any checkpoint of one tree as numpy arrays; nothing is verified."""
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
     folder = pathlib.Path(folder).absolute()
-    return _restore(reader, folder, reader.metadata(folder).item_metadata.tree)
-
-
-def verify(folder: pathlib.Path | str, held: rebuild.Held) -> None:
-  """Raises ValueError unless what `write` wrote holds these whole weights.
-
-  One tensor after another, so that no second copy of all is in memory.
-  """
-  folder = pathlib.Path(folder).absolute()
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    for name, array in held.arrays().items():
-      if not array.size:
-        continue
-      like = _nested({name: array})
-      (found,) = jax.tree.leaves(_restore(reader, folder, like))
-      same = (found.dtype, found.shape) == (array.dtype, array.shape)
-      bits = identity.flat_bits
-      if not same or not np.array_equal(bits(found), bits(array)):
-        raise ValueError(
-          f'{folder}: {name} is not what was written; the disk is damaged. '
-          'Write to another one.'
-        )
-
-
-def _restore(reader: ocp.Checkpointer, folder: pathlib.Path, like: Any) -> Any:
-  arguments = jax.tree.map(
-    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like
-  )
-  return reader.restore(
-    folder,
-    args=ocp.args.PyTreeRestore(
-      like, restore_args=arguments, partial_restore=True
-    ),
-  )
+    like = reader.metadata(folder).item_metadata.tree
+    arguments = jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like
+    )
+    return reader.restore(
+      folder, args=ocp.args.PyTreeRestore(like, restore_args=arguments)
+    )
 
 
 def _nested(named: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -238,13 +238,7 @@ class _Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-  """Encodes chunks with threads, decodes them again and uploads their packs.
-
-  Attributes:
-    store: store that packs go to.
-    tier: tier of the codec.
-    threads: number of threads that encode.
-  """
+  """Encodes chunks with threads, decodes them again and uploads their packs."""
 
   store: objects.Store
   tier: str
@@ -256,12 +250,9 @@ class Encoder:
     specs: manifest.Specs,
     base: HostWeights | None,
   ) -> tuple[HostWeights, 'ChunkTable']:
-    """Copies the chunks of a version; encodes them if there is a base.
+    """Copies and hashes the chunks of a version; encodes them against a base.
 
-    Args:
-      items: chunks in any memory order.
-      specs: grows with the items.
-      base: weights to encode against; None only copies and hashes.
+    The specs may grow with the items.
     """
     made = HostWeights(specs=specs)
 

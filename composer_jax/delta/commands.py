@@ -2,13 +2,11 @@
 
 import os
 import pathlib
-import shutil
 import time
 
 from composer_jax.delta import chain, checkpoints, follower, publisher
 from composer_jax.delta.format import keys, manifest
 from composer_jax.delta.store import objects
-from composer_jax.telemetry import progress
 
 
 def publish(
@@ -24,19 +22,18 @@ def publish(
 ) -> str:
   """Publishes the weights of a checkpoint, and frees what became too old.
 
+  As all commands it returns what was done in a sentence.
+
   Args:
-    source: checkpoint, as `checkpoints.read` has it.
+    source: checkpoint in `dtype`, as `checkpoints.read` has both.
     store: URL of the store.
     run: name of the run in the store.
     key: file of the key; made when missing.
     version: policy version; None for the one after the last.
-    dtype: dtype, as `checkpoints.read` has it.
+    dtype: see `source`.
     tier: tier of the codec.
     expires_days: days after which receivers take the run for abandoned, unless
       something was published meanwhile; 0 for never.
-
-  Returns:
-    What was published, as a sentence; so do the others.
   """
   options = chain.BundleOptions(tier=tier, expires_s=86400 * expires_days)
   place = objects.Store(store)
@@ -46,17 +43,13 @@ def publish(
   if place.read_pointer(run) is not None:
     _open_pointer(place, run, key)
   arrays = checkpoints.read(source, dtype=dtype)
-  with (
-    publisher.Publisher(place, key, run, options) as sender,
-    progress.Progress('publish', 1) as bar,
-  ):
+  with publisher.Publisher(place, key, run, options) as sender:
     if version is None:
       version = 0 if sender.version is None else sender.version + 1
     sender.publish(arrays, version, owned=True)
     sender.gc(options.keep)
     sender.wait()
     (info,) = sender.results()
-    bar.update(1, MB=info.bytes / 1e6)
   ratio = info.full_bytes / max(info.bytes, 1)
   return (
     f'Version {info.version} of run {run!r}: {info.kind} of {info.bytes} '
@@ -76,14 +69,7 @@ def diff(
 ) -> str:
   """Makes a store of two checkpoints: a keyframe and the delta to the other.
 
-  Args:
-    base: checkpoint, as `checkpoints.read` has it; version 0.
-    new: checkpoint of the same tensors; version 1.
-    out: URL of the store, in which there is no such run yet.
-    run: name of the run in the store.
-    key: file of the key; made when missing.
-    dtype: dtype as `checkpoints.read` has it.
-    tier: tier of the codec.
+  The arguments are those of `publish`, which makes them versions 0 and 1.
   """
   if objects.Store(out).read_pointer(run) is not None:
     raise ValueError(f'{out} has a run {run!r} already; choose another --out.')
@@ -102,19 +88,9 @@ def apply(
 ) -> str:
   """Writes a version as a plain orbax checkpoint.
 
-  The checkpoint is read again and compared before this returns, since orbax
-  would not notice what a disk damaged.
-
-  Args:
-    store: URL of the store.
-    run: name of the run in the store.
-    key: file of the key.
-    out: folder to make; must not exist.
-    version: policy version; None for the latest.
-
   Raises:
-    ValueError: nothing that can be trusted leads to that version, or `out`
-      exists.
+    ValueError: nothing that can be trusted leads to that version (None is the
+      latest), or `out` exists.
   """
   checkpoints.check_local('out', out)
   out = pathlib.Path(out).absolute()
@@ -123,17 +99,8 @@ def apply(
   place = objects.Store(store)
   pointer = _open_pointer(place, run, key)
   out.parent.mkdir(parents=True, exist_ok=True)
-  with progress.Progress('apply', 3) as bar:
-    held = follower.load(place, pointer, version=version)
-    bar.update(1, version=held.version)
-    checkpoints.write(held.arrays(), out)
-    bar.update(2, version=held.version)
-    try:
-      checkpoints.verify(out, held)
-    except ValueError:
-      shutil.rmtree(out)  # nobody is to take it for the weights
-      raise
-    bar.update(3, version=held.version)
+  held = follower.load(place, pointer, version=version)
+  checkpoints.write(held.arrays(), out)
   said = (
     f'Version {held.version} of run {run!r}, target {held.target_id}: {out}'
   )

@@ -55,11 +55,8 @@ def cheapest(
 ) -> Way | None:
   """Returns the way of fewest bytes to a version, None if there is none.
 
-  Args:
-    edges: bundles of the run.
-    version: version to reach.
-    held: weights to start from, unless a rewind made them void.
-    banned: manifests that turned out to be unusable.
+  It starts at a keyframe, or at `held`, unless a rewind made that void. Banned
+  are manifests that turned out to be unusable.
   """
   targets = {edge.version: edge.target for edge in edges}
   good = [edge for edge in edges if edge.manifest not in banned]
@@ -98,13 +95,11 @@ def load(
   In memory are at most what is held, and what the way has reached.
 
   Args:
-    store: where to read.
+    store: store to read.
     pointer: pointer whose signature the caller has verified.
     version: version to load; None for the pointer's own.
     held: weights that may spare a part of the way.
-    wanted: regions to hold; None for all.
-    threads: number of threads that decode.
-    cost: counts what moves, and by which bundles.
+    wanted, threads, cost: see `Follower` and `rebuild.UpdateCost`.
 
   Raises:
     ValueError: no way leads there; says what is wrong with those tried.
@@ -275,12 +270,10 @@ class Follower:
     threads: int = 2,
     now: Callable[[], float] = time.time,
   ):
-    """Follows.
+    """Reads nothing yet.
 
     Args:
-      store: where to read.
-      run_id: name of the run and of its pointer.
-      key: checks the pointer's signature.
+      store, run_id, key: the publisher's.
       memory: file of this receiver alone that keeps the newest pointer seen,
         so that a restarted one refuses an older one too; None to remember only
         while it lives.
@@ -299,9 +292,7 @@ class Follower:
     self._polling = threading.Lock()
     self._seen: manifests.Pointer | None = None
     if self._memory is not None:
-      # Left there by receivers that were killed.
-      for torn in self._memory.parent.glob(f'.{self._memory.name}.*.tmp'):
-        torn.unlink(missing_ok=True)
+      files.sweep(self._memory.parent)  # of receivers that were killed
       if self._memory.exists():
         self._seen = self._recall(self._memory)
 

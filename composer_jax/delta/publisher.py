@@ -45,9 +45,6 @@ class Publisher:
     run_id: name of the run in the store.
     options: how versions are encoded and kept.
     peers: how several processes share the work; None asks jax for them.
-
-  Raises:
-    ValueError: the key, the store or the run's name is not sound.
   """
 
   def __init__(
@@ -128,11 +125,7 @@ class Publisher:
     """Frees, after what is in flight, what no receiver needs any more.
 
     Old versions whose bundles are damaged cost room and nothing else: they end
-    no run.
-
-    Args:
-      keep: number of newest versions that stay.
-      say: is told why nothing could be deleted, from the thread.
+    no run. `say` is told of them, from the thread.
     """
 
     def collect() -> None:

@@ -62,14 +62,9 @@ def in_order(
 ) -> Generator[_Out, None, None]:
   """Yields work(item) in the order of the items, by a pool of threads.
 
-  The first error ends it, as closing the generator does: what did not begin is
-  dropped, and no thread is left when the error reaches the caller.
-
-  Args:
-    work: what a thread does.
-    items: taken one by one, in the caller's thread.
-    threads: number of threads.
-    ahead: number of items in flight for each thread.
+  At most `ahead` items for each thread are in flight. The first error ends it,
+  as closing the generator does: what did not begin is dropped, and no thread is
+  left when the error reaches the caller.
   """
   flying: collections.deque[futures.Future] = collections.deque()
   pool = futures.ThreadPoolExecutor(threads, 'delta')
@@ -305,13 +300,9 @@ class UnfitBase(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-  """A tensor on its way: its rows of the manifest, the base, what becomes.
+  """A tensor on its way: `made` is built on `base`, None for a keyframe.
 
   Attributes:
-    name: name of the tensor.
-    version: version on its way.
-    made: tensor of the new version.
-    base: tensor that it is built on, None for a keyframe.
     base_at: where the chunks of `made` are in the base.
     rows: rows of the manifest, of the chunks of `made`.
     places: where the blobs of the rows begin in their packs.
@@ -412,9 +403,7 @@ def apply(
   """Applies a bundle to a base; a keyframe needs none.
 
   Args:
-    reader: reads the bundle's blobs.
-    bundle: manifest of the bundle.
-    base: weights that it builds on; None for a keyframe.
+    reader, bundle, base: what is read, and what it builds on.
     wanted: regions to hold; None for all.
     threads: number of threads that decode.
     kept: None leaves the base as it is. Else it is lost, whether this succeeds

@@ -114,10 +114,7 @@ class Run:
   ) -> manifest.Edge:
     """Writes the manifest of a bundle, to which nothing points yet.
 
-    Args:
-      table: table of all processes, whose packs are objects already.
-      version: policy version.
-      base: head that it starts from; None for a keyframe.
+    Its packs are objects already; `base` is None for a keyframe.
     """
     bundle = manifest.Manifest(
       run_id=self.run_id,
@@ -250,9 +247,7 @@ class Run:
   def collect(self, grace_s: float) -> int:
     """Deletes what the pointer of no run leads to; returns bytes freed.
 
-    Args:
-      grace_s: seconds for which objects stay, as another publisher may be
-        about to point to them.
+    Younger objects stay, as another publisher may be about to point to them.
 
     Raises:
       ValueError, OSError: a pointer, index or manifest is damaged, missing or

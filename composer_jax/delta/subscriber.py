@@ -123,7 +123,7 @@ class Poller:
       poll: returns what is newer, None for nothing; a ValueError or an OSError
         says what cannot be used.
       interval_s: seconds between two looks.
-      notify: called after something new was found; `take` it.
+      notify: called after something new was found.
     """
     self.problem = ''
     # A read that hangs must not keep the process from ending.

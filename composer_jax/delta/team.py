@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,6 @@ from composer_jax.delta import chunking
 from composer_jax.delta.format import identity
 from composer_jax.delta.store import objects
 
-_ATTEMPT = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 _OK, _REFUSED, _FAILED = b'+', b'-', b'!'
 
@@ -43,7 +41,7 @@ class Peers:
   Attributes:
     process: number from 0, which leads.
     count: number of processes.
-    attempt: name of this start of all processes, the same in each and never
+    attempt: word for this start of all processes, the same in each and never
       used before: what a dead start left is not mistaken for an answer.
     timeout_s: seconds that process 0 waits for another's message, which must
       cover what the slowest has to encode and to upload; the others wait twice
@@ -59,11 +57,6 @@ class Peers:
     if not 0 <= self.process < self.count:
       raise ValueError(
         f'process ({self.process}) must be one of 0 to {self.count - 1}.'
-      )
-    if not _ATTEMPT.fullmatch(self.attempt):
-      raise ValueError(
-        f'attempt {self.attempt!r} must be 1 to 64 letters, digits, ".", "_" '
-        'or "-", and begin with a letter or digit.'
       )
     if not self.timeout_s > 0:
       raise ValueError(f'timeout_s ({self.timeout_s}) must be above 0.')

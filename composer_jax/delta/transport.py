@@ -9,7 +9,6 @@ otherwise, the bundles themselves in `store`.
 import collections
 import dataclasses
 import json
-import os
 import pathlib
 import queue
 import tempfile
@@ -104,8 +103,8 @@ class Publication:
   ):
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
-    # What a killed run received after `first` became void with it.
-    Received.truncate(workdir, first)
+    # So did what a killed run received after `first`. Nobody writes there yet.
+    writers.keep(workdir / writers.RECEIVED, lambda row: row['step'] <= first)
     self._publisher, self._writer = sender, writer
     # Every version before the first was published, else there would be no
     # checkpoint of the first.
@@ -187,40 +186,6 @@ class Publication:
 # The rollouts' side.
 
 
-class Received:
-  """One JSON line of `received.jsonl` for each policy served.
-
-  That file is the rollout side's: `metrics.jsonl` has one writer, the trainer.
-  Its lines have the form of that file, with the version as the step, so that a
-  report draws both alike; `report.metrics` says what each metric means.
-  """
-
-  def __init__(self, workdir: str | os.PathLike):
-    """Opens the file, cutting off a line that a kill tore."""
-    path = pathlib.Path(workdir) / writers.RECEIVED
-    self._file = append.AppendFile(path, 'a line of received policies')
-    self._file.cut_torn_line()
-
-  @staticmethod
-  def truncate(workdir: str | os.PathLike, step: int) -> None:
-    """Drops the lines of versions after `step`, which became void.
-
-    Other weights may be published under their numbers, and not all of them be
-    received. Nobody may be writing to the file.
-    """
-    path = pathlib.Path(workdir) / writers.RECEIVED
-    writers.keep(path, lambda row: row['step'] <= step)
-
-  def write(self, version: int, **fields: Any) -> None:
-    """Appends one line; fields that are None are left out."""
-    row = {'stage': RECEIVED, 'step': version, 'time': time.time()}
-    row |= {name: v for name, v in fields.items() if v is not None}
-    self._file.append((json.dumps(row) + '\n').encode())
-
-  def close(self) -> None:
-    self._file.close()
-
-
 class Receiver:
   """Follows a run's bundles and rebuilds its policies as device arrays.
 
@@ -300,21 +265,22 @@ class Receiver:
       received={**dataclasses.asdict(stats), 'transfer_s': transfer_s},
     )
 
-  def first(self, within_s: float) -> seams.ReceivedPolicy:
-    """Waits for a trainer to publish.
 
-    Raises:
-      ValueError: it did not in time.
-    """
-    deadline = time.monotonic() + within_s
-    while (policy := self.poll()) is None:
-      if time.monotonic() > deadline:
-        raise ValueError(
-          f'No usable policy in {self.store} within {within_s:g} s '
-          f'({self.problem or "nothing there"}); is RL running?'
-        )
-      time.sleep(_LOOK_S)
-    return policy
+def first(receiver: 'Receiver | _Handover', within_s: float) -> Any:
+  """Waits for a trainer to publish; returns a `seams.ReceivedPolicy`.
+
+  Raises:
+    ValueError: it did not in time.
+  """
+  deadline = time.monotonic() + within_s
+  while (policy := receiver.poll()) is None:
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f'No usable policy in {receiver.store} within {within_s:g} s '
+        f'({receiver.problem or "nothing there"}); is RL running?'
+      )
+    time.sleep(_LOOK_S)
+  return policy
 
 
 class Placing:
@@ -322,16 +288,23 @@ class Placing:
 
   It does so when it is asked to, in the process that also publishes, or in a
   thread of its own, beside the engine's steps.
+
+  Each policy served is a line of `received.jsonl`, which is the rollout side's:
+  `metrics.jsonl` has one writer, the trainer. Both have one form, with the
+  version as the step; `report.metrics` says what each metric means.
   """
 
   def __init__(
     self,
     receiving: 'Receiver | _Handover',
-    lines: Received,
+    workdir: pathlib.Path,
     interval_s: float | None = None,
   ):
-    """Takes a receiver and where to write; looks if an interval is given."""
-    self._receiving, self._lines = receiving, lines
+    """Takes a receiver; looks by itself if an interval is given."""
+    self._receiving = receiving
+    path = pathlib.Path(workdir) / writers.RECEIVED
+    self._lines = append.AppendFile(path, 'a line of received policies')
+    self._lines.cut_torn_line()
     self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
     self._engine: engines.Engine | None = None
     # Weights that the thread frees, so that no step waits for it.
@@ -341,7 +314,7 @@ class Placing:
       self._poller = subscriber.Poller(self._find, interval_s)
 
   def first(self, within_s: float) -> seams.ReceivedPolicy:
-    return self._receiving.first(within_s)
+    return first(self._receiving, within_s)
 
   def follow(self, engine: engines.Engine) -> None:
     self._engine = engine
@@ -396,8 +369,9 @@ class Placing:
       self._dropped.put(weights_before)
 
   def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
-    fields = {'target_id': policy.target_id, **policy.received}
-    self._lines.write(policy.version, **fields, **seconds)
+    row = {'stage': RECEIVED, 'step': policy.version, 'time': time.time()}
+    row |= {'target_id': policy.target_id, **policy.received, **seconds}
+    self._lines.append((json.dumps(row) + '\n').encode())
 
   def close(self) -> None:
     """Ends the thread after its look, which nobody waits for."""
@@ -406,28 +380,14 @@ class Placing:
     self._lines.close()
 
 
-# Transports.
-
-
-class DirectTransport:
-  """A `core.seams.WeightTransport` within one process, device to device.
-
-  Identities are those that bundles of the same weights would have.
-  """
-
-  def __init__(self, workdir: pathlib.Path):
-    self._workdir, self._handover = workdir, _Handover()
-
-  def publisher(self, writer: writers.Writer, first: int) -> Publication:
-    return Publication(self._handover, writer, self._workdir, first)
-
-  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
-    assert not in_background, 'wiring refuses rollouts in another process'
-    return Placing(self._handover, Received(self._workdir))
+# Both sides.
 
 
 class _Handover:
-  """Both ends of a direct transport: a publisher, and a receiver of it."""
+  """Both ends within one process, device to device: publisher and receiver.
+
+  Identities are those that bundles of the same weights would have.
+  """
 
   store, problem = DIRECT, None
 
@@ -479,15 +439,9 @@ class _Handover:
     newest, self._newest = self._newest, None
     return newest
 
-  def first(self, within_s: float) -> seams.ReceivedPolicy:
-    policy = self.poll()
-    if policy is None:
-      raise ValueError(f'No policy was handed over within {within_s:g} s.')
-    return policy
 
-
-class StoreTransport:
-  """A `core.seams.WeightTransport` through the store of a run."""
+class Transport:
+  """A `core.seams.WeightTransport`, by a store or within one process."""
 
   def __init__(
     self,
@@ -497,21 +451,24 @@ class StoreTransport:
   ):
     self._workdir, self._model, self._options = workdir, model, options
     self._memory = memory_of(workdir, options.store)
+    self._direct = _Handover() if options.store == DIRECT else None
 
   def publisher(self, writer: writers.Writer, first: int) -> Publication:
-    sender = publisher.Publisher(
-      store_of(self._workdir, self._options.store),
-      self._workdir / KEY,
-      RUN_ID,
-      self._options,
-    )
-    if sender.version is None:
-      # A store that is new, or was deleted: older pointers are no measure.
-      self._memory.unlink(missing_ok=True)
+    sender = self._direct
+    if sender is None:
+      sender = publisher.Publisher(
+        store_of(self._workdir, self._options.store),
+        self._workdir / KEY,
+        RUN_ID,
+        self._options,
+      )
+      if sender.version is None:
+        # A store that is new, or was deleted: older pointers are no measure.
+        self._memory.unlink(missing_ok=True)
     return Publication(sender, writer, self._workdir, first)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
-    receiving = Receiver(
+    receiving = self._direct or Receiver(
       self._workdir,
       self._model,
       self._options.store,
@@ -519,7 +476,7 @@ class StoreTransport:
       threads=self._options.threads,
     )
     interval_s = self._options.poll_s if in_background else None
-    return Placing(receiving, Received(self._workdir), interval_s)
+    return Placing(receiving, self._workdir, interval_s)
 
 
 def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:

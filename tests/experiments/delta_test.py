@@ -195,17 +195,6 @@ def test_what_is_read_by_http_is_not_published_to(place):
     commands.publish(source='nowhere', **{**place, 'store': 'http://host'})
 
 
-def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
-  def damage(folder, held):
-    assert folder.is_dir() and held.version == 2
-    raise ValueError('not what was written')
-
-  monkeypatch.setattr(checkpoints, 'verify', damage)
-  with pytest.raises(ValueError, match='not what was written'):
-    commands.apply(out=tmp_path / 'out', **place)
-  assert not (tmp_path / 'out').exists()
-
-
 def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
   said = commands.apply(out=tmp_path / 'first', **place)
   assert 'pointer expired' not in said
@@ -243,7 +232,6 @@ def test_the_main_publishes_and_says_errors_in_one_line(workdir, tmp_path):
   ]
   run = programs.run_fresh(MAIN, 'publish', *flags, f'--source={workdir}:rl')
   assert run.returncode == 0, run.stderr
-  assert '[publish] 1/1' in run.stdout
   assert "Version 0 of run 'demo': key of" in run.stdout
   run = programs.run(MAIN, 'apply', *flags)
   assert run.returncode == 1

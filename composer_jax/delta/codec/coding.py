@@ -61,10 +61,8 @@ def encode(
 ) -> tuple[int, bytes]:
   """Returns the number of the codec that serves best and its blob.
 
-  Args:
-    values: flat, of any dtype of `model.kind`.
-    base: the same chunk of the base weights; None for a keyframe.
-    tier: 'fast' or 'small'.
+  The values are flat; the base is the same chunk of the base weights, None for
+  a keyframe.
   """
   if tier not in TIERS:
     raise ValueError(f'tier {tier!r} is not one of {TIERS}')
@@ -155,15 +153,9 @@ def decode(
   *,
   out: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Undoes `encode`; the base is never modified.
+  """Undoes `encode`, to a flat array `out` or a new one of the size.
 
-  Args:
-    codec_id: what `encode` returned.
-    blob: what `encode` returned, from whoever sent it.
-    size: weights in the chunk.
-    dtype: of the weights.
-    base: the same chunk of the base; needed by all but RAW and keyframes.
-    out: a flat array of the dtype to write to, in place of a new one.
+  The base is never modified; RAW and keyframes need none.
 
   Raises:
     ValueError: the blob is not one that `encode` makes for such a chunk.

@@ -58,14 +58,7 @@ class OtherFormat(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tensor:
-  """A tensor of a manifest.
-
-  Attributes:
-    name: name of the tensor.
-    dtype: name in `identity.DTYPES`.
-    shape: shape of the global array.
-    chunks: of dtype CHUNK, one for each chunk of its grid, by number.
-  """
+  """A tensor of a manifest; `chunks` are rows CHUNK of its grid, by number."""
 
   name: str
   dtype: str
@@ -401,14 +394,7 @@ def _check_table(
   allowed: Sequence[int],
   packs: Sequence[int],
 ) -> None:
-  """Refuses a table that no publisher writes.
-
-  Args:
-    table: all chunks of a manifest.
-    raw_bytes: bytes of their values.
-    allowed: codec ids.
-    packs: bytes of each pack.
-  """
+  """Refuses a table that no publisher writes; the last are lengths of packs."""
   codecs, lengths = table['codec'], table['length']
   _require(np.isin(codecs, allowed).all(), 'codec of a chunk')
   bare = codecs == coding.SAME

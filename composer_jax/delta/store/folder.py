@@ -42,6 +42,7 @@ MAX_POINTER_BYTES = 4096
 TORN_S = 600.0
 LOCK_WAIT_S = 60.0
 _NO_FILE = b'', 'not a regular file'
+_no_lock = contextlib.nullcontext
 
 
 class Conflict(ValueError):
@@ -55,8 +56,8 @@ class FolderBackend:
 
   def __init__(self, root: pathlib.Path):
     self.root = root
-    # Shared by writers that find their object there, exclusive for deletion:
-    # else it could go between their look and their pointer.
+    # Shared by writers whose object is there, exclusive for deletion: else it
+    # could take what was just written again.
     self._lock = root / '.lock'
 
   @contextlib.contextmanager
@@ -91,25 +92,11 @@ class FolderBackend:
     return data, _mark(data)
 
   def put(self, key: str, data: bytes) -> None:
-    if not self._keep(key, data):
-      files.write_atomic(self.root / key, data)
-
-  def _keep(self, key: str, data: bytes) -> bool:
-    """Whether the file is there and intact; then it counts as new."""
     path = self.root / key
-    if not path.exists():
-      return False
-    with _locked(self._lock, fcntl.LOCK_SH):
-      try:
-        with self._open(key) as file:
-          if os.fstat(file.fileno()).st_size != len(data):
-            return False
-          if _mark(file.read(len(data) + 1)) != _mark(data):
-            return False
-        os.utime(path)
-      except FileNotFoundError:
-        return False
-    return True
+    # What is old may be about to be deleted, and is made young.
+    is_there = path.exists()
+    with _locked(self._lock, fcntl.LOCK_SH) if is_there else _no_lock():
+      files.write_atomic(path, data)
 
   def swap(self, key: str, data: bytes, tag: str | None) -> str:
     path = self.root / key

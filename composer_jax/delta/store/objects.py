@@ -109,7 +109,7 @@ class Store:
   # Objects.
 
   def put(self, data: bytes) -> str:
-    """Writes an object unless it is there and intact; returns its name."""
+    """Writes an object; returns its name."""
     name = hashlib.sha256(data).hexdigest()
     self._writer().put(_object(name), data)
     return name
@@ -118,10 +118,6 @@ class Store:
     """Reads a whole object and verifies it.
 
     What comes damaged is asked for once more, past caches.
-
-    Args:
-      name: its sha256.
-      length: what it must be; None where nobody said.
 
     Raises:
       FileNotFoundError: there is none.
@@ -155,11 +151,7 @@ class Store:
   ) -> bytes:
     """Reads bytes [start, stop) of an object, all of them but unverified.
 
-    Args:
-      name: its sha256.
-      start: first byte.
-      stop: byte after the last.
-      fresh: whether caches on the way must ask the store anew.
+    If `fresh`, caches on the way ask the store anew.
     """
     if not 0 <= start < stop:
       raise ValueError(f'the range {start} to {stop} of an object is empty.')
