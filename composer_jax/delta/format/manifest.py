@@ -449,8 +449,9 @@ def _check_fields(record: Any, what: str) -> None:
       good = identity.is_hash(value, _DIGITS.get(name, 64))
     elif field.type is int:
       good = identity.is_count(value) and value <= _MOST.get(name, value)
-    # Not repr, which makes a long text of a long value.
-    _require(good, f'{name} {reprlib.repr(value)} of {what}')
+    if not good:
+      # Not repr, which makes a long text of a long value.
+      _require(False, f'{name} {reprlib.repr(value)} of {what}')
 
 
 def check_run_id(value: Any) -> None:
