@@ -42,9 +42,8 @@ _TIER = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_string(
   'dtype',
   None,
-  'Dtype in which --source is read: policy (bfloat16 of float32 masters; '
-  'default for our runs), stored (default for others), bfloat16, float16 or '
-  'float32.',
+  'Dtype in which --source is read: bfloat16 (default for our runs), float16 '
+  'or float32; other checkpoints are read as they are.',
 )
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'

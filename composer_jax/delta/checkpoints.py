@@ -24,7 +24,7 @@ from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 
 # How the tensors of a checkpoint become those of a bundle.
-DTYPES = ('policy', 'stored', *layout.DTYPES)
+DTYPES = tuple(layout.DTYPES)
 # The folder of an orbax checkpoint, under the names that its savers give it.
 _ITEMS = ('', 'default', manager.STATE)
 _TREE = '_METADATA'
@@ -99,9 +99,9 @@ def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
   Args:
     source: WORKDIR:STAGE for what a finished stage exported; a folder of
       numbered checkpoints for the latest; one of them; or any orbax checkpoint.
-    dtype: 'policy' is what rollout serves of float32 masters, 'stored' leaves
-      them, another name is what floating-point tensors are cast to. None is
-      'policy' for checkpoints of ours and 'stored' for others.
+    dtype: dtype that floating-point tensors are cast to. None is that of
+      policies (bfloat16 of float32 masters) for checkpoints of ours, and leaves
+      others as they are.
 
   Raises:
     ValueError: there is no checkpoint, it is damaged, or the dtype is unknown.
@@ -112,9 +112,15 @@ def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
   folder = _find(source)
   if (folder / manager.STATE).is_dir() and folder.name.isdecimal():
     arrays = _variables(_read_ours(folder))
-    return {n: _cast(n, a, dtype or 'policy') for n, a in arrays.items()}
-  arrays = _named_plain(folder)
-  return {n: _cast(n, a, dtype or 'stored') for n, a in arrays.items()}
+    if dtype is None:
+      # As `decoder.policy`, whose selection bias stays float32.
+      return {
+        n: _cast(a, 'bfloat16') if n.startswith('params/') else a
+        for n, a in arrays.items()
+      }
+  else:
+    arrays = _named_plain(folder)
+  return {n: _cast(a, dtype) if dtype else a for n, a in arrays.items()}
 
 
 def check_local(what: str, path: str | os.PathLike) -> None:
@@ -195,12 +201,6 @@ def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}
 
 
-def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-  if dtype == 'stored':
-    return array
-  if dtype == 'policy':
-    # As `decoder.policy`, whose selection bias stays float32.
-    is_master = name.startswith('params/') and array.dtype == np.float32
-    return array.astype(layout.DTYPES['bfloat16']) if is_master else array
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
   is_float = array.dtype in (*layout.DTYPES.values(), np.dtype(np.float64))
   return array.astype(layout.DTYPES[dtype], copy=False) if is_float else array

@@ -143,12 +143,12 @@ class _Walk:
 
   def to(self, version: int) -> rebuild.Held:
     try:
-      index = rebuild.read_index(self._reader, self._pointer)
+      edges = rebuild.read_index(self._reader, self._pointer)
     except (ValueError, OSError) as error:
       self._note(error)
       raise self._no_way(version) from error
     while len(self._failures) < MAX_FAILURES:
-      way = cheapest(index.edges, version, self._held, self._banned)
+      way = cheapest(edges, version, self._held, self._banned)
       if way is None:
         break
       reached = way.start

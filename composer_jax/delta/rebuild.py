@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import (
   Callable,
   Collection,
@@ -205,21 +204,17 @@ class Held:
 
 @dataclasses.dataclass
 class UpdateCost:
-  """What an update took; its threads count together.
+  """What an update took.
 
   Attributes:
     route: bundles applied, such as 'key 0', 'delta 0-1', 'delta 1-2'; none
       where the weights were held under another version.
     bytes: bytes read from the store for them, failed ways included.
-    fetch_s: seconds of reading, summed over the requests.
-    decode_s: seconds of decoding and hashing, summed over the threads.
     wall_s: seconds from the pointer to the swap.
   """
 
   route: tuple[str, ...] = ()
   bytes: int = 0
-  fetch_s: float = 0.0
-  decode_s: float = 0.0
   wall_s: float = 0.0
 
 
@@ -247,16 +242,10 @@ class Reader:
       raise _named(first.slot.where(first.at), error) from error
 
   def _counted(self, read: Callable[[], bytes]) -> bytes:
-    begun = time.perf_counter()
     data = read()
     with self._lock:
       self.cost.bytes += len(data)
-      self.cost.fetch_s += time.perf_counter() - begun
     return data
-
-  def add_decoding(self, seconds: float) -> None:
-    with self._lock:
-      self.cost.decode_s += seconds
 
 
 def read_manifest(
@@ -272,19 +261,13 @@ def read_manifest(
 
 def read_index(
   source: Reader | objects.Store, pointer: manifests.Pointer
-) -> manifests.Index:
+) -> tuple[manifests.Edge, ...]:
   """Reads the list of a run's bundles; errors as of `read_manifest`."""
   data = source.get(pointer.index, pointer.index_bytes)
   try:
-    index = manifests.Index.from_bytes(data)
+    return manifests.parse_index(data, pointer.run_id)
   except ValueError as error:
     raise ValueError(f'index {pointer.index}: {error}') from error
-  if index.run_id != pointer.run_id:
-    raise ValueError(
-      f'index {pointer.index}: it belongs to run {index.run_id!r}, not '
-      f'{pointer.run_id!r}.'
-    )
-  return index
 
 
 # Applying.
@@ -429,7 +412,6 @@ def apply(
     ) from error
 
   def decode(turn: list[tuple[Blob, memoryview]]) -> None:
-    begun = time.perf_counter()
     for blob, data in turn:
       try:
         blob.slot.decode(blob.at, data)
@@ -440,7 +422,6 @@ def apply(
           raise
         # What a link or a cache damaged may arrive whole.
         blob.slot.decode(blob.at, reader.blobs([blob], fresh=True))
-    reader.add_decoding(time.perf_counter() - begun)
 
   with contextlib.closing(_turns(reader, bundle, slots)) as turns:
     collections.deque(in_order(decode, turns, threads), maxlen=0)

@@ -67,12 +67,12 @@ class Run:
       return
     self._sequence, self._rewinds = head.sequence, head.rewinds
     try:
-      index = rebuild.read_index(self._store, head)
+      edges = rebuild.read_index(self._store, head)
       bundle = rebuild.read_manifest(self._store, head)
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
-    self.head, self.edges, self.specs = head, index.edges, bundle.specs
+    self.head, self.edges, self.specs = head, edges, bundle.specs
 
   def start_afresh(self, reason: object) -> None:
     """Voids all versions; receivers keep theirs until the next pointer."""
@@ -156,8 +156,8 @@ class Run:
     """
     head, weights = edge or self.head, bundle or self.head
     assert head is not None and weights is not None
-    index = manifest.Index(run_id=self.run_id, edges=tuple(edges))
-    listed = index.to_bytes()
+    edges = tuple(edges)
+    listed = manifest.write_index(self.run_id, edges)
     pointer = manifest.Pointer(
       run_id=self.run_id,
       sequence=self._sequence + 1,
@@ -179,7 +179,7 @@ class Run:
       if not self._has_landed(data):
         raise
     self._sealed, self._sequence = data, pointer.sequence
-    self.head, self.edges = pointer, index.edges
+    self.head, self.edges = pointer, edges
 
   def _has_landed(self, data: bytes) -> bool:
     try:
@@ -205,8 +205,7 @@ class Run:
     is_aging = expires - self._now() < self._expires_s / 2
     if not self.check_alone() or is_aging:
       self.point(self.edges)
-    index = manifest.Index(run_id=self.run_id, edges=self.edges)
-    self._store.put(index.to_bytes())
+    self._store.put(manifest.write_index(self.run_id, self.edges))
 
   def rewind(self, version: int) -> None:
     """Points to the newest listed version up to `version`.
@@ -282,7 +281,7 @@ class Run:
         f'{error}'
       ) from error
     needed = {pointer.index}
-    for named in (pointer, *rebuild.read_index(self._store, pointer).edges):
+    for named in (pointer, *rebuild.read_index(self._store, pointer)):
       bundle = rebuild.read_manifest(self._store, named)
       needed |= {named.manifest, *(pack for pack, _ in bundle.packs)}
     return needed

@@ -136,7 +136,7 @@ class Run:
 
   def point(self, version, *, sequence=None, rewinds=0, expires=0):
     """Moves the pointer; the head is the single delta, or else a keyframe."""
-    index = manifests.Index(run_id=self.run_id, edges=tuple(self.edges))
+    index = manifests.write_index(self.run_id, self.edges)
     heads = [e for e in self.edges if e.version == version]
     head = max(
       heads, key=lambda e: (e.base_version is not None, e.base_version or 0)
@@ -151,8 +151,8 @@ class Run:
       base_id='' if base is None else self.held[base].target_id,
       manifest=head.manifest,
       manifest_bytes=head.manifest_bytes,
-      index=self.store.put(index.to_bytes()),
-      index_bytes=len(index.to_bytes()),
+      index=self.store.put(index),
+      index_bytes=len(index),
       expires=expires,
     )
     found = self.store.read_pointer(self.run_id)

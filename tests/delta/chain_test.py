@@ -160,8 +160,8 @@ def needed(root):
   store = store_lib.Store(root)
   pointer = read_pointer(store)
   index = rebuild.read_index(store, pointer)
-  names = {pointer.index, *(e.manifest for e in index.edges)}
-  for edge in index.edges:
+  names = {pointer.index, *(e.manifest for e in index)}
+  for edge in index:
     packs = rebuild.read_manifest(store, edge).packs
     names |= {name for name, _ in packs}
   return {'latest', *names}

@@ -124,9 +124,11 @@ def tiny():
 
 def paths_of(world):
   """The pointer and each object, by what it is."""
-  index = manifests.Index.from_bytes(world.files[f'objects/{world.head.index}'])
+  index = manifests.parse_index(
+    world.files[f'objects/{world.head.index}'], 'run'
+  )
   found = {'pointer': faults.LATEST, 'index': f'objects/{world.head.index}'}
-  for edge in index.edges:
+  for edge in index:
     found[f'manifest of {edge.kind}'] = f'objects/{edge.manifest}'
     data = world.files[f'objects/{edge.manifest}']
     for number, (pack, _) in enumerate(

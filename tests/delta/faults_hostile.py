@@ -101,8 +101,8 @@ _parse, _join = faults_damage.parse, faults_damage.join
 
 def _a_manifest(world, rng):
   """The head's single delta, or another bundle that leads to the head."""
-  index = manifests.Index.from_bytes(_read(world, world.head.index))
-  names = [e.manifest for e in index.edges if e.version == world.head.version]
+  index = manifests.parse_index(_read(world, world.head.index), 'run')
+  names = [e.manifest for e in index if e.version == world.head.version]
   return rng.choice([world.head.manifest, *names])
 
 
@@ -247,8 +247,8 @@ def _blob(world, rng, pointer):
 
 def _exchange(world, rng, pointer):
   """Two boxes stand in each other's place, blobs and hashes and all."""
-  index = manifests.Index.from_bytes(_read(world, world.head.index))
-  keys = [e for e in index.edges if e.kind == manifests.KEY]
+  index = manifests.parse_index(_read(world, world.head.index), 'run')
+  keys = [e for e in index if e.kind == manifests.KEY]
   if keys[-1].version == world.head.version:
     old = keys[-1].manifest
     pointer['manifest'], pointer['base_id'] = old, ''

@@ -146,8 +146,10 @@ def _signed(world, header, table, blob=None):
 
 
 def _key(world):
-  index = manifests.Index.from_bytes(world.files[f'objects/{world.head.index}'])
-  keys = [e for e in index.edges if e.kind == manifests.KEY]
+  index = manifests.parse_index(
+    world.files[f'objects/{world.head.index}'], 'run'
+  )
+  keys = [e for e in index if e.kind == manifests.KEY]
   return faults_hostile._parse(world.files[f'objects/{keys[-1].manifest}'])
 
 

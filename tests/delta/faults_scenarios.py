@@ -64,7 +64,7 @@ def _standing(root):
     store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
   )
   index = rebuild.read_index(store, pointer)
-  edges = [[e.base_version, e.version, e.target] for e in index.edges]
+  edges = [[e.base_version, e.version, e.target] for e in index]
   return [pointer.version, pointer.target_id, edges]
 
 
@@ -309,7 +309,7 @@ def assert_no_garbage(root):
   )
   index = rebuild.read_index(store, pointer)
   needed = {pointer.index}
-  for edge in index.edges:
+  for edge in index:
     bundle = rebuild.read_manifest(store, edge)
     needed |= {edge.manifest, *(name for name, _ in bundle.packs)}
   assert store.sizes().keys() == needed

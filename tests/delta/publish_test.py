@@ -74,7 +74,7 @@ def pointer(store, run_id='run'):
 
 
 def edges(store, run_id='run'):
-  return rebuild.read_index(store, pointer(store, run_id)).edges
+  return rebuild.read_index(store, pointer(store, run_id))
 
 
 def spans(store):

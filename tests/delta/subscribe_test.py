@@ -205,13 +205,13 @@ def test_an_edge_that_lies_is_refused(run):
     manifest=first.manifest,
     manifest_bytes=first.manifest_bytes,
   )
-  index = manifest.Index(run_id='run', edges=(key, lie)).to_bytes()
+  index = manifest.write_index('run', (key, lie))
   pointer = dataclasses.replace(
     run.pointer, index=run.store.put(index), index_bytes=len(index)
   )
   with pytest.raises(ValueError, match='version is 1, and what leads to it'):
     followers.load(run.store, pointer)
-  alien = manifest.Index(run_id='alien', edges=()).to_bytes()
+  alien = manifest.write_index('alien', ())
   pointer = dataclasses.replace(
     run.pointer, index=run.store.put(alien), index_bytes=len(alien)
   )

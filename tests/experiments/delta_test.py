@@ -72,7 +72,7 @@ def test_our_checkpoints_are_read_as_the_policy(workdir):
   states = workdir / 'checkpoints' / 'rl'
   same(checkpoints.read(str(states)), policy(2))
   same(checkpoints.read(str(states / '1')), policy(1))
-  stored = checkpoints.read(str(states / '1'), dtype='stored')
+  stored = checkpoints.read(str(states / '1'), dtype='float32')
   assert stored['params/kernel'].dtype == np.float32
 
 
@@ -103,7 +103,7 @@ def test_sources_that_are_none_name_the_cure(tmp_path, workdir):
     checkpoints.read(str(tmp_path))
   with pytest.raises(ValueError, match=r"'sft' .* finished are \['rl'\]"):
     checkpoints.read(f'{workdir}:sft')
-  with pytest.raises(ValueError, match="dtype 'int3' is not one of policy"):
+  with pytest.raises(ValueError, match="dtype 'int3' is not one of "):
     checkpoints.read(f'{workdir}:rl', dtype='int3')
 
 

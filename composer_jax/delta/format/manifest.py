@@ -18,7 +18,7 @@ import math
 import re
 import reprlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -284,37 +284,32 @@ class Edge(_Bundle):
     return self.version, base, self.manifest
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
-  """The live bundles of a run; edges of any order become sorted."""
+def write_index(run_id: str, edges: Iterable[Edge]) -> bytes:
+  """Returns an index, the list of a run's bundles."""
+  edges = sorted(edges, key=lambda edge: edge.order)
+  names = {edge.manifest for edge in edges}
+  _require(len(names) == len(edges), 'index that repeats a manifest')
+  targets = {(edge.version, edge.target) for edge in edges}
+  good = len(targets) == len(dict(targets))
+  _require(good, 'index: a version with two targets')
+  rows = [dataclasses.asdict(edge) for edge in edges]
+  return identity.canonical_json({'run_id': run_id, 'edges': rows})
 
-  run_id: str
-  edges: tuple[Edge, ...]
 
-  def __post_init__(self):
-    _check_fields(self, 'an index')
-    edges = sorted(self.edges, key=lambda edge: edge.order)
-    object.__setattr__(self, 'edges', tuple(edges))
-    names = {edge.manifest for edge in edges}
-    _require(len(names) == len(edges), 'index that repeats a manifest')
-    targets = {(edge.version, edge.target) for edge in edges}
-    good = len(targets) == len(dict(targets))
-    _require(good, 'index: a version with two targets')
-
-  def to_bytes(self) -> bytes:
-    edges = [dataclasses.asdict(edge) for edge in self.edges]
-    return identity.canonical_json({'run_id': self.run_id, 'edges': edges})
-
-  @classmethod
-  def from_bytes(cls, data: bytes) -> 'Index':
-    """Parses and checks; ValueError says what is wrong."""
-    _require(len(data) <= MAX_INDEX_BYTES, 'length of an index')
-    fields = _fields_of(identity.parse_canonical(data), cls)
-    rows = _items(fields['edges'], 'edges')
-    edges = tuple(Edge(**_fields_of(row, Edge)) for row in rows)
-    index = cls(run_id=fields['run_id'], edges=edges)
-    _require(index.edges == edges, 'order of the edges')
-    return index
+def parse_index(data: bytes, run_id: str) -> tuple[Edge, ...]:
+  """Parses and checks the index of a run; ValueError says what is wrong."""
+  _require(len(data) <= MAX_INDEX_BYTES, 'length of an index')
+  fields = identity.parse_canonical(data)
+  good = isinstance(fields, dict) and fields.keys() == {'run_id', 'edges'}
+  _require(good, 'index: its fields must be edges and run_id')
+  rows = _items(fields['edges'], 'edges')
+  edges = tuple(Edge(**_fields_of(row, Edge)) for row in rows)
+  _require(write_index(fields['run_id'], edges) == data, 'order of the edges')
+  if fields['run_id'] != run_id:
+    raise ValueError(
+      f'it belongs to run {fields["run_id"]!r:.200}, not {run_id!r}.'
+    )
+  return edges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
