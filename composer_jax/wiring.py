@@ -161,7 +161,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
 def _transport(
   spec: specs.Spec, workdir: pathlib.Path
 ) -> seams.WeightTransport:
-  return transport.Transport(workdir, spec.model, spec.systems['delta'])
+  return transport.PolicyTransport(workdir, spec.model, spec.systems['delta'])
 
 
 def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:

@@ -416,6 +416,7 @@ class BundleWriter:
         upload_s=time.monotonic() - encoded,
       )
       due = due or not frames or self._has_lost()
+      assert run.head is not None
       return dataclasses.asdict(info), dataclasses.asdict(run.head), due
 
     info, head, due = self._team.lead(point)

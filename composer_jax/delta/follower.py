@@ -16,7 +16,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from composer_jax.core import files
@@ -48,7 +48,7 @@ class Way(NamedTuple):
 
 
 def cheapest(
-  edges: Iterable[manifests.Edge],
+  listed: Collection[manifests.Edge],
   version: int,
   held: rebuild.Held | None = None,
   banned: Collection[str] = (),
@@ -58,26 +58,27 @@ def cheapest(
   It starts at a keyframe, or at `held`, unless a rewind made that void. Banned
   are manifests that turned out to be unusable.
   """
-  targets = {edge.version: edge.target for edge in edges}
-  good = [edge for edge in edges if edge.manifest not in banned]
+  targets = {edge.version: edge.target for edge in listed}
+  good = [edge for edge in listed if edge.manifest not in banned]
   frames = {e.version: e for e in good if e.kind == manifests.KEY}
   deltas = {e.version: e for e in good if e.kind == manifests.DELTA}
-  cost, way, ways = 0, (), []
+  cost, edges, ways = 0, tuple[manifests.Edge, ...](), list[Way]()
   while True:
     if held is not None:
       # Equal weights under another version will do, and so will those of a
       # version that the index forgot.
       short, is_same = held.target_id[:16], held.version == version
       if is_same if version not in targets else targets[version] == short:
-        ways.append(Way(cost, held, way))
+        ways.append(Way(cost, held, edges))
     if (frame := frames.get(version)) is not None:
-      ways.append(Way(cost + frame.bytes, None, (frame, *way)))
+      ways.append(Way(cost + frame.bytes, None, (frame, *edges)))
     if (delta := deltas.get(version)) is None:
       return min(
         ways, key=lambda way: (way.bytes, len(way.edges)), default=None
       )
     assert delta.base_version is not None
-    cost, way, version = cost + delta.bytes, (delta, *way), delta.base_version
+    edges, cost = (delta, *edges), cost + delta.bytes
+    version = delta.base_version
 
 
 def load(
@@ -151,16 +152,21 @@ class _Walk:
       way = cheapest(edges, version, self._held, self._banned)
       if way is None:
         break
-      reached = way.start
-      for edge in way.edges:
-        bundle = self._read(edge)
-        reached = bundle and self._step(edge, bundle, reached)
-        if reached is None:
-          break
-      else:
-        assert reached is not None
+      reached = self._walk(way)
+      if reached is not None:
         return dataclasses.replace(reached, version=version)
     raise self._no_way(version)
+
+  def _walk(self, way: Way) -> rebuild.Held | None:
+    reached = way.start
+    for edge in way.edges:
+      bundle = self._read(edge)
+      if bundle is None:
+        return None
+      reached = self._step(edge, bundle, reached)
+      if reached is None:
+        return None
+    return reached
 
   def _read(self, named) -> manifests.Manifest | None:
     try:

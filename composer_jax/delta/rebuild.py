@@ -38,7 +38,8 @@ from composer_jax.delta.store import objects
 RANGE_BYTES = 8 * 2**20
 # Requests on their way at once: enough to fill 10 Gbit/s at a round trip of
 # 200 ms, and few of a small bundle, so that they are small beside the weights.
-IN_FLIGHT, _FEWEST = 32, 4
+IN_FLIGHT: int = 32
+_FEWEST = 4
 # What another way through the same store will hardly cure.
 UNREACHED = (ConnectionError, TimeoutError)
 # Elements that a thread takes at a time: small tensors share a turn.

@@ -440,7 +440,7 @@ class _Handover:
     return newest
 
 
-class Transport:
+class PolicyTransport:
   """A `core.seams.WeightTransport`, by a store or within one process."""
 
   def __init__(

@@ -130,7 +130,7 @@ def test_what_is_handed_over_directly_has_the_identity_of_its_bundle(
   sender, _ = make()
   ids = send(sender, policies, 0, 1)
   options = receivers.DeltaOptions(store=receivers.DIRECT)
-  direct = receivers.Transport(tmp_path, model, options)
+  direct = receivers.PolicyTransport(tmp_path, model, options)
   writer = writers.Writer(tmp_path, tensorboard=False)
   with (
     contextlib.closing(writer),

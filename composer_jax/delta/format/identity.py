@@ -130,11 +130,8 @@ def parse_canonical(data: bytes) -> Any:
 
 def is_hash(value: Any, digits: int = 64) -> bool:
   """Whether it is so many digits of lower-case hexadecimal."""
-  return (
-    isinstance(value, str)
-    and len(value) == digits
-    and _HEX.fullmatch(value) is not None
-  )
+  good = isinstance(value, str) and len(value) == digits
+  return good and _HEX.fullmatch(value) is not None
 
 
 def is_count(value: Any) -> bool:

@@ -92,21 +92,19 @@ class _Bundle:
   """What manifests and edges have in common."""
 
   __slots__ = ()
-  version: int
-  base_version: int | None
 
   @property
-  def kind(self) -> str:
+  def kind(self: Any) -> str:
     return KEY if self.base_version is None else DELTA
 
   @property
-  def title(self) -> str:
+  def title(self: Any) -> str:
     """Says what it is, such as 'key 0' or 'delta 0-1'."""
     if self.base_version is None:
       return f'{KEY} {self.version}'
     return f'{DELTA} {self.base_version}-{self.version}'
 
-  def _check(self, what: str) -> None:
+  def _check(self: Any, what: str) -> None:
     """What a bundle starts from: nothing, or an earlier version."""
     _check_fields(self, what)
     version, base = self.version, self.base_version
@@ -436,7 +434,8 @@ _DIGITS = {'target_id': 64, 'manifest': 64, 'index': 64, 'target': 16}
 def _check_fields(record: Any, what: str) -> None:
   """Refuses fields of the wrong type, lengths too long, and no hashes."""
   for field in dataclasses.fields(record):
-    name, value = field.name, getattr(record, field.name)
+    name: str = field.name
+    value: Any = getattr(record, name)
     good = True
     if name == 'run_id':
       check_run_id(value)

@@ -71,14 +71,14 @@ class Store:
         `client_options`, and what else its class of store takes, such as
         `endpoint`.
     """
-    url = os.fspath(url)
-    if not url or (_MEANT_AS_URL.match(url) and not _URL.fullmatch(url)):
+    text = os.fspath(url)
+    if not text or (_MEANT_AS_URL.match(text) and not _URL.fullmatch(text)):
       raise ValueError(
-        f'{url!r} names no store; take a directory, s3://BUCKET/PREFIX, '
+        f'{text!r} names no store; take a directory, s3://BUCKET/PREFIX, '
         'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
         'http://HOST:PORT.'
       )
-    self.url = url.rstrip('/') or '/'
+    self.url = text.rstrip('/') or '/'
     self.root: pathlib.Path | None = None
     protocol, mark, path = self.url.partition('://')
     if mark and protocol in ('http', 'https'):
