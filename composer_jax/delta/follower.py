@@ -217,10 +217,9 @@ class _Walk:
     self._failures.append(str(error))
 
   def _no_way(self, version: int) -> ValueError:
-    reasons = self._failures[:4]
+    reasons = self._failures[:4] or ['no bundle of the index leads there']
     more = len(self._failures) - len(reasons)
-    reasons += [f'and {more} more'] if more else []
-    text = '; '.join(reasons or ['no bundle of the index leads there'])
+    text = '; '.join(reasons) + (f'; and {more} more' if more > 0 else '')
     return ValueError(f'version {version} cannot be rebuilt: {text}')
 
 
@@ -313,7 +312,10 @@ class Follower:
         held = self._poll()
       except (ValueError, OSError) as error:
         if str(error) != self.problem:
-          _log.warning('%s: %s', self._serving(), error)
+          serving = 'has no weights to serve yet'
+          if self.held is not None:
+            serving = f'keeps serving version {self.held.version}'
+          _log.warning('Run %r %s: %s', self._run_id, serving, error)
         self.problem = str(error)
         return None
       self.problem = None
@@ -406,11 +408,3 @@ class Follower:
       raise ValueError(
         f'{memory}: {error}. Delete it to trust the store anew.'
       ) from error
-
-  def _serving(self) -> str:
-    if self.held is None:
-      return f'Run {self._run_id!r} has no weights to serve yet'
-    return (
-      f'Run {self._run_id!r} keeps serving version {self.held.version} '
-      f'({self.held.target_id[:12]})'
-    )

@@ -6,6 +6,7 @@ Woken by: `publish` and `gc`.
 Produces: a `BundleInfo` for each version; an error at the next call.
 """
 
+import collections
 import contextlib
 import logging
 import os
@@ -13,9 +14,9 @@ import pathlib
 import queue
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -65,13 +66,9 @@ class Publisher:
       store, run_id, opened, options=options, peers=peers
     )
     self._done: queue.SimpleQueue[chain.BundleInfo] = queue.SimpleQueue()
-    self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
-    # A kill at any moment is one of the cases that publishing survives.
-    self._thread = threading.Thread(
-      target=self._run, name='bundles', daemon=True
-    )
-    self._thread.start()
+    self._tasks: collections.deque[futures.Future] = collections.deque()
+    self._thread = futures.ThreadPoolExecutor(1, 'bundles')
+    self._is_closed = False
 
   def __enter__(self) -> 'Publisher':
     return self
@@ -108,13 +105,15 @@ class Publisher:
     Raises:
       ValueError, OSError: a version could not be published; said once.
     """
-    self._raise()
+    while self._tasks and self._tasks[0].done():
+      self._tasks.popleft().result()
     return [self._done.get() for _ in range(self._done.qsize())]
 
   def wait(self) -> None:
     """Waits until nothing is in flight; raises what `results` would."""
-    self._tasks.join()
-    self._raise()
+    futures.wait(self._tasks)
+    while self._tasks:
+      self._tasks.popleft().result()
 
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow."""
@@ -143,45 +142,18 @@ class Publisher:
       ValueError, OSError: a version could not be published, unless another
         error is on its way already.
     """
-    if self._thread.is_alive():
-      # Nobody would take it from the queue of a thread that has ended, and
-      # `wait` would wait for that.
-      self._tasks.put(None)
-    self._thread.join()
+    self._is_closed = True
+    self._thread.shutdown()
     if sys.exc_info()[0] is None:
-      self._raise()
-    while not self._errors.empty():
-      _log.error('Not published: %s', self._errors.get())
+      self.wait()
+    while self._tasks:
+      if (error := self._tasks.popleft().exception()) is not None:
+        _log.error('Not published: %s', error)
 
   def _start(self, task: Callable[[], None]) -> None:
-    if not self._thread.is_alive():
+    if self._is_closed:
       raise RuntimeError('This publisher is closed; make another.')
-    self._tasks.put(task)
-
-  def _raise(self) -> None:
-    if not self._errors.empty():
-      raise self._errors.get()
-
-  def _run(self) -> None:
-    while self._next():
-      pass
-
-  def _next(self) -> bool:
-    """Does one thing; returns whether another may follow.
-
-    Not the body of a loop, whose variables would hold the last tree on the
-    devices until the next one comes.
-    """
-    task = self._tasks.get()
-    is_last = task is None
-    try:
-      if task is not None:
-        task()
-    except BaseException as error:  # noqa: BLE001  Raised in the caller.
-      self._errors.put(error)
-    del task
-    self._tasks.task_done()
-    return not is_last
+    self._tasks.append(self._thread.submit(task))
 
 
 def _peers() -> team.Peers | None:

@@ -216,14 +216,21 @@ class Receiver:
         whose shards they meet. None takes them whole, to the first device.
     """
     self.store, self._key = store_of(workdir, store), workdir / KEY
-    self._memory, self._threads = memory, threads
-    self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
+    like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
-      self._like = jax.tree.map(
+      like = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding),
-        self._like,
+        like,
         placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh),
       )
+    self._open = lambda: subscriber.Subscriber(
+      self.store,
+      self._key,
+      like,
+      run_id=RUN_ID,
+      memory=memory,
+      threads=threads,
+    )
     self._subscriber: subscriber.Subscriber | None = None
 
   @property
@@ -243,14 +250,7 @@ class Receiver:
     if self._subscriber is None:
       if not self._key.exists():
         return None
-      self._subscriber = subscriber.Subscriber(
-        self.store,
-        self._key,
-        self._like,
-        run_id=RUN_ID,
-        memory=self._memory,
-        threads=self._threads,
-      )
+      self._subscriber = self._open()
     began = time.perf_counter()
     if (variables := self._subscriber.poll()) is None:
       return None
