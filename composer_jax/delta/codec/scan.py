@@ -60,7 +60,8 @@ def compiled(signature: Any) -> Callable[[Callable], Callable]:
 def _compile(signature, function):
   # A process that began before an update of the sources has old constants.
   if model.digest_of_sources() == model.SOURCES:
-    machine = registry.cpu_target.target_context.codegen().magic_tuple()
+    target: Any = registry.cpu_target.target_context
+    machine = target.codegen().magic_tuple()
     key = hashlib.sha256(f'{signature} {machine}'.encode())
     key.update(model.SOURCES)
     named = python_types.FunctionType(function.__code__, function.__globals__)

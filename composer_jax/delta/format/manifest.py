@@ -439,8 +439,10 @@ def _check_fields(record: Any, what: str) -> None:
     good = True
     if name == 'run_id':
       check_run_id(value)
-    elif name in _DIGITS or (name == 'base_id' and value != ''):
-      good = identity.is_hash(value, _DIGITS.get(name, 64))
+    elif name in _DIGITS:
+      good = identity.is_hash(value, _DIGITS[name])
+    elif name == 'base_id':
+      good = value == '' or identity.is_hash(value)
     elif field.type is int:
       good = identity.is_count(value) and value <= _MOST.get(name, value)
     if not good:
