@@ -40,9 +40,8 @@ SERVE = [
   'uvicorn>=0.34',
 ]
 
-# Delta bundles in buckets or behind web servers, and under public keys.
+# Delta bundles in buckets or behind web servers.
 STORES = ['obstore>=0.12', 'urllib3>=2.2']
-SIGNING = ['cryptography>=43']
 
 # Runs the suites of packages that tasks are made of, within sandboxes.
 TASKS = ['pytest>=8.3']
@@ -70,7 +69,6 @@ EXTRAS = {
     *SERVE,
     *KERNELS,
     *STORES,
-    *SIGNING,
     *FLEET,
     *JUDGE,
     *TASKS,
@@ -92,7 +90,6 @@ EXTRAS = {
   'serve': SERVE,
   'kernels': KERNELS,
   'stores': STORES,
-  'signing': SIGNING,
   'ray': FLEET,
   'judge': JUDGE,
   'tasks': TASKS,

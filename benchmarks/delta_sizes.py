@@ -18,7 +18,6 @@ from composer_jax.delta.format import identity, keys, manifest
 from composer_jax.delta.store import objects as stores
 
 RUN_ID = 'run'
-LAG = 8
 # Options of a publisher, by the name of the bundles that it makes.
 TIERS = {
   'small': dict(tier='small'),
@@ -33,17 +32,14 @@ class Bundles:
   Attributes:
     infos: the publisher's record of each version, the first a keyframe.
     blobs: bytes of each version's packs, without its manifest.
-    publish_s: CPU seconds to publish each, its skip and keyframe included.
+    publish_s: CPU seconds to publish each, its keyframe included.
     poll_s: CPU seconds of each poll by a receiver that follows.
-    catch_up: bytes that a receiver eight versions behind fetched; 0 if the case
-      is too short.
   """
 
   infos: list[chain.BundleInfo]
   blobs: list[int]
   publish_s: list[float]
   poll_s: list[float]
-  catch_up: int
 
 
 def key() -> keys.Hmac:
@@ -64,14 +60,12 @@ def head(store: stores.Store) -> manifest.Pointer:
 
 def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
   """Publishes and follows a case; every version is compared bit for bit."""
-  published = Bundles(infos=[], blobs=[], publish_s=[], poll_s=[], catch_up=0)
+  published = Bundles(infos=[], blobs=[], publish_s=[], poll_s=[])
   with tempfile.TemporaryDirectory() as root:
     store = stores.Store(pathlib.Path(root))
-    bundling = chain.BundleOptions(skip_levels=(LAG,), threads=1, **options)
+    bundling = chain.BundleOptions(threads=1, **options)
     publisher = chain.BundleWriter(store, RUN_ID, key(), options=bundling)
-    follower, late = (
-      followers.Follower(store, RUN_ID, key(), threads=1) for _ in range(2)
-    )
+    follower = followers.Follower(store, RUN_ID, key(), threads=1)
     for version, policy in enumerate(policies):
       start = time.process_time()
       info = publisher.publish(blocks(policy), version)
@@ -79,14 +73,6 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
       published.infos.append(info)
       published.blobs.append(info.bytes - len(store.get(head(store).manifest)))
       published.poll_s.append(_check(follower, policy))
-      if version == 0:
-        _check(late, policy)
-      if version == LAG:
-        before = store.traffic.bytes_read
-        _check(late, policy)
-        published = dataclasses.replace(
-          published, catch_up=store.traffic.bytes_read - before
-        )
   return published
 
 
@@ -96,7 +82,7 @@ def _check(follower: followers.Follower, policy: delta_data.Policy) -> float:
   update = follower.poll()
   seconds = time.process_time() - start
   assert update is not None, follower.problem
-  arrays = update.weights.arrays()
+  arrays = update.arrays()
   for name, array in policy.items():
     equal = delta_bounds.bits_of(arrays[name]) == delta_bounds.bits_of(array)
     assert equal.all(), name
@@ -153,7 +139,7 @@ def measure(
   by_tier = {
     name: bundles(case.policies, **options) for name, options in TIERS.items()
   }
-  stop = min(LAG, len(pairs))
+  stop = min(8, len(pairs))
   last_steps = slice(stop - peers_on, stop)
   ratios = {
     name: [full / info.bytes for info in tier_bundles.infos[1:]][last_steps]
@@ -227,17 +213,6 @@ def measure(
   ]
   _line(f'bound M over bound E: {what}', over_m[last_steps])
   _line(f'E of all arrays together over E: {what}', whole_ratios)
-  tier_bundles = by_tier['small']
-  if tier_bundles.catch_up:
-    singles = sum(info.bytes for info in tier_bundles.infos[1 : LAG + 1])
-    _line(
-      f'bytes to catch up at lag {LAG}: {what}',
-      [tier_bundles.catch_up / singles],
-      limit=0.5,
-      goal='<= 0.55',
-      met=lambda ours, _: ours <= 0.55,
-      unit='of the single deltas',
-    )
   return {name: statistics.median(values) for name, values in ratios.items()}
 
 

@@ -7,6 +7,7 @@ measured by the wall clock. Gigabytes are those of the weights.
 """
 
 import functools
+import hashlib
 import os
 import queue
 import statistics
@@ -59,7 +60,7 @@ def _encode(old: np.ndarray, new: np.ndarray, tier: str) -> tuple[int, bytes]:
 
 def _encode_and_hash(old: np.ndarray, new: np.ndarray, tier: str) -> bytes:
   blob = coding.encode(new, old, tier=tier)[1]
-  return identity.short_hash(blob) + identity.hash_chunk(new)
+  return hashlib.sha256(blob).digest() + identity.hash_chunk(new)
 
 
 def _decode(
@@ -71,7 +72,7 @@ def _decode(
 def _apply(
   old: np.ndarray, coded: tuple[int, bytes], post: bytes, into: np.ndarray
 ) -> None:
-  identity.short_hash(coded[1])
+  hashlib.sha256(coded[1])
   assert identity.hash_chunk(_decode(old, coded, into)) == post
 
 

@@ -111,7 +111,7 @@ def _world(
       trainer,
       delta_sizes.RUN_ID,
       delta_sizes.key(),
-      options=chain.BundleOptions(skip_levels=()),
+      options=chain.BundleOptions(),
     )
     publisher.publish(delta_sizes.blocks(policies[0]), 0)
 

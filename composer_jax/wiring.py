@@ -167,10 +167,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
 def _transport(
   spec: specs.Spec, workdir: pathlib.Path
 ) -> seams.WeightTransport:
-  options = spec.systems['delta']
-  if options.store == transport.DIRECT:
-    return transport.DirectTransport(workdir)
-  return transport.StoreTransport(workdir, spec.model, options)
+  return transport.PolicyTransport(workdir, spec.model, spec.systems['delta'])
 
 
 def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:

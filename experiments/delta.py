@@ -6,17 +6,12 @@
   P="--store=s3://bucket/weights --run=demo --key=delta.key"
   python -m experiments.delta publish $P --source=runs/tiny:rl
   python -m experiments.delta apply $P --out=checkpoints/demo
-  python -m experiments.delta verify $P       (or log, or gc)
-  python -m experiments.delta keys --key=pair.key
 
 diff makes a store of two orbax checkpoints, the first whole and the second as a
 delta to it; apply turns a version into a checkpoint that plain orbax opens. A
 store is a folder, s3://, gs://, az:// or, to read, the http:// of a web
 server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
-makes a secret key when there is none; apply needs the same file, or the public
-half of a pair that `keys` made. verify names everything that is damaged, and
-with --source compares a checkpoint. gc deletes what the newest --keep versions
-do not need; while a trainer publishes, only the trainer may do that.
+makes a secret key when there is none; apply needs the same file.
 """
 
 import sys
@@ -38,8 +33,8 @@ _SOURCE = flags.DEFINE_string(
 _VERSION = flags.DEFINE_integer(
   'version',
   None,
-  'Policy version to publish (default: the next), to apply, or to compare with '
-  '--source (default: the latest).',
+  'Policy version to publish (default: the next) or to apply (default: the '
+  'latest).',
 )
 _TIER = flags.DEFINE_string(
   'tier', 'small', 'Tier of compression: small or fast.'
@@ -47,9 +42,8 @@ _TIER = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_string(
   'dtype',
   None,
-  'Dtype in which --source is read: policy (bfloat16 of float32 masters; '
-  'default for our runs), stored (default for others), bfloat16, float16 or '
-  'float32.',
+  'Dtype in which --source is read: bfloat16 (default for our runs), float16 '
+  'or float32; other checkpoints are read as they are.',
 )
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
@@ -59,19 +53,10 @@ _OUT = flags.DEFINE_string(
   None,
   'Folder of the checkpoint to make, which must not exist; of diff, the store.',
 )
-_KEEP = flags.DEFINE_integer(
-  'keep', 64, 'Number of newest versions that gc keeps.'
-)
-_GRACE = flags.DEFINE_float(
-  'grace_s',
-  3600.0,
-  'Seconds; gc keeps younger objects, which another publisher may need.',
-)
-
 _PLACE = (_STORE, _RUN, _KEY)
 _NAMED = (_RUN, _KEY)  # have defaults
 _FLAGS = (
-  *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT, _KEEP, _GRACE),
+  *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT),
   *(_BASE, _NEW),
 )
 # The flags that a command needs, and those that it may have.
@@ -79,10 +64,6 @@ _COMMANDS = {
   'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _DTYPE, _TIER, _DAYS)),
   'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
   'apply': ((_STORE, _OUT), (*_NAMED, _VERSION)),
-  'verify': ((_STORE,), (*_NAMED, _SOURCE, _VERSION, _DTYPE)),
-  'log': ((_STORE,), _NAMED),
-  'gc': ((_STORE,), (*_NAMED, _KEEP, _GRACE)),
-  'keys': ((_KEY,), ()),
 }
 
 

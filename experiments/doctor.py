@@ -35,7 +35,6 @@ _EXTRAS = {
   'kernels': 'tokamax',
   'serve': 'uvicorn',
   'stores': 'obstore',
-  'signing': 'cryptography',
   'tasks': 'pytest',
   'hf': 'transformers',
   'judge': 'openai',

@@ -6,10 +6,10 @@ one. What a killed publisher leaves behind is unreachable and `gc` removes it.
 Publishing the same weights under the same version again changes nothing, unless
 the last version was damaged: then it is written anew, as a keyframe.
 
-Every version but the first is one delta to the version before. Skips (deltas
-over several versions) and keyframes are further bundles of a version, written
-when its delta is out: who follows closely never waits for them nor reads them.
-A store that forgot something that is listed gets a keyframe at once.
+Every version but the first is one delta to the version before. Further
+keyframes are written when the delta of their version is out: who follows
+closely never waits for them nor reads them. A store that forgot something that
+is listed gets a keyframe at once.
 
 One publisher at a time writes to a run; a second one is noticed at its next
 move of the pointer.
@@ -42,26 +42,21 @@ class BundleOptions:
   Attributes:
     tier: tier of the codec; 'small' has fewer bytes, 'fast' costs less time.
     keyframe_every: versions from a keyframe to the next; joiners start there.
-    skip_levels: a version divisible by one of them also gets a delta from that
-      many versions before, for receivers that lag; all multiples of the least.
-    expires_s: seconds after which receivers doubt a pointer that no one
-      renewed; 0 for never.
-    keep: number of last versions that stay listed whole.
+    expires_s: seconds after which receivers doubt a pointer if nothing was
+      published since; 0 for never.
+    keep: number of last versions that stay listed.
     grace_s: seconds for which `gc` deletes no object.
     threads: number of threads that encode.
   """
 
   tier: str = 'small'
   keyframe_every: int = 400
-  skip_levels: tuple[int, ...] = (8,)
   expires_s: float = 7 * 86400.0
   keep: int = 64
   grace_s: float = objects.GRACE_S
   threads: int = 2
 
   def __post_init__(self):
-    levels = tuple(sorted(set(self.skip_levels)))
-    object.__setattr__(self, 'skip_levels', levels)
     if self.tier not in coding.TIERS:
       raise ValueError(
         f'tier is {self.tier!r}; it must be one of {", ".join(coding.TIERS)}.'
@@ -71,11 +66,6 @@ class BundleOptions:
         raise ValueError(
           f'BundleOptions.{name} must be at least 1; got {getattr(self, name)}.'
         )
-    if levels and (levels[0] < 2 or any(n % levels[0] for n in levels)):
-      raise ValueError(
-        f'skip_levels are {levels}; they must be multiples of the least, which '
-        'is 2 or more: every version has a delta of 1 anyway.'
-      )
     if self.expires_s < 0:
       raise ValueError(
         f'expires_s is {self.expires_s}; it must be positive, or 0 for never.'
@@ -100,7 +90,6 @@ class BundleInfo:
     encode_s: seconds from the call until all chunks were encoded.
     upload_s: seconds from then until the pointer had moved.
     keyframe_bytes: bytes of the keyframe written besides.
-    skip_bytes: bytes of the skips written besides.
   """
 
   version: int
@@ -115,7 +104,6 @@ class BundleInfo:
   encode_s: float = dataclasses.field(default=0.0, compare=False)
   upload_s: float = dataclasses.field(default=0.0, compare=False)
   keyframe_bytes: int = dataclasses.field(default=0, compare=False)
-  skip_bytes: int = dataclasses.field(default=0, compare=False)
 
 
 class BundleWriter:
@@ -127,22 +115,16 @@ class BundleWriter:
   identities appear again. A damaged pointer, index or manifest ends the chain,
   and a keyframe starts another.
 
-  Args:
-    store: where to write.
-    run_id: name of the run and of its pointer.
-    signer: signs the pointer, and verifies what it reads back.
-    options: how versions are encoded and kept.
-    peers: which of several processes this is; None if it is alone. All call
-      `publish` and `rewind` alike, each with its own blocks; the other methods
-      do something in process 0 only.
-    now: unix seconds.
+  Of several processes each has one, with its `peers`. All call `publish` and
+  `rewind` alike, each with its own blocks; `gc` does something in process 0
+  only.
   """
 
   def __init__(
     self,
     store: objects.Store,
     run_id: str,
-    signer: keys.Signer,
+    key: keys.Hmac,
     *,
     options: BundleOptions | None = None,
     peers: team.Peers | None = None,
@@ -151,16 +133,14 @@ class BundleWriter:
     self._store, self._options = store, options or BundleOptions()
     self._team = team.Team(store, run_id, peers or team.ALONE)
     self._run = runs.Run(
-      store, run_id, signer, expires_s=self._options.expires_s, now=now
+      store, run_id, key, expires_s=self._options.expires_s, now=now
     )
     self._encoder = chunking.Encoder(
       store=store, tier=self._options.tier, threads=self._options.threads
     )
-    # The last committed version, the one on its way, and by level the version
-    # from which the next skip starts.
+    # The last committed version, and the one on its way.
     self._base: chunking.HostWeights | None = None
     self._staged: chunking.HostWeights | None = None
-    self._snapshots: dict[int, tuple[int, chunking.HostWeights]] = {}
     self._committed = 0
 
   @property
@@ -196,10 +176,13 @@ class BundleWriter:
         table = self._stage(blocks, again)
         info = self._team.lead(lambda: self._published(version, table, again))
         if info is None:
-          self._forget_base()
-          info = self._commit(version, self._keyframe(table), started)
-        elif not info:
+          self._base = None
+          cut_bytes = table.cut_bytes
+          table = dataclasses.replace(self._keyframe(), cut_bytes=cut_bytes)
+        if not info:
           info = self._commit(version, table, started)
+        elif version == self.version:
+          self._take_over(info['target_id'])
         return BundleInfo(**info)
       finally:
         self._staged = None
@@ -221,24 +204,13 @@ class BundleWriter:
     with self._team.round():
       self._agree(rewind)
 
-  def renew(self) -> None:
-    """Signs the pointer again, to expire later."""
-    if self._team.leads:
-      self._make_sure()
-      if self._run.head is not None:
-        self._run.check_alone()
-        self._run.point(self._run.edges)
-
   def gc(self, keep: int | None = None) -> int:
     """Deletes what no run of the store needs; returns bytes freed.
 
-    Of this run, bundles before the last `keep` versions leave the index as
-    `run.pruned` says; of others, only what no index names goes. A resumed
-    trainer can rewind only to a version that is listed, so `keep` should span
-    its checkpoints.
-
-    Args:
-      keep: number of versions; None for that of the options.
+    Of this run, bundles before the last `keep` versions (None: as the options
+    say) leave the index as `run.pruned` says; of others, only what no index
+    names goes. A resumed trainer can rewind only to a version that is listed,
+    so `keep` should span its checkpoints.
 
     Raises:
       ValueError, OSError: something that would have to be followed is damaged
@@ -272,12 +244,9 @@ class BundleWriter:
 
     decision, head = self._team.lead(lead)
     self._run.head = None if head is None else manifest.Pointer(**head)
-    if self._base is None or self._base.target_id != self.target_id:
-      self._forget_base()
+    if self._base is not None and self._base.target_id != self.target_id:
+      self._base = None
     return decision
-
-  def _forget_base(self) -> None:
-    self._base, self._snapshots = None, {}
 
   def _begin(self, version: int) -> bool:
     """Returns whether the version is one that was published before."""
@@ -290,14 +259,13 @@ class BundleWriter:
     self, blocks: Iterable[chunking.AnyBlock], again: bool
   ) -> chunking.ChunkTable:
     """Copies the version of all processes; encodes it if there is a base."""
-    head = self._run.head
-    if not again and head is not None and self._base is None:
+    if not again and self._run.head is not None and self._base is None:
       wanted = None
       if self._team.count > 1:
         # A host may have no room for more than its part.
         blocks = tuple(blocks)
         wanted = chunking.regions(blocks)
-      self._read_base(wanted)
+      self._base = self._read_base(wanted)
     cutter = chunking.Cutter()
 
     def chunks() -> Iterator[tuple]:
@@ -305,17 +273,19 @@ class BundleWriter:
         yield from cutter.add(block)
       yield from self._team.complete(cutter)
 
-    staged, table = self._encoder.stage(
+    self._staged, table = self._encoder.stage(
       chunks(), cutter.specs, None if again else self._base
     )
-    if self._team.count == 1:
-      cutter.check_whole()
-    self._staged = staged
-    starts = {v: weights.target_id for v, weights in self._snapshots.values()}
     table = dataclasses.replace(
-      table, specs=cutter.specs, cut_bytes=cutter.cut_bytes, starts=starts
+      table, specs=cutter.specs, cut_bytes=cutter.cut_bytes
     )
     return self._gather(lambda: table)
+
+  def _keyframe(self) -> chunking.ChunkTable:
+    """Encodes what is staged, or else the base, to stand alone."""
+    weights = self._staged or self._base
+    assert weights is not None
+    return self._gather(lambda: self._encoder.encode_key(weights))
 
   def _gather(
     self, encode: Callable[[], chunking.ChunkTable]
@@ -334,8 +304,10 @@ class BundleWriter:
     tables = [chunking.ChunkTable.from_bytes(part[1:]) for part in found]
     return chunking.merge(tables)
 
-  def _read_base(self, wanted: rebuild.Wanted | None) -> bool:
-    """Reads what is wanted of the last version; False if it is damaged."""
+  def _read_base(
+    self, wanted: rebuild.Wanted | None
+  ) -> chunking.HostWeights | None:
+    """Reads what is wanted of the last version; None if it is damaged."""
     assert self._run.head is not None
     try:
       held = follower.load(
@@ -349,9 +321,8 @@ class BundleWriter:
         '%s: version %d cannot be rebuilt, so the next one is a keyframe: %s',
         *(self._run.run_id, self._run.head.version, error),
       )
-      return False
-    self._base = chunking.weights_of(held)
-    return True
+      return None
+    return chunking.weights_of(held)
 
   def _published(
     self, version: int, table: chunking.ChunkTable, again: bool
@@ -390,73 +361,45 @@ class BundleWriter:
         f'{run.head.version}) nor kept (the oldest is {oldest}). A trainer '
         'resumed from checkpoint v calls rewind(v) first.'
       )
-    known = run.head.target_id
-    if version != run.head.version:
-      known = rebuild.read_manifest(self._store, edge).target_id
-    if target_id != known:
+    if target_id[:16] != edge.target:
       raise ValueError(
         f'run {run.run_id!r} has published version {version} with other '
-        f'weights ({known}, now {target_id}). A trainer resumed from '
-        'checkpoint v calls rewind(v) first.'
+        f'weights ({edge.target}, now {target_id[:16]}). A trainer resumed '
+        'from checkpoint v calls rewind(v) first.'
       )
     return edge
 
   def _heal(self) -> bool:
     """Reads the last version as a receiver would; heals pointer and index.
 
-    A pointer that will expire, or has, while nobody published is renewed, too.
     False if the weights are damaged: the version starts a new chain then.
     """
-    run, base = self._run, self._base
-    if not run.check_alone() or run.is_aging():
-      run.point(run.edges)
-    run.heal_index()
+    run = self._run
+    run.heal()
     assert run.head is not None
     try:
       rebuild.read_manifest(self._store, run.head)
     except (ValueError, OSError) as error:
       run.start_afresh(error)
       return False
-    if not self._read_base(None):
+    if self._read_base(None) is None:
       run.start_afresh('its last version is damaged.')
       return False
-    if base is not None or self._team.count > 1:
-      self._base = base
     return True
-
-  def _keyframe(self, table: chunking.ChunkTable) -> chunking.ChunkTable:
-    """Encodes what is staged, whose table this is, to stand alone."""
-    weights = self._staged
-    assert weights is not None
-    made = self._gather(lambda: self._encoder.encode(weights, None))
-    return dataclasses.replace(made, cut_bytes=table.cut_bytes)
 
   def _commit(
     self, version: int, table: chunking.ChunkTable, started: float
   ) -> dict[str, Any]:
     encoded = time.monotonic()
-    times = {'encode_s': encoded - started}
 
-    def point() -> tuple[dict[str, Any], dict[str, Any], Any]:
-      run, head = self._run, self._run.head
-      base = (head.version, head.target_id) if table.base_id and head else None
-      edge = run.write(table, version, base)
+    def point() -> tuple[dict[str, Any], dict[str, Any], bool]:
+      run = self._run
+      edge = run.write(table, version, run.head if table.base_id else None)
       edges = *run.edges, edge
-      last = max(
-        (e.version for e in edges if e.kind == manifest.KEY), default=None
-      )
-      due = last is None or version - last >= self._options.keyframe_every
+      frames = [e.version for e in edges if e.kind == manifest.KEY]
+      due = version - max(frames, default=-1) >= self._options.keyframe_every
       run.point(runs.pruned(edges, self._options.keep), edge, table)
       run.specs = table.specs
-      times['upload_s'] = time.monotonic() - encoded
-      starts = {
-        start: target_id
-        for level in self._options.skip_levels
-        for start, target_id in table.starts.items()
-        if start == version - level
-        and version % level == 0
-        and target_id != table.base_id
-      }
       self._take_over(table.target_id)
       _log.info('%s: version %d, %s', run.run_id, version, edge.kind)
       info = BundleInfo(
@@ -469,45 +412,34 @@ class BundleWriter:
         changed=table.changed,
         elements=table.elements,
         cut_bytes=table.cut_bytes,
-        **times,
+        encode_s=encoded - started,
+        upload_s=time.monotonic() - encoded,
       )
+      due = due or not frames or self._has_lost()
       assert run.head is not None
-      plan = sorted(starts.items()), due or self._has_lost()
-      return dataclasses.asdict(info), dataclasses.asdict(run.head), plan
+      return dataclasses.asdict(info), dataclasses.asdict(run.head), due
 
-    info, head, (starts, due) = self._team.lead(point)
+    info, head, due = self._team.lead(point)
     self._run.head = manifest.Pointer(**head)
     self._take_over(head['target_id'])
-    added = self._add_others(starts, due)
-    if self._base is not None:
-      for level in self._options.skip_levels:
-        if version % level == 0:
-          self._snapshots[level] = version, self._base
-    return self._team.lead(lambda: info | added)
+    added = self._add_keyframe() if due else 0
+    return self._team.lead(lambda: info | {'keyframe_bytes': added})
 
   def _take_over(self, target_id: str) -> None:
     """Makes what is staged, to which the pointer now leads, the base."""
-    if self._staged is None:
-      return
-    old, self._base, self._staged = self._base, self._staged, None
-    self._base.target_id = target_id
-    # Blocks may go round the processes, and the chunks with them.
-    if (
-      old is None
-      or old.specs != self._base.specs
-      or (self._base.chunks.keys() - old.chunks.keys())
-    ):
-      self._snapshots = {}
+    if self._staged is not None:
+      self._base, self._staged = self._staged, None
+      self._base.target_id = target_id
 
   def _has_lost(self) -> bool:
     """Looks now and then whether the store forgot what is listed."""
     self._committed += 1
-    if self._committed % LOOK_EVERY or not self._store.is_writable:
+    if self._committed % LOOK_EVERY:
       return False
     with _forgiven(self.version):
       lost = self._run.lost()
       if lost:
-        names = ', '.join(map(follower.name_of, lost[:8]))
+        names = ', '.join(edge.title for edge in lost[:8])
         _log.warning(
           '%s: objects of %s are gone from %s; a keyframe is written.',
           *(self._run.run_id, names, self._store.url),
@@ -516,35 +448,24 @@ class BundleWriter:
         return True
     return False
 
-  def _add_others(
-    self, starts: list[tuple[int, str]], due: bool
-  ) -> dict[str, int]:
-    """Writes skips and the keyframe of the head; returns their bytes.
+  def _add_keyframe(self) -> int:
+    """Writes a keyframe of the head, listed by a second move of the pointer.
 
-    They are listed by a second move of the pointer. What the store has no room
-    for is left out, since the version is committed all the same: a skip for
-    good, a keyframe until the next version.
+    Where the store has no room for it, the version is committed all the same,
+    and the next one gets a keyframe.
+
+    Returns:
+      Its bytes; 0 in other processes than the first.
     """
-    run, weights, added = self._run, self._base, []
-    assert run.head is not None and weights is not None
-    older = {None: None, **dict(self._snapshots.values())}
-    for base in [*starts, None][: len(starts) + due]:
-      with _forgiven(run.head.version):
-        start = older[base and base[0]]
-        table = self._gather(
-          lambda start=start: self._encoder.encode(weights, start)
-        )
-        if self._team.leads:
-          base = base and tuple(base)
-          added.append(run.write(table, run.head.version, base))
-    if added:
-      with _forgiven(run.head.version):
-        run.point(runs.pruned((*run.edges, *added), self._options.keep))
-    sizes = {'keyframe_bytes': 0, 'skip_bytes': 0}
-    for edge in added:
-      name = 'keyframe' if edge.kind == manifest.KEY else 'skip'
-      sizes[f'{name}_bytes'] += edge.bytes if edge in run.edges else 0
-    return sizes
+    run = self._run
+    assert run.head is not None
+    with _forgiven(run.head.version):
+      table = self._keyframe()
+      if self._team.leads:
+        edge = run.write(table, run.head.version, None)
+        run.point(runs.pruned((*run.edges, edge), self._options.keep))
+        return edge.bytes
+    return 0
 
 
 @contextlib.contextmanager
@@ -553,6 +474,5 @@ def _forgiven(version: int | None) -> Iterator[None]:
     yield
   except OSError as error:
     _log.warning(
-      'version %s is out, but a skip or keyframe of it is not: %s',
-      *(version, error),
+      'version %s is out, but a keyframe of it is not: %s', *(version, error)
     )

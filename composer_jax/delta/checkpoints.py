@@ -1,9 +1,8 @@
 """Checkpoints on disk: what bundles are made of and become.
 
 What runs of ours wrote is verified while it is read; of any other orbax
-checkpoint there is nothing to verify it by. Orbax notices no flipped bit in the
-values (80 of 80 were restored), so what is written here is read again and
-compared.
+checkpoint there is nothing to verify it by: orbax notices no flipped bit in the
+values (80 of 80 were restored).
 """
 
 import collections
@@ -19,15 +18,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from composer_jax.core import trees
-from composer_jax.delta import rebuild
-from composer_jax.delta.format import identity
 from composer_jax.hf.tensors import layout
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 
 # How the tensors of a checkpoint become those of a bundle.
-DTYPES = ('policy', 'stored', *layout.DTYPES)
+DTYPES = tuple(layout.DTYPES)
 # The folder of an orbax checkpoint, under the names that its savers give it.
 _ITEMS = ('', 'default', manager.STATE)
 _TREE = '_METADATA'
@@ -40,10 +37,6 @@ def write(named: dict[str, np.ndarray], folder: pathlib.Path | str) -> None:
   """Writes a checkpoint of nested dictionaries, which orbax alone reads.
 
   Arrays without elements are left out, since orbax refuses them.
-
-  Args:
-    named: arrays by '/'-joined names.
-    folder: absent, or empty.
 
   Raises:
     ValueError: the folder is not empty, or orbax cannot hold such a tree.
@@ -65,40 +58,13 @@ def read_plain(folder: pathlib.Path | str) -> Any:
   """Reads any checkpoint of one tree as numpy arrays; nothing is verified."""
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
     folder = pathlib.Path(folder).absolute()
-    return _restore(reader, folder, reader.metadata(folder).item_metadata.tree)
-
-
-def verify(folder: pathlib.Path | str, held: rebuild.Held) -> None:
-  """Raises ValueError unless what `write` wrote holds these whole weights.
-
-  One tensor after another, so that no second copy of all is in memory.
-  """
-  folder = pathlib.Path(folder).absolute()
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    for name, array in held.arrays().items():
-      if not array.size:
-        continue
-      like = _nested({name: array})
-      (found,) = jax.tree.leaves(_restore(reader, folder, like))
-      same = (found.dtype, found.shape) == (array.dtype, array.shape)
-      bits = identity.flat_bits
-      if not same or not np.array_equal(bits(found), bits(array)):
-        raise ValueError(
-          f'{folder}: {name} is not what was written; the disk is damaged. '
-          'Write to another one.'
-        )
-
-
-def _restore(reader: ocp.Checkpointer, folder: pathlib.Path, like: Any) -> Any:
-  arguments = jax.tree.map(
-    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like
-  )
-  return reader.restore(
-    folder,
-    args=ocp.args.PyTreeRestore(
-      like, restore_args=arguments, partial_restore=True
-    ),
-  )
+    like = reader.metadata(folder).item_metadata.tree
+    arguments = jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like
+    )
+    return reader.restore(
+      folder, args=ocp.args.PyTreeRestore(like, restore_args=arguments)
+    )
 
 
 def _nested(named: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -133,9 +99,9 @@ def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
   Args:
     source: WORKDIR:STAGE for what a finished stage exported; a folder of
       numbered checkpoints for the latest; one of them; or any orbax checkpoint.
-    dtype: 'policy' is what rollout serves of float32 masters, 'stored' leaves
-      them, another name is what floating-point tensors are cast to. None is
-      'policy' for checkpoints of ours and 'stored' for others.
+    dtype: dtype that floating-point tensors are cast to. None is that of
+      policies (bfloat16 of float32 masters) for checkpoints of ours, and leaves
+      others as they are.
 
   Raises:
     ValueError: there is no checkpoint, it is damaged, or the dtype is unknown.
@@ -146,9 +112,15 @@ def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
   folder = _find(source)
   if (folder / manager.STATE).is_dir() and folder.name.isdecimal():
     arrays = _variables(_read_ours(folder))
-    return {n: _cast(n, a, dtype or 'policy') for n, a in arrays.items()}
-  arrays = _named_plain(folder)
-  return {n: _cast(n, a, dtype or 'stored') for n, a in arrays.items()}
+    if dtype is None:
+      # As `decoder.policy`, whose selection bias stays float32.
+      return {
+        n: _cast(a, 'bfloat16') if n.startswith('params/') else a
+        for n, a in arrays.items()
+      }
+  else:
+    arrays = _named_plain(folder)
+  return {n: _cast(a, dtype) if dtype else a for n, a in arrays.items()}
 
 
 def check_local(what: str, path: str | os.PathLike) -> None:
@@ -229,12 +201,6 @@ def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}
 
 
-def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-  if dtype == 'stored':
-    return array
-  if dtype == 'policy':
-    # As `decoder.policy`, whose selection bias stays float32.
-    is_master = name.startswith('params/') and array.dtype == np.float32
-    return array.astype(layout.DTYPES['bfloat16']) if is_master else array
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
   is_float = array.dtype in (*layout.DTYPES.values(), np.dtype(np.float64))
   return array.astype(layout.DTYPES[dtype], copy=False) if is_float else array

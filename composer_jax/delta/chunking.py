@@ -15,7 +15,6 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent import futures
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,14 +29,8 @@ from composer_jax.delta.store import objects
 PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4
-# As `manifest.CHUNK`, with hashes as bytes.
-_OF_BYTES = np.dtype(
-  [
-    (name, f'V{field.itemsize}' if field.shape else field)
-    for name in manifest.CHUNK.names or ()
-    for field in [manifest.CHUNK[name]]
-  ]
-)
+# Of a process's part of a tensor: the number of a chunk and its row.
+_ROW = np.dtype([('number', '<u4'), *manifest.CHUNK.descr])
 # In place of a codec, of a chunk that is hashed and not encoded.
 _UNCODED = 255
 
@@ -125,17 +118,6 @@ class Cutter:
     """Chunks of which something is missing."""
     return set(self._waiting)
 
-  def check_whole(self) -> None:
-    """Refuses tensors of which elements were in no block."""
-    lost = {
-      name: np.where(self._done[name], 0, identity.of(shape).sizes)
-      for name, (_, shape) in self.specs.items()
-    }
-    for (name, number), (_, missing, _) in self._waiting.items():
-      lost[name][number] = missing.sum()
-    for name, elements in lost.items():
-      _check_none(name, elements)
-
   def _check(self, name, dtype, shape, index, values) -> None:
     identity.check_dtype(name, dtype)
     seen = self.specs.setdefault(name, (dtype, shape))
@@ -170,10 +152,19 @@ def _overlap(name: str, index: identity.Index) -> ValueError:
   return ValueError(f'{name}: the block at {index} overlaps another block.')
 
 
-def _check_none(name: str, lost: np.ndarray) -> None:
-  """Refuses a tensor of whose chunks so many elements are missing."""
-  if lost.any():
-    raise ValueError(f'{name}: {lost.sum()} elements are in no block.')
+def _check_whole(name: str, shape: tuple[int, ...], numbers: Any) -> None:
+  """Refuses a tensor that does not have each of its chunks once."""
+  numbers, sizes = np.asarray(numbers, int), identity.of(shape).sizes
+  if len(np.unique(numbers)) < len(numbers):
+    raise ValueError(
+      f'{name}: the blocks of one process overlap those of another.'
+    )
+  lost = np.setdiff1d(np.arange(len(sizes)), numbers)
+  if lost.size:
+    raise ValueError(
+      f'{name}: {sizes[lost].sum()} elements are in chunks that no blocks make '
+      'whole.'
+    )
 
 
 def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
@@ -187,16 +178,17 @@ def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
 
 def identify(blocks: Iterable[AnyBlock]) -> tuple[str, int, int]:
   """Returns the identity, elements and bytes of weights, in no store."""
-  cutter, posts, elements, size = Cutter(), {}, 0, 0
+  cutter, elements, size = Cutter(), 0, 0
+  posts: dict[str, dict[int, bytes]] = {}
   for block in blocks:
-    for key, values in cutter.add(block):
-      posts[key] = identity.hash_chunk(values)
+    posts.setdefault(block[0], {})
+    for (name, number), values in cutter.add(block):
+      posts[name][number] = identity.hash_chunk(values)
       elements, size = elements + values.size, size + values.nbytes
-  cutter.check_whole()
   nodes = {}
   for name, (dtype, shape) in cutter.specs.items():
-    count = identity.of(shape).num_chunks
-    joined = b''.join(posts[name, number] for number in range(count))
+    _check_whole(name, shape, list(posts[name]))
+    joined = b''.join(posts[name][number] for number in sorted(posts[name]))
     nodes[name] = identity.tensor_node(name, dtype, shape, joined)
   return identity.root(nodes), elements, size
 
@@ -225,10 +217,10 @@ class HostWeights:
 
 def weights_of(held: rebuild.Held) -> HostWeights:
   """Takes verified weights, whole or a part."""
-  made = HostWeights(target_id=held.target_id, specs=held.signature())
+  made = HostWeights(target_id=held.target_id, specs=held.specs)
   for name, tensor in held.tensors.items():
     for at, number in enumerate(tensor.numbers.tolist()):
-      made.chunks[name, number] = _flat(tensor.chunk(number))
+      made.chunks[name, number] = tensor.values(at)
       made.posts[name, number] = tensor.posts[at].tobytes()
   return made
 
@@ -246,13 +238,7 @@ class _Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-  """Encodes chunks with threads, decodes them again and uploads their packs.
-
-  Attributes:
-    store: where packs go.
-    tier: tier of the codec.
-    threads: number of threads that encode.
-  """
+  """Encodes chunks with threads, decodes them again and uploads their packs."""
 
   store: objects.Store
   tier: str
@@ -264,43 +250,45 @@ class Encoder:
     specs: manifest.Specs,
     base: HostWeights | None,
   ) -> tuple[HostWeights, 'ChunkTable']:
-    """Copies the chunks of a version; encodes them if there is a base.
+    """Copies and hashes the chunks of a version; encodes them against a base.
 
-    Args:
-      items: chunks in any memory order.
-      specs: grows with the items.
-      base: weights to encode against; None only copies and hashes.
+    The specs may grow with the items.
     """
     made = HostWeights(specs=specs)
 
-    def encode(item: tuple[Key, np.ndarray]) -> _Coded:
+    def work(item: tuple[Key, np.ndarray]) -> _Coded:
       key, values = item
       spec = specs[key[0]]
       if base and key in base.chunks and base.specs.get(key[0]) == spec:
         return self._encode(key, values, base.chunks[key])
-      return self._keep(key, values)
+      return _keep(key, values)
 
-    table = self._gather(
-      encode, items, sorted(base.chunks) if base else (), made
-    )
+    def kept() -> Iterator[_Coded]:
+      with contextlib.closing(
+        rebuild.in_order(work, items, self.threads)
+      ) as coded:
+        for one in coded:
+          made.chunks[one.key], made.posts[one.key] = one.values, one.post
+          yield one
+
+    # Blobs are few bytes beside weights, unlike those of a keyframe.
+    table = self._table(sorted(kept(), key=lambda one: one.key))
     return made, dataclasses.replace(
       table, base_id=base.target_id if base and table.is_coded else ''
     )
 
-  def encode(
-    self, weights: HostWeights, base: HostWeights | None
-  ) -> 'ChunkTable':
-    """Encodes weights against older ones; None makes a keyframe."""
-    keys = sorted(weights.chunks)
+  def encode_key(self, weights: HostWeights) -> 'ChunkTable':
+    """Encodes weights to stand alone."""
 
-    def encode(key: Key) -> _Coded:
-      old = None if base is None else base.chunks[key]
-      return self._encode(key, weights.chunks[key], old, weights.posts[key])
+    def work(key: Key) -> _Coded:
+      return self._encode(key, weights.chunks[key], None, weights.posts[key])
 
-    table = self._gather(encode, keys, keys, None)
-    return dataclasses.replace(
-      table, specs=weights.specs, base_id=base.target_id if base else ''
-    )
+    # Closed here where a pack fails, its threads with it: whoever drops the
+    # error later may be one of them, or hold what they wait for.
+    with contextlib.closing(
+      rebuild.in_order(work, sorted(weights.chunks), self.threads)
+    ) as coded:
+      return dataclasses.replace(self._table(coded), specs=weights.specs)
 
   def _encode(
     self,
@@ -326,121 +314,53 @@ class Encoder:
     post = identity.hash_chunk(values) if post is None else post
     return _Coded(key, kind, blob, post, kept, changed)
 
-  def _keep(self, key: Key, values: np.ndarray) -> _Coded:
-    """Copies and hashes a chunk that is to be encoded later, if at all."""
-    kept = _flat(values)
-    if np.may_share_memory(kept, values):
-      kept = kept.copy()
-    post = identity.hash_chunk(kept)
-    return _Coded(key, _UNCODED, b'', post, kept, kept.size)
+  def _table(self, coded: Iterable[_Coded]) -> 'ChunkTable':
+    """Uploads packs of the blobs, which come in the order of their keys."""
+    parts: dict[str, list[tuple]] = {}
+    lengths: list[int] = []
+    changed = elements = 0
+    is_coded = True
 
-  def _gather(
-    self, encode, items, order, made: HostWeights | None
-  ) -> 'ChunkTable':
-    rows, changed, elements = {}, 0, 0
+    def packs() -> Iterator[bytes]:
+      nonlocal changed, elements, is_coded
+      pack = bytearray()
+      for (name, number), codec, blob, post, values, count in coded:
+        if pack and len(pack) + len(blob) > PACK_BYTES:
+          lengths.append(len(pack))
+          yield bytes(pack)
+          pack.clear()
+        place = len(lengths) if blob else manifest.NO_PACK
+        row = number, codec, place, len(blob), np.frombuffer(post, np.uint8)
+        parts.setdefault(name, []).append(row)
+        pack += blob
+        changed, elements = changed + count, elements + values.size
+        is_coded &= codec != _UNCODED
+      if pack:
+        lengths.append(len(pack))
+        yield bytes(pack)
 
-    def blobs() -> Iterator[tuple[Key, bytes]]:
-      nonlocal changed, elements
-      for one in coded:
-        if made is not None:
-          made.chunks[one.key], made.posts[one.key] = one.values, one.post
-        changed += one.changed
-        elements += one.values.size
-        short = identity.short_hash(one.blob) if one.blob else bytes(16)
-        rows[one.key] = one.codec, len(one.blob), short, one.post
-        yield one.key, one.blob
-
-    # Closed here where a pack fails, its threads with it: whoever drops the
-    # error later may be one of them, or hold what they wait for.
-    with contextlib.closing(
-      rebuild.in_order(encode, items, self.threads)
-    ) as coded:
-      packs, places = upload(self.store, blobs(), order)
-    is_coded = all(codec != _UNCODED for codec, *_ in rows.values())
-    if not is_coded:
-      packs, places = (), {}  # left to `gc`: they do not make a bundle
+    names = list(rebuild.in_order(self.store.put, packs(), _UPLOADS, 1))
     return ChunkTable(
       changed=changed,
       elements=elements,
-      packs=packs,
-      rows=_rows(rows, places),
+      packs=tuple(zip(names, lengths, strict=True)),
+      rows={name: np.array(part, _ROW) for name, part in parts.items()},
       is_coded=is_coded,
     )
 
 
-def _rows(rows: dict[Key, tuple], places: dict[Key, int]):
-  """Returns {name: (numbers of chunks, ascending, and their rows)}."""
-  numbers: dict[str, list[int]] = {}
-  for name, number in sorted(rows):
-    numbers.setdefault(name, []).append(number)
-  result = {}
-  for name, found in numbers.items():
-    table = []
-    for number in found:
-      codec, length, short, post = rows[name, number]
-      pack = places.get((name, number), manifest.NO_PACK)
-      table.append((codec, pack, length, short, post))
-    table = np.array(table, _OF_BYTES).view(manifest.CHUNK)
-    result[name] = np.array(found, np.uint32), table
-  return result
+def _keep(key: Key, values: np.ndarray) -> _Coded:
+  """Copies and hashes a chunk that is to be encoded later, if at all."""
+  kept = _flat(values)
+  if np.may_share_memory(kept, values):
+    kept = kept.copy()
+  post = identity.hash_chunk(kept)
+  return _Coded(key, _UNCODED, b'', post, kept, kept.size)
 
 
 def _flat(chunk: np.ndarray) -> np.ndarray:
   """Returns the values of a chunk in C order, a view where they lie so."""
   return identity.flat_bits(chunk).view(chunk.dtype)
-
-
-def upload(
-  store: objects.Store,
-  blobs: Iterable[tuple[Key, bytes]],
-  order: Iterable[Key],
-) -> tuple[tuple[tuple[str, int], ...], dict[Key, int]]:
-  """Uploads blobs in objects of bounded size, in the order of their keys.
-
-  Args:
-    store: where to put them.
-    blobs: blobs by key, in any order; what is empty is in no pack.
-    order: keys of the blobs to come, if they are known: packs are then uploaded
-      while later blobs are made.
-
-  Returns:
-    Name and length of each pack, and the number of the pack of each blob.
-  """
-  places: dict[Key, int] = {}
-  lengths: list[int] = []
-
-  def packs() -> Iterator[bytes]:
-    pack = bytearray()
-    for key, blob in _by_key(blobs, order):
-      if pack and len(pack) + len(blob) > PACK_BYTES:
-        lengths.append(len(pack))
-        yield bytes(pack)
-        pack.clear()
-      if blob:
-        places[key] = len(lengths)
-        pack += blob
-    if pack:
-      lengths.append(len(pack))
-      yield bytes(pack)
-
-  with futures.ThreadPoolExecutor(_UPLOADS, 'delta-upload') as pool:
-    names = list(rebuild.in_flight(pool, store.put, packs(), _UPLOADS))
-  return tuple(zip(names, lengths, strict=True)), places
-
-
-def _by_key(
-  blobs: Iterable[tuple[Key, bytes]], order: Iterable[Key]
-) -> Iterator[tuple[Key, bytes]]:
-  """Sorts by key; yields those first whose turn is known when they come."""
-  waiting: dict[Key, bytes] = {}
-  turns = iter(order)
-  due = next(turns, None)
-  for key, blob in blobs:
-    waiting[key] = blob
-    while due is not None and due in waiting:
-      yield due, waiting.pop(due)
-      due = next(turns, None)
-  yield from sorted(waiting.items())
 
 
 # Tables of several processes.
@@ -473,8 +393,7 @@ class ChunkTable:
     elements: elements of all its chunks.
     cut_bytes: bytes of chunks that no block held whole.
     packs: (sha256, bytes) of the objects that hold its blobs.
-    rows: {name: (numbers of chunks, ascending, and their rows)}.
-    starts: {version: identity} that a skip could start from.
+    rows: {name: numbers of chunks, ascending, and their rows}.
     is_coded: whether all its chunks were encoded.
   """
 
@@ -484,24 +403,18 @@ class ChunkTable:
   elements: int = 0
   cut_bytes: int = 0
   packs: tuple[tuple[str, int], ...] = ()
-  rows: dict[str, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
-    default_factory=dict
-  )
-  starts: dict[int, str] = dataclasses.field(default_factory=dict)
+  rows: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   is_coded: bool = True
 
   def to_bytes(self) -> bytes:
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     fields['rows'] = list(self.rows)
-    fields['starts'] = list(self.starts.items())
-    return to_bytes(fields, [a for pair in self.rows.values() for a in pair])
+    return to_bytes(fields, self.rows.values())
 
   @classmethod
   def from_bytes(cls, data: bytes) -> 'ChunkTable':
     fields, arrays = from_bytes(data)
-    pairs = zip(arrays[::2], arrays[1::2], strict=True)
-    fields['rows'] = dict(zip(fields['rows'], pairs, strict=True))
-    fields['starts'] = dict(fields['starts'])
+    fields['rows'] = dict(zip(fields['rows'], arrays, strict=True))
     fields['packs'] = tuple(tuple(pack) for pack in fields['packs'])
     fields['specs'] = {
       name: (dtype, tuple(shape))
@@ -512,11 +425,16 @@ class ChunkTable:
   @property
   def tensors(self) -> tuple[manifest.Tensor, ...]:
     """Tensors of the manifest, of a table of all processes."""
-    return tuple(
-      manifest.Tensor(name=name, dtype=dtype, shape=shape, chunks=rows)
-      for name, (dtype, shape) in sorted(self.specs.items())
-      for _, rows in [self.rows[name]]
-    )
+    tensors = []
+    for name, (dtype, shape) in sorted(self.specs.items()):
+      rows = self.rows[name]
+      chunks = np.empty(len(rows), manifest.CHUNK)
+      for field in manifest.CHUNK.names or ():
+        chunks[field] = rows[field]
+      tensors.append(
+        manifest.Tensor(name=name, dtype=dtype, shape=shape, chunks=chunks)
+      )
+    return tuple(tensors)
 
   @property
   def target_id(self) -> str:
@@ -538,35 +456,28 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
       about which processes disagree.
   """
   specs: manifest.Specs = {}
+  parts: dict[str, list[np.ndarray]] = {}
+  packs: list[tuple[str, int]] = []
   for table in tables:
     for name, spec in table.specs.items():
+      parts.setdefault(name, [np.empty(0, _ROW)])
       if specs.setdefault(name, spec) != spec:
         raise ValueError(
           f'{name}: one process has blocks of {spec} and another of '
           f'{specs[name]}.'
         )
-  rows, covered = {}, {}
-  for name, (_, shape) in specs.items():
-    count = identity.of(shape).num_chunks
-    rows[name] = np.arange(count), np.zeros(count, manifest.CHUNK)
-    covered[name] = np.zeros(count, bool)
-  packs: list[tuple[str, int]] = []
-  for table in tables:
-    for name, (numbers, part) in table.rows.items():
-      if covered[name][numbers].any():
-        raise ValueError(
-          f'{name}: the blocks of one process overlap those of another.'
-        )
+    for name, part in table.rows.items():
       moved = part.copy()
       moved['pack'][moved['pack'] != manifest.NO_PACK] += len(packs)
-      rows[name][1][numbers] = moved
-      covered[name][numbers] = True
+      parts[name].append(moved)
     packs += table.packs
+  rows = {}
   for name, (_, shape) in specs.items():
-    _check_none(name, np.where(covered[name], 0, identity.of(shape).sizes))
+    found = np.concatenate(parts[name])
+    _check_whole(name, shape, found['number'])
+    rows[name] = found[np.argsort(found['number'])]
   # A process that had to ask the store where the run stands may have no base.
   bases = {table.base_id for table in tables}
-  starts = set.intersection(*(set(table.starts.items()) for table in tables))
   return ChunkTable(
     specs=specs,
     base_id=bases.pop() if len(bases) == 1 else '',
@@ -575,5 +486,4 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
     cut_bytes=sum(table.cut_bytes for table in tables),
     packs=tuple(packs),
     rows=rows,
-    starts=dict(sorted(starts)),
   )

@@ -11,14 +11,13 @@ before stays as it is, and nothing unverified is ever served.
 """
 
 import dataclasses
-import itertools
 import logging
 import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from composer_jax.core import files
 from composer_jax.delta import rebuild
@@ -39,54 +38,47 @@ class Way(NamedTuple):
 
   Attributes:
     bytes: what they cost together, manifests included.
-    start: which of the starts the first one needs, None for a keyframe.
-    edges: the bundles; none where a start has the weights already.
+    start: weights that the first one needs, None for a keyframe.
+    edges: bundles; none where the start has the weights already.
   """
 
   bytes: int
-  start: int | None
+  start: rebuild.Held | None
   edges: tuple[manifests.Edge, ...]
 
 
 def cheapest(
-  edges: Iterable[manifests.Edge],
+  listed: Collection[manifests.Edge],
   version: int,
-  starts: Sequence[rebuild.Held] = (),
+  held: rebuild.Held | None = None,
   banned: Collection[str] = (),
 ) -> Way | None:
-  """Returns the way of fewest bytes to a version; of equal ones the shortest.
+  """Returns the way of fewest bytes to a version, None if there is none.
 
-  Args:
-    edges: bundles of the run.
-    version: version to reach.
-    starts: what is held; what a rewind made void is not started from.
-    banned: manifests that turned out to be unusable.
-
-  Returns:
-    None if there is no way.
+  It starts at a keyframe, or at `held`, unless a rewind made that void. Banned
+  are manifests that turned out to be unusable.
   """
-  edges = [edge for edge in edges if edge.manifest not in banned]
-  targets = {edge.version: edge.target for edge in edges}
-  best: dict[int, Way] = {}
-  for number, start in enumerate(starts):
-    short = start.target_id[:16]
-    known = {v for v, target in targets.items() if target == short}
-    if start.version not in targets:
-      known.add(start.version)
-    for other in known:
-      best.setdefault(other, Way(0, number, ()))
-  # Bases are earlier versions, so that one pass over the versions finds all.
-  for edge in sorted(edges, key=lambda edge: edge.version):
-    if edge.base_version is None:
-      before = Way(0, None, ())
-    elif (before := best.get(edge.base_version)) is None:
-      continue
-    way = Way(before.bytes + edge.bytes, before.start, (*before.edges, edge))
-    known = best.get(edge.version)
-    cost = way.bytes, len(way.edges)
-    if known is None or cost < (known.bytes, len(known.edges)):
-      best[edge.version] = way
-  return best.get(version)
+  targets = {edge.version: edge.target for edge in listed}
+  good = [edge for edge in listed if edge.manifest not in banned]
+  frames = {e.version: e for e in good if e.kind == manifests.KEY}
+  deltas = {e.version: e for e in good if e.kind == manifests.DELTA}
+  cost, edges, ways = 0, tuple[manifests.Edge, ...](), list[Way]()
+  while True:
+    if held is not None:
+      # Equal weights under another version will do, and so will those of a
+      # version that the index forgot.
+      short, is_same = held.target_id[:16], held.version == version
+      if is_same if version not in targets else targets[version] == short:
+        ways.append(Way(cost, held, edges))
+    if (frame := frames.get(version)) is not None:
+      ways.append(Way(cost + frame.bytes, None, (frame, *edges)))
+    if (delta := deltas.get(version)) is None:
+      return min(
+        ways, key=lambda way: (way.bytes, len(way.edges)), default=None
+      )
+    assert delta.base_version is not None
+    edges, cost = (delta, *edges), cost + delta.bytes
+    version = delta.base_version
 
 
 def load(
@@ -104,47 +96,39 @@ def load(
   In memory are at most what is held, and what the way has reached.
 
   Args:
-    store: where to read.
+    store: store to read.
     pointer: pointer whose signature the caller has verified.
     version: version to load; None for the pointer's own.
     held: weights that may spare a part of the way.
-    wanted: regions to hold; None for all.
-    threads: number of threads that decode.
-    cost: counts what moves, and by which bundles.
+    wanted, threads, cost: see `Follower` and `rebuild.UpdateCost`.
 
   Raises:
     ValueError: no way leads there; says what is wrong with those tried.
     OSError: the store cannot be reached or what it must have is missing.
   """
-  with rebuild.Fetcher(store, cost) as fetcher:
-    walk = _Walk(fetcher, pointer, held, wanted, threads)
-    if version is None or version == pointer.version:
-      return walk.to_head()
-    return walk.to(version)
+  walk = _Walk(rebuild.Reader(store, cost), pointer, held, wanted, threads)
+  if version is None or version == pointer.version:
+    return walk.to_head()
+  return walk.to(version)
 
 
 class _Walk:
   """Goes from bundle to bundle and around those that fail."""
 
-  def __init__(self, fetcher, pointer, held, wanted, threads):
-    self._fetcher, self._pointer = fetcher, pointer
+  def __init__(self, reader, pointer, held, wanted, threads):
+    self._reader, self._pointer, self._held = reader, pointer, held
     self._wanted, self._threads = wanted, threads
-    self._starts: list[rebuild.Held] = [] if held is None else [held]
     # Buffers that others read.
-    self._kept = {
-      id(tensor.buffer)
-      for start in self._starts
-      for tensor in start.tensors.values()
-    }
+    tensors = held.tensors.values() if held else ()
+    self._kept = {id(tensor.buffer) for tensor in tensors}
     # Texts: an exception holds its frames, and they hold buffers.
     self._failures: list[str] = []
     self._banned: set[str] = set()
     self._unreached = 0
 
   def to_head(self) -> rebuild.Held:
-    pointer = self._pointer
+    pointer, held = self._pointer, self._held
     bundle = self._read(pointer)
-    held = self._starts[0] if self._starts else None
     if bundle is not None:
       if held is not None and held.target_id == pointer.target_id:
         return dataclasses.replace(held, version=pointer.version)
@@ -154,19 +138,18 @@ class _Walk:
         if reached is not None:
           return reached
     # Nobody vouches for the name of what is held but the manifest.
-    self._starts = [
-      held for held in self._starts if held.target_id != pointer.target_id
-    ]
+    if held is not None and held.target_id == pointer.target_id:
+      self._held = None
     return self.to(pointer.version)
 
   def to(self, version: int) -> rebuild.Held:
     try:
-      index = rebuild.read_index(self._fetcher, self._pointer)
+      edges = rebuild.read_index(self._reader, self._pointer)
     except (ValueError, OSError) as error:
       self._note(error)
       raise self._no_way(version) from error
     while len(self._failures) < MAX_FAILURES:
-      way = cheapest(index.edges, version, self._starts, self._banned)
+      way = cheapest(edges, version, self._held, self._banned)
       if way is None:
         break
       reached = self._walk(way)
@@ -175,28 +158,20 @@ class _Walk:
     raise self._no_way(version)
 
   def _walk(self, way: Way) -> rebuild.Held | None:
-    held = None if way.start is None else self._starts[way.start]
-    coming = None
-    for edge, following in itertools.zip_longest(way.edges, way.edges[1:]):
-      bundle = self._read(edge) if coming is None else coming.result()
-      coming = None
-      if following is not None:
-        coming = self._fetcher.pool.submit(self._read, following)
+    reached = way.start
+    for edge in way.edges:
+      bundle = self._read(edge)
       if bundle is None:
         return None
-      held = self._step(edge, bundle, held)
-      if held is None:
+      reached = self._step(edge, bundle, reached)
+      if reached is None:
         return None
-    return held
+    return reached
 
   def _read(self, named) -> manifests.Manifest | None:
     try:
-      bundle = rebuild.read_manifest(self._fetcher, named)
-      for what, found, said in mismatches(bundle, named, self._pointer):
-        raise ValueError(
-          f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
-          f'to it says {said!r}.'
-        )
+      bundle = rebuild.read_manifest(self._reader, named)
+      _check_named(bundle, named, self._pointer)
       return bundle
     except (ValueError, OSError) as error:
       self._banned.add(named.manifest)
@@ -210,7 +185,7 @@ class _Walk:
     try:
       # What the way has reached is as large as the policy, and nobody else's.
       reached = rebuild.apply(
-        self._fetcher,
+        self._reader,
         bundle,
         base,
         self._wanted,
@@ -219,7 +194,7 @@ class _Walk:
       )
     except rebuild.DamagedBase as error:
       # The bundle may be good: what it was applied to is not.
-      self._starts = [held for held in self._starts if held is not base]
+      self._held = None
       self._note(error)
       return None
     except (ValueError, OSError) as error:
@@ -228,7 +203,7 @@ class _Walk:
       self._banned.add(named.manifest)
       self._note(error)
       return None
-    self._fetcher.cost.route += (name_of(bundle),)
+    self._reader.cost.route += (bundle.title,)
     return reached
 
   def _note(self, error: Exception) -> None:
@@ -242,19 +217,18 @@ class _Walk:
     self._failures.append(str(error))
 
   def _no_way(self, version: int) -> ValueError:
-    reasons = self._failures[:4]
+    reasons = self._failures[:4] or ['no bundle of the index leads there']
     more = len(self._failures) - len(reasons)
-    reasons += [f'and {more} more'] if more else []
-    text = '; '.join(reasons or ['no bundle of the index leads there'])
+    text = '; '.join(reasons) + (f'; and {more} more' if more > 0 else '')
     return ValueError(f'version {version} cannot be rebuilt: {text}')
 
 
-def mismatches(
+def _check_named(
   bundle: manifests.Manifest,
   named: manifests.Edge | manifests.Pointer,
   pointer: manifests.Pointer,
-) -> Iterator[tuple[str, Any, Any]]:
-  """Yields (what, found, said) where a manifest belies what leads to it."""
+) -> None:
+  """Refuses a manifest that belies what leads to it."""
   pairs = [
     ('run', bundle.run_id, pointer.run_id),
     ('version', bundle.version, named.version),
@@ -266,38 +240,26 @@ def mismatches(
   else:
     pairs += [
       ('base version', bundle.base_version, named.base_version),
-      ('kind', bundle.kind, named.kind),
       ('target', bundle.target_id[:16], named.target),
     ]
-  yield from (pair for pair in pairs if pair[1] != pair[2])
-
-
-def name_of(bundle: manifests.Manifest | manifests.Edge) -> str:
-  if bundle.base_version is None:
-    return f'{bundle.kind} {bundle.version}'
-  return f'{bundle.kind} {bundle.base_version}-{bundle.version}'
+  for what, found, claim in pairs:
+    if found != claim:
+      raise ValueError(
+        f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
+        f'to it says {claim!r}.'
+      )
 
 
 # Following.
 
 
-class Update(NamedTuple):
-  """Weights of a version; nobody may write to them."""
-
-  version: int
-  target_id: str
-  weights: rebuild.Held
-
-
 class Follower:
   """Holds the last verified weights of a run on the host.
 
-  One thread polls; any may read `held` and call `rollback`.
+  One thread polls; any may read `held`.
 
   Attributes:
     held: weights that it serves, None before the first success.
-    previous: weights that it served before, for `rollback`; let go when newer
-      ones are fetched, so that never more than two are in memory.
     problem: why the last poll was refused, None when it was not.
     stats: what the last update took, None before the first.
   """
@@ -306,19 +268,17 @@ class Follower:
     self,
     store: objects.Store,
     run_id: str,
-    verifier: keys.Verifier,
+    key: keys.Hmac,
     *,
     memory: str | os.PathLike | None = None,
     wanted: rebuild.Wanted | None = None,
     threads: int = 2,
     now: Callable[[], float] = time.time,
   ):
-    """Follows.
+    """Reads nothing yet.
 
     Args:
-      store: where to read.
-      run_id: name of the run and of its pointer.
-      verifier: checks the pointer's signature.
+      store, run_id, key: the publisher's.
       memory: file of this receiver alone that keeps the newest pointer seen,
         so that a restarted one refuses an older one too; None to remember only
         while it lives.
@@ -327,26 +287,21 @@ class Follower:
       threads: number of threads that decode and hash.
       now: unix seconds, for the pointer's expiry.
     """
-    self.held: Update | None = None
-    self.previous: Update | None = None
+    self.held: rebuild.Held | None = None
     self.problem: str | None = None
     self.stats: rebuild.UpdateCost | None = None
-    self._store, self._run_id, self._verifier = store, run_id, verifier
+    self._store, self._run_id, self._key = store, run_id, key
     self._memory = None if memory is None else pathlib.Path(memory)
     self._wanted, self._threads, self._now = wanted, threads, now
     self._where = f'{store.url}/refs/{run_id}/latest'
-    self._polling, self._swapping = threading.Lock(), threading.Lock()
-    # (version, target_id) that was rolled back from.
-    self._unwanted: tuple[int, str] | None = None
+    self._polling = threading.Lock()
     self._seen: manifests.Pointer | None = None
     if self._memory is not None:
-      # Left there by receivers that were killed.
-      for torn in self._memory.parent.glob(f'.{self._memory.name}.*.tmp'):
-        torn.unlink(missing_ok=True)
+      files.sweep(self._memory.parent)  # of receivers that were killed
       if self._memory.exists():
         self._seen = self._recall(self._memory)
 
-  def poll(self) -> Update | None:
+  def poll(self) -> rebuild.Held | None:
     """Returns newer weights, or None when there are none that can be trusted.
 
     After damage the old weights stay in `held`, `problem` says what is wrong
@@ -354,80 +309,37 @@ class Follower:
     """
     with self._polling:
       try:
-        update = self._poll()
+        held = self._poll()
       except (ValueError, OSError) as error:
         if str(error) != self.problem:
-          _log.warning('%s: %s', self._serving(), error)
+          serving = 'has no weights to serve yet'
+          if self.held is not None:
+            serving = f'keeps serving version {self.held.version}'
+          _log.warning('Run %r %s: %s', self._run_id, serving, error)
         self.problem = str(error)
         return None
       self.problem = None
-      return update
+      return held
 
-  def rollback(self, version: int | None = None) -> Update:
-    """Serves the previous weights again, at once.
-
-    The version rolled back from is not taken again while this object lives;
-    a newer one is.
-
-    Args:
-      version: version to leave, and no other, which may have come meanwhile;
-        None for whatever is held.
-
-    Raises:
-      ValueError: another version is held, or there is none before it.
-    """
-    with self._swapping:
-      held = None if self.held is None else self.held.version
-      if version is not None and held != version:
-        has = 'nothing' if held is None else f'version {held}'
-        raise ValueError(
-          f'Version {version} cannot be left: the newest that was received is '
-          f'{has}.'
-        )
-      if self.held is None or self.previous is None:
-        raise ValueError(
-          f'run {self._run_id!r}: there is nothing to roll back to; only the '
-          'version before the last update is kept.'
-        )
-      self._unwanted = self.held[:2]
-      self.held, self.previous = self.previous, None
-      return self.held
-
-  def _poll(self) -> Update | None:
-    begun = time.perf_counter()
+  def _poll(self) -> rebuild.Held | None:
+    begun, cost, held = time.perf_counter(), rebuild.UpdateCost(), self.held
     pointer = self._read_pointer()
-    if pointer is None:
+    if pointer is None or (
+      held is not None
+      and (held.version, held.target_id) == (pointer.version, pointer.target_id)
+    ):
       return None
-    held, cost = self.held, rebuild.UpdateCost()
-    named = pointer.version, pointer.target_id
-    if held is not None and named == held[:2]:
-      return None
-    self._check_wanted(named)
-    with self._swapping:
-      self.previous = None
-      held = self.held
-    weights = load(
+    self.held = load(
       self._store,
       pointer,
-      held=None if held is None else held.weights,
+      held=held,
       wanted=self._wanted,
       threads=self._threads,
       cost=cost,
     )
-    update = Update(*named, weights)
-    with self._swapping:
-      self._check_wanted(named)
-      self.held, self.previous = update, self.held
     cost.wall_s = time.perf_counter() - begun
     self.stats = cost
-    return update
-
-  def _check_wanted(self, named: tuple[int, str]) -> None:
-    if named == self._unwanted:
-      raise ValueError(
-        f'version {named[0]} ({named[1][:12]}) was rolled back from; a newer '
-        'one will be taken.'
-      )
+    return self.held
 
   def _read_pointer(self) -> manifests.Pointer | None:
     """Returns the pointer if it is signed, in order and not expired."""
@@ -441,7 +353,7 @@ class Follower:
       return None
     sealed, _ = found
     try:
-      pointer = manifests.unseal(sealed, self._verifier, self._run_id)
+      pointer = manifests.unseal(sealed, self._key, self._run_id)
     except manifests.OtherFormat as error:
       raise ValueError(f'{self._where}: {error}.') from error
     except ValueError as error:
@@ -460,8 +372,8 @@ class Follower:
     if pointer.expires and late_s > 0:
       raise ValueError(
         f'{self._where}: the pointer to version {pointer.version} expired '
-        f'{late_s:.0f} s ago: the publisher stopped renewing it, or something '
-        'keeps newer ones from here.'
+        f'{late_s:.0f} s ago: nobody publishes any more, or something keeps '
+        'newer pointers from here.'
       )
     return pointer
 
@@ -470,7 +382,7 @@ class Follower:
     seen = self._seen
     if seen is None:
       return
-    # Of the same version a keyframe or skip was added, or the expiry renewed.
+    # Of the same version a keyframe was added, or the expiry renewed.
     is_same = (pointer.version, pointer.target_id) == (
       *(seen.version, seen.target_id),
     )
@@ -491,16 +403,8 @@ class Follower:
     try:
       with memory.open('rb') as file:
         sealed = file.read(manifests.MAX_POINTER_BYTES + 1)
-      return manifests.unseal(sealed, self._verifier, self._run_id)
+      return manifests.unseal(sealed, self._key, self._run_id)
     except ValueError as error:
       raise ValueError(
         f'{memory}: {error}. Delete it to trust the store anew.'
       ) from error
-
-  def _serving(self) -> str:
-    if self.held is None:
-      return f'Run {self._run_id!r} has no weights to serve yet'
-    version, target_id, _ = self.held
-    return (
-      f'Run {self._run_id!r} keeps serving version {version} ({target_id[:12]})'
-    )

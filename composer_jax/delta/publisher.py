@@ -2,10 +2,11 @@
 
 Consumes: trees of arrays, one at a time.
 Waits for: the store; a tree that comes while one is in flight waits for it.
-Woken by: `publish` and `gc`; the clock, before the pointer expires.
+Woken by: `publish` and `gc`.
 Produces: a `BundleInfo` for each version; an error at the next call.
 """
 
+import collections
 import contextlib
 import logging
 import os
@@ -13,9 +14,9 @@ import pathlib
 import queue
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -45,9 +46,6 @@ class Publisher:
     run_id: name of the run in the store.
     options: how versions are encoded and kept.
     peers: how several processes share the work; None asks jax for them.
-
-  Raises:
-    ValueError: the key, the store or the run's name is not sound.
   """
 
   def __init__(
@@ -59,24 +57,18 @@ class Publisher:
     *,
     peers: team.Peers | None = None,
   ):
-    self._options = options or chain.BundleOptions()
     if not isinstance(store, objects.Store):
       store = objects.Store(store)
     store.check_writable()
     peers = peers or _peers()
-    signer = _open_or_make_key(key, peers, store, run_id)
+    opened = _open_or_make_key(pathlib.Path(key), peers, store, run_id)
     self._chain = chain.BundleWriter(
-      store, run_id, signer, options=self._options, peers=peers
+      store, run_id, opened, options=options, peers=peers
     )
     self._done: queue.SimpleQueue[chain.BundleInfo] = queue.SimpleQueue()
-    self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
-    self._renew_at = self._next_renewal()
-    # A kill at any moment is one of the cases that publishing survives.
-    self._thread = threading.Thread(
-      target=self._run, name='bundles', daemon=True
-    )
-    self._thread.start()
+    self._tasks: collections.deque[futures.Future] = collections.deque()
+    self._thread = futures.ThreadPoolExecutor(1, 'bundles')
+    self._is_closed = False
 
   def __enter__(self) -> 'Publisher':
     return self
@@ -103,13 +95,9 @@ class Publisher:
     self.wait()
     if not owned:
       tree = copy(tree)
-
-    def send() -> None:
-      info = self._chain.publish(blocks(tree), version)
-      self._renew_at = self._next_renewal()
-      self._done.put(info)
-
-    self._start(send)
+    self._start(
+      lambda: self._done.put(self._chain.publish(blocks(tree), version))
+    )
 
   def results(self) -> list[chain.BundleInfo]:
     """Returns what was finished since it was last asked, in order.
@@ -117,18 +105,18 @@ class Publisher:
     Raises:
       ValueError, OSError: a version could not be published; said once.
     """
-    self._raise()
+    while self._tasks and self._tasks[0].done():
+      self._tasks.popleft().result()
     return [self._done.get() for _ in range(self._done.qsize())]
 
   def wait(self) -> None:
     """Waits until nothing is in flight; raises what `results` would."""
-    self._tasks.join()
-    self._raise()
+    futures.wait(self._tasks)
+    while self._tasks:
+      self._tasks.popleft().result()
 
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow."""
-    self.wait()
-    # In the thread, which may be about to renew the pointer.
     self._start(lambda: self._chain.rewind(version))
     self.wait()
 
@@ -136,11 +124,7 @@ class Publisher:
     """Frees, after what is in flight, what no receiver needs any more.
 
     Old versions whose bundles are damaged cost room and nothing else: they end
-    no run.
-
-    Args:
-      keep: number of newest versions that stay.
-      say: is told why nothing could be deleted, from the thread.
+    no run. `say` is told of them, from the thread.
     """
 
     def collect() -> None:
@@ -158,66 +142,18 @@ class Publisher:
       ValueError, OSError: a version could not be published, unless another
         error is on its way already.
     """
-    if self._thread.is_alive():
-      # Nobody would take it from the queue of a thread that has ended, and
-      # `wait` would wait for that.
-      self._tasks.put(None)
-    self._thread.join()
+    self._is_closed = True
+    self._thread.shutdown()
     if sys.exc_info()[0] is None:
-      self._raise()
-    while not self._errors.empty():
-      _log.error('Not published: %s', self._errors.get())
+      self.wait()
+    while self._tasks:
+      if (error := self._tasks.popleft().exception()) is not None:
+        _log.error('Not published: %s', error)
 
   def _start(self, task: Callable[[], None]) -> None:
-    if not self._thread.is_alive():
+    if self._is_closed:
       raise RuntimeError('This publisher is closed; make another.')
-    self._tasks.put(task)
-
-  def _raise(self) -> None:
-    if not self._errors.empty():
-      raise self._errors.get()
-
-  def _next_renewal(self) -> float:
-    seconds = self._options.expires_s / 3
-    return time.monotonic() + seconds if seconds else float('inf')
-
-  def _run(self) -> None:
-    while self._next():
-      pass
-
-  def _next(self) -> bool:
-    """Does one thing; returns whether another may follow.
-
-    Not the body of a loop, whose variables would hold the last tree on the
-    devices until the next one comes.
-    """
-    left = max(self._renew_at - time.monotonic(), 0)
-    try:
-      # A longer timeout overflows.
-      task = self._tasks.get(timeout=min(left, threading.TIMEOUT_MAX))
-    except queue.Empty:
-      self._renew()
-      return True
-    is_last = task is None
-    try:
-      if task is not None:
-        task()
-    except BaseException as error:  # noqa: BLE001  Raised in the caller.
-      self._errors.put(error)
-    del task
-    self._tasks.task_done()
-    return not is_last
-
-  def _renew(self) -> None:
-    self._renew_at = self._next_renewal()
-    if self.version is None:
-      return
-    try:
-      self._chain.renew()
-    except OSError as error:
-      _log.warning('The pointer is not renewed, which will be tried: %s', error)
-    except BaseException as error:  # noqa: BLE001  Raised in the caller.
-      self._errors.put(error)
+    self._tasks.append(self._thread.submit(task))
 
 
 def _peers() -> team.Peers | None:
@@ -236,13 +172,13 @@ def _peers() -> team.Peers | None:
 
 
 def _open_or_make_key(
-  path: str | os.PathLike,
+  path: pathlib.Path,
   peers: team.Peers | None,
   store: objects.Store,
   run_id: str,
-) -> keys.Signer:
+) -> keys.Hmac:
   """Opens or makes the key; of several processes the first one makes it."""
-  path, deadline = pathlib.Path(path), time.monotonic() + _TIMEOUT_S
+  deadline = time.monotonic() + _TIMEOUT_S
   while peers is not None and peers.process and not path.exists():
     if time.monotonic() > deadline:
       raise ValueError(
@@ -260,8 +196,8 @@ def _open_or_make_key(
       )
     # Two that start together must end with one key.
     with contextlib.suppress(FileExistsError):
-      keys.write_key(path, keys.make_hmac())
-  return keys.open_signer(path)
+      keys.write_key(path, keys.make())
+  return keys.open_key(path)
 
 
 def copy(tree: Any) -> Any:

@@ -1,20 +1,20 @@
 """Rebuilds verified weights from one bundle and the weights it starts from.
 
-Every byte is verified before it is used: a blob before it is decoded, a chunk
-after it. The Merkle root of the chunks' hashes was checked when the manifest
-was read, and weights leave here only when all their chunks matched it; what was
-held before stays as it is.
+A pack that is wanted whole is verified by its name before its blobs are
+decoded; of a part that a receiver asks for nothing is known before. Each
+decoded chunk is verified by its hash in the manifest, whose Merkle root was
+checked when it was read. Weights leave here only when all their chunks matched;
+what was held before stays as it is.
 
-Requests, decoding and hashing overlap: while some threads wait for ranges of
-packs, others decode those that came, straight to where the chunks stay.
+Requests, decoding and hashing overlap: while some threads wait for packs,
+others decode those that came, straight to where the chunks stay.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
-import logging
 import threading
-import time
 from collections.abc import (
   Callable,
   Collection,
@@ -33,18 +33,18 @@ from composer_jax.delta.format import identity
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
 
-# What one request asks for at most, more only if a single blob is larger; less
-# of small bundles, so that what is on its way is small beside the weights.
+# What one request for a part of a pack asks for at most, more only if a single
+# blob is larger.
 RANGE_BYTES = 8 * 2**20
-_SMALL_BYTES = 2**20
 # Requests on their way at once: enough to fill 10 Gbit/s at a round trip of
-# 200 ms, and a quarter of a GiB of memory at most.
+# 200 ms, and few of a small bundle, so that they are small beside the weights.
 IN_FLIGHT: int = 32
+_FEWEST = 4
 # What another way through the same store will hardly cure.
 UNREACHED = (ConnectionError, TimeoutError)
 # Elements that a thread takes at a time: small tensors share a turn.
 _TURN_ELEMENTS = 2**19
-# Items in flight for each thread: they hold ranges and blocks of weights.
+# Items in flight for each thread: they hold packs and blocks of weights.
 _AHEAD = 4
 
 Index = identity.Index
@@ -52,46 +52,29 @@ Index = identity.Index
 Wanted = Callable[[str, str, tuple[int, ...]], Iterable[Index]]
 _In = TypeVar('_In')
 _Out = TypeVar('_Out')
-_log = logging.getLogger(__name__)
-
-
-def in_flight(
-  pool: futures.Executor,
-  work: Callable[[_In], _Out],
-  items: Iterable[_In],
-  most: int,
-) -> Iterator[_Out]:
-  """Yields work(item) in the order of the items, at most so many ahead.
-
-  The first are on their way when this returns.
-  """
-  rest = iter(items)
-  flying = collections.deque(
-    pool.submit(work, item) for item in itertools.islice(rest, most)
-  )
-
-  def results() -> Iterator[_Out]:
-    while flying:
-      yield flying.popleft().result()
-      for item in itertools.islice(rest, 1):
-        flying.append(pool.submit(work, item))
-
-  return results()
 
 
 def in_order(
-  work: Callable[[_In], _Out], items: Iterable[_In], threads: int
+  work: Callable[[_In], _Out],
+  items: Iterable[_In],
+  threads: int,
+  ahead: int = _AHEAD,
 ) -> Generator[_Out, None, None]:
   """Yields work(item) in the order of the items, by a pool of threads.
 
-  The first error ends it, as closing the generator does: what did not begin is
-  dropped, and no thread is left when the error reaches the caller.
+  At most `ahead` items for each thread are in flight. The first error ends it,
+  as closing the generator does: what did not begin is dropped, and no thread is
+  left when the error reaches the caller.
   """
-  if threads < 1:
-    raise ValueError(f'threads must be at least 1, not {threads}.')
+  flying: collections.deque[futures.Future] = collections.deque()
   pool = futures.ThreadPoolExecutor(threads, 'delta')
   try:
-    yield from in_flight(pool, work, items, _AHEAD * threads)
+    for item in items:
+      flying.append(pool.submit(work, item))
+      if len(flying) >= ahead * threads:
+        yield flying.popleft().result()
+    while flying:
+      yield flying.popleft().result()
   finally:
     pool.shutdown(cancel_futures=True)
 
@@ -118,7 +101,7 @@ class HeldTensor:
     numbers: numbers of the chunks, ascending.
     offsets: where each chunk begins in `buffer`, and its end.
     buffer: flat values, chunk after chunk, each in C order.
-    posts: uint8 [chunks, 32], what each chunk hashes to.
+    posts: uint8 [chunks, HASH_BYTES], what each chunk hashes to.
   """
 
   dtype: str
@@ -144,6 +127,10 @@ class HeldTensor:
     fields = dict(numbers=numbers, offsets=offsets, buffer=buffer, posts=posts)
     return cls(dtype=dtype, shape=shape, grid=grid, **fields)
 
+  def values(self, at: int) -> np.ndarray:
+    """Returns the flat values of the chunk that is held at a place."""
+    return self.buffer[self.offsets[at] : self.offsets[at + 1]]
+
   def chunk(self, number: int) -> np.ndarray:
     at = int(np.searchsorted(self.numbers, number))
     if at == self.numbers.size or self.numbers[at] != number:
@@ -151,8 +138,7 @@ class HeldTensor:
         f'chunk {number} of {self.grid.num_chunks} is not among the '
         f'{self.numbers.size} that this receiver asked for.'
       )
-    values = self.buffer[self.offsets[at] : self.offsets[at + 1]]
-    return values.reshape([b - a for a, b in self.grid.chunk(number)])
+    return self.values(at).reshape([b - a for a, b in self.grid.chunk(number)])
 
   def block(self, index: Index) -> np.ndarray:
     """Returns a region: a view where memory allows, else a copy."""
@@ -174,7 +160,7 @@ class HeldTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
-  """Weights of a version, whole or the chunks that a receiver asked for.
+  """Verified weights of a version, whole or the chunks that were asked for.
 
   Attributes:
     version: policy version.
@@ -186,8 +172,8 @@ class Held:
   target_id: str
   tensors: Mapping[str, HeldTensor]
 
-  def signature(self) -> manifests.Specs:
-    """Returns {name: (dtype, shape)}."""
+  @property
+  def specs(self) -> manifests.Specs:
     return {name: (t.dtype, t.shape) for name, t in self.tensors.items()}
 
   def block(self, name: str, index: Index) -> np.ndarray:
@@ -214,128 +200,57 @@ class Held:
     }
 
 
-class Blob(NamedTuple):
-  """One encoded chunk, where it lies in its pack, and who waits for it."""
-
-  pack: str
-  start: int
-  stop: int
-  short_hash: bytes
-  slot: Any
-  at: int
-
-
-def ranges(blobs: list[Blob]) -> list[list[Blob]]:
-  """Joins neighbours to one request each; other bytes are never asked for."""
-  found: list[list[Blob]] = []
-  total = sum(blob.stop - blob.start for blob in blobs)
-  most = min(RANGE_BYTES, max(_SMALL_BYTES, total // (8 * IN_FLIGHT)))
-  for blob in blobs:
-    last = found[-1] if found else None
-    if (
-      last is None
-      or (last[-1].pack, last[-1].stop) != (blob.pack, blob.start)
-      or blob.stop - last[0].start > most
-    ):
-      found.append([blob])
-    else:
-      last.append(blob)
-  return found
+# Reading.
 
 
 @dataclasses.dataclass
 class UpdateCost:
-  """What an update took; its threads count together.
+  """What an update took.
 
   Attributes:
-    route: bundles applied, such as 'key 0', 'delta 0-8', 'delta 8-9'; none
+    route: bundles applied, such as 'key 0', 'delta 0-1', 'delta 1-2'; none
       where the weights were held under another version.
     bytes: bytes read from the store for them, failed ways included.
-    fetch_s: seconds of reading, summed over the requests.
-    decode_s: seconds of decoding and hashing, summed over the threads.
     wall_s: seconds from the pointer to the swap.
   """
 
   route: tuple[str, ...] = ()
   bytes: int = 0
-  fetch_s: float = 0.0
-  decode_s: float = 0.0
   wall_s: float = 0.0
 
-  def __post_init__(self):
-    self._lock = threading.Lock()
 
-  def add(self, *, moved: int = 0, fetch_s: float = 0, decode_s: float = 0):
-    with self._lock:
-      self.bytes += moved
-      self.fetch_s += fetch_s
-      self.decode_s += decode_s
-
-
-class Fetcher:
-  """Reads verified bytes of a store, with threads of its own, in `pool`.
-
-  Use it as a context; leaving it drops requests that did not start.
-  """
+class Reader:
+  """Reads a store and counts what that costs."""
 
   def __init__(self, store: objects.Store, cost: UpdateCost | None = None):
     self.cost = cost or UpdateCost()
-    self._store = store
-    self.pool = futures.ThreadPoolExecutor(IN_FLIGHT, 'fetch')
-
-  def __enter__(self) -> 'Fetcher':
-    return self
-
-  def __exit__(self, *_):
-    self.pool.shutdown(cancel_futures=True)
+    self._store, self._lock = store, threading.Lock()
 
   def get(self, name: str, length: int | None) -> bytes:
     """Returns an object whose sha256 is its name, of a stated length."""
-    return self._twice(
-      lambda store: self._moved(lambda: store.get(name, length))
-    )
+    return self._counted(lambda: self._store.get(name, length))
 
-  def range(self, blobs: list[Blob]) -> memoryview:
-    """Returns the bytes of neighbouring blobs; errors name a tensor."""
-    try:
-      return memoryview(self._twice(lambda store: self._part(blobs, store)))
-    except _DamagedBlob:
-      raise
-    except (ValueError, OSError) as error:
-      raise _named(blobs[0].slot.where(blobs[0].at), error) from error
-
-  def _twice(self, read: Callable[[objects.Store], bytes]) -> bytes:
-    """Reads; what comes damaged or cut once more, past caches on the way."""
-    try:
-      return read(self._store)
-    except (ValueError, objects.CutShort) as error:
-      # What a link or a cache damaged may arrive whole. Not after any failure:
-      # past a cache that is slow, all its followers would ask the store.
-      _log.warning('Asked for again: %s', error)
-      return read(self._store.past_caches)
-
-  def _part(self, blobs: list[Blob], store: objects.Store) -> bytes:
+  def blobs(self, blobs: 'list[Blob]', *, fresh: bool = False) -> memoryview:
+    """Returns the bytes of neighbours; verified if they are a whole pack."""
     first, stop = blobs[0], blobs[-1].stop
-    data = self._moved(lambda: store.get_range(first.pack, first.start, stop))
-    view = memoryview(data)
-    for blob in blobs:
-      held = view[blob.start - first.start : blob.stop - first.start]
-      if identity.short_hash(held) != blob.short_hash:
-        raise _DamagedBlob(
-          f'{blob.slot.where(blob.at)}: its blob is damaged, the hash is wrong '
-          f'(object {blob.pack[:12]}).'
-        )
-    return data
+    name, length = first.pack
+    try:
+      if not fresh and (first.start, stop) == (0, length):
+        return memoryview(self.get(name, length))
+      ask = lambda: self._store.get_range(name, first.start, stop, fresh=fresh)
+      return memoryview(self._counted(ask))
+    except (ValueError, OSError) as error:
+      raise _named(first.slot.where(first.at), error) from error
 
-  def _moved(self, read: Callable[[], bytes]) -> bytes:
-    begun = time.perf_counter()
+  def _counted(self, read: Callable[[], bytes]) -> bytes:
     data = read()
-    self.cost.add(moved=len(data), fetch_s=time.perf_counter() - begun)
+    with self._lock:
+      self.cost.bytes += len(data)
     return data
 
 
 def read_manifest(
-  source: Fetcher | objects.Store, named: manifests.Edge | manifests.Pointer
+  source: Reader | objects.Store, named: manifests.Edge | manifests.Pointer
 ) -> manifests.Manifest:
   """Reads the manifest that an edge or pointer names; errors name it, too."""
   data = source.get(named.manifest, named.manifest_bytes)
@@ -346,24 +261,17 @@ def read_manifest(
 
 
 def read_index(
-  source: Fetcher | objects.Store, pointer: manifests.Pointer
-) -> manifests.Index:
+  source: Reader | objects.Store, pointer: manifests.Pointer
+) -> tuple[manifests.Edge, ...]:
   """Reads the list of a run's bundles; errors as of `read_manifest`."""
   data = source.get(pointer.index, pointer.index_bytes)
   try:
-    index = manifests.Index.from_bytes(data)
+    return manifests.parse_index(data, pointer.run_id)
   except ValueError as error:
     raise ValueError(f'index {pointer.index}: {error}') from error
-  if index.run_id != pointer.run_id:
-    raise ValueError(
-      f'index {pointer.index}: it belongs to run {index.run_id!r}, not '
-      f'{pointer.run_id!r}.'
-    )
-  return index
 
 
-class _DamagedBlob(ValueError):
-  pass
+# Applying.
 
 
 class DamagedBase(ValueError):
@@ -376,18 +284,16 @@ class UnfitBase(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-  """A tensor on its way: its rows of the manifest, the base, what becomes.
+  """A tensor on its way: `made` is built on `base`, None for a keyframe.
 
   Attributes:
-    made: the tensor of the new version.
-    base: the tensor that it is built on, None for a keyframe.
-    base_at: where the chunks of `made` stand in the base.
+    base_at: where the chunks of `made` are in the base.
     rows: rows of the manifest, of the chunks of `made`.
     places: where the blobs of the rows begin in their packs.
   """
 
-  bundle: manifests.Manifest
   name: str
+  version: int
   made: HeldTensor
   base: HeldTensor | None
   base_at: np.ndarray
@@ -395,30 +301,27 @@ class _Slot:
   places: np.ndarray
 
   def where(self, at: int) -> str:
-    number, version = self.made.numbers[at], self.bundle.version
-    return f'{self.name} (chunk {number}, version {version})'
+    number = self.made.numbers[at]
+    return f'{self.name} (chunk {number}, version {self.version})'
 
   def size(self, at: int) -> int:
     return int(self.made.offsets[at + 1] - self.made.offsets[at])
 
-  def blobs(self) -> Iterator[Blob]:
-    found = np.flatnonzero(self.rows['length']).tolist()
-    rows = self.rows[found]
-    short = np.ascontiguousarray(rows['blob']).tobytes()
-    columns = rows['pack'], self.places[found], rows['length']
-    for n, (pack, start, length) in enumerate(
-      zip(*(column.tolist() for column in columns), strict=True)
-    ):
-      name, digest = self.bundle.packs[pack][0], short[16 * n : 16 * n + 16]
-      yield Blob(name, start, start + length, digest, self, found[n])
+  def blobs(self, packs: tuple[tuple[str, int], ...]) -> Iterator['Blob']:
+    found = np.flatnonzero(self.rows['length'])
+    rows, starts = self.rows[found], self.places[found]
+    stops = starts + rows['length']
+    columns = rows['pack'], starts, stops, found
+    columns = (column.tolist() for column in columns)
+    for number, start, stop, at in zip(*columns, strict=True):
+      yield Blob(packs[number], start, stop, self, at)
 
-  def decode(self, at: int, blob: memoryview) -> None:
+  def decode(self, at: int, blob: bytes | memoryview) -> None:
     """Decodes a chunk to where it stays, and hashes it."""
-    low, high = self.made.offsets[at], self.made.offsets[at + 1]
-    kept = made = self.made.buffer[low:high]
-    base, there = None, self.base_at[at]
+    kept = made = self.made.values(at)
+    base = None
     if self.base is not None:
-      base = self.base.buffer[slice(*self.base.offsets[there : there + 2])]
+      base = self.base.values(self.base_at[at])
     kind = int(self.rows['codec'][at])
     is_shared = self.base is not None and self.made.buffer is self.base.buffer
     if is_shared and kind != coding.SAME:
@@ -428,30 +331,52 @@ class _Slot:
         coding.decode(kind, blob, made.size, made.dtype, base, out=made)
       elif base is not None and not is_shared:
         made[...] = base
-    except (ValueError, OSError) as error:
-      self._check_rot(at, there, base)
+      if identity.hash_chunk(made) != self.made.posts[at].tobytes():
+        raise ValueError(
+          'does not decode to the weights that were published; the blob is '
+          'damaged, or not of this base.'
+        )
+    except ValueError as error:
+      if self.base is not None:
+        found = identity.hash_chunk(self.base.values(self.base_at[at]))
+        if found != self.base.posts[self.base_at[at]].tobytes():
+          raise DamagedBase(
+            f'{self.where(at)}: the weights that are held changed in memory '
+            'since they were verified.'
+          ) from error
       raise _named(self.where(at), error) from error
-    if identity.hash_chunk(made) != self.made.posts[at].tobytes():
-      self._check_rot(at, there, base)
-      raise ValueError(
-        f'{self.where(at)}: does not decode to the weights that were '
-        'published; blob and base do not belong together.'
-      )
     if made is not kept:
       kept[...] = made
 
-  def _check_rot(self, at: int, there: int, base: np.ndarray | None) -> None:
-    if base is None or self.base is None:
-      return
-    if identity.hash_chunk(base) != self.base.posts[there].tobytes():
-      raise DamagedBase(
-        f'{self.where(at)}: the weights that are held changed in memory since '
-        'they were verified.'
-      )
+
+class Blob(NamedTuple):
+  """One encoded chunk, where it lies in its pack, and who waits for it."""
+
+  pack: tuple[str, int]
+  start: int
+  stop: int
+  slot: Any
+  at: int
+
+
+def requests(blobs: Iterable[Blob]) -> list[list[Blob]]:
+  """Joins neighbours to one request each; other bytes are never asked for."""
+  found: list[list[Blob]] = []
+  for blob in sorted(blobs, key=lambda blob: blob[:2]):
+    last = found[-1] if found else None
+    if (
+      last is None
+      or (last[-1].pack, last[-1].stop) != (blob.pack, blob.start)
+      or blob.stop - last[0].start > RANGE_BYTES
+    ):
+      found.append([blob])
+    else:
+      last.append(blob)
+  return found
 
 
 def apply(
-  fetcher: Fetcher,
+  reader: Reader,
   bundle: manifests.Manifest,
   base: Held | None,
   wanted: Wanted | None = None,
@@ -462,9 +387,7 @@ def apply(
   """Applies a bundle to a base; a keyframe needs none.
 
   Args:
-    fetcher: reads the bundle's blobs.
-    bundle: manifest of the bundle.
-    base: weights that it builds on; None for a keyframe.
+    reader, bundle, base: what is read, and what it builds on.
     wanted: regions to hold; None for all.
     threads: number of threads that decode.
     kept: None leaves the base as it is. Else it is lost, whether this succeeds
@@ -489,25 +412,33 @@ def apply(
       'the memory that is left.'
     ) from error
 
-  def decode(turn: list[tuple[_Slot, int, memoryview]]) -> None:
-    begun = time.perf_counter()
-    for slot, at, blob in turn:
-      slot.decode(at, blob)
-    fetcher.cost.add(decode_s=time.perf_counter() - begun)
+  def decode(turn: list[tuple[Blob, memoryview]]) -> None:
+    for blob, data in turn:
+      try:
+        blob.slot.decode(blob.at, data)
+      except DamagedBase:
+        raise
+      except ValueError:
+        if not data:
+          raise
+        # What a link or a cache damaged may arrive whole.
+        blob.slot.decode(blob.at, reader.blobs([blob], fresh=True))
 
-  for _ in in_order(decode, _turns(fetcher, slots), threads):
-    pass
-  for slot in slots:
+  with contextlib.closing(_turns(reader, bundle, slots)) as turns:
+    collections.deque(in_order(decode, turns, threads), maxlen=0)
+  tensors = {}
+  for tensor, slot in zip(bundle.tensors, slots, strict=True):
     slot.made.buffer.setflags(write=False)
-  tensors = {slot.name: slot.made for slot in slots}
-  names = {'version': bundle.version, 'target_id': bundle.target_id}
-  return Held(tensors=tensors, **names)
+    tensors[tensor.name] = slot.made
+  return Held(
+    version=bundle.version, target_id=bundle.target_id, tensors=tensors
+  )
 
 
 def _check_base(bundle: manifests.Manifest, base: Held | None) -> None:
   if base is None:
     raise UnfitBase(f'version {bundle.version} needs a base.')
-  ours, theirs = base.signature(), bundle.signature()
+  ours, theirs = base.specs, bundle.specs
   if ours != theirs:
     both = sorted({*ours, *theirs})
     names = [n for n in both if ours.get(n) != theirs.get(n)]
@@ -546,39 +477,39 @@ def _slot(bundle, tensor, places, base, wanted, kept) -> _Slot:
       made.buffer.setflags(write=True)
   else:
     made = HeldTensor.empty(dtype, shape, numbers, posts)
-  return _Slot(bundle, name, made, old, base_at, rows, places[numbers])
+  to = name, bundle.version, made
+  return _Slot(*to, old, base_at, rows, places[numbers])
 
 
-def _turns(fetcher: Fetcher, slots: list[_Slot]) -> Iterator[list]:
-  """Yields (slot, chunk, blob) for a thread at a time."""
-  blobs = [blob for slot in slots for blob in slot.blobs()]
-  blobs.sort(key=lambda blob: blob[:2])
-  arriving = in_flight(
-    fetcher.pool, lambda r: (r, fetcher.range(r)), ranges(blobs), IN_FLIGHT
-  )
+def _turns(
+  reader: Reader, bundle: manifests.Manifest, slots: list[_Slot]
+) -> Generator[list[tuple[Blob, memoryview]], None, None]:
+  """Yields blobs and their bytes, as many as a thread takes at a time."""
+  asked = requests(blob for slot in slots for blob in slot.blobs(bundle.packs))
   bare = (
-    (slot, at, memoryview(b''))
+    (Blob(('', 0), 0, 0, slot, at), memoryview(b''))
     for slot in slots
     for at in np.flatnonzero(slot.rows['length'] == 0).tolist()
   )
-  yield from _split(bare)
-  for group, data in arriving:
-    first = group[0].start
-    yield from _split(
-      (b.slot, b.at, data[b.start - first : b.stop - first]) for b in group
+  most = bundle.bundle_bytes // (8 * RANGE_BYTES)
+  threads = min(max(most, _FEWEST), IN_FLIGHT)
+  with contextlib.closing(
+    in_order(lambda blobs: (blobs, reader.blobs(blobs)), asked, threads, 1)
+  ) as arriving:
+    came = (
+      (blob, data[blob.start - blobs[0].start : blob.stop - blobs[0].start])
+      for blobs, data in arriving
+      for blob in blobs
     )
-
-
-def _split(chunks: Iterable[tuple]) -> Iterator[list]:
-  turn, elements = [], 0
-  for chunk in chunks:
-    turn.append(chunk)
-    elements += chunk[0].size(chunk[1])
-    if elements >= _TURN_ELEMENTS:
+    turn, elements = [], 0
+    for blob, data in itertools.chain(bare, came):
+      turn.append((blob, data))
+      elements += blob.slot.size(blob.at)
+      if elements >= _TURN_ELEMENTS:
+        yield turn
+        turn, elements = [], 0
+    if turn:
       yield turn
-      turn, elements = [], 0
-  if turn:
-    yield turn
 
 
 def _named(where: str, error: Exception) -> Exception:

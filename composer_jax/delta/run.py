@@ -5,7 +5,7 @@ Only `Run.point` changes what readers see, by one comparison and swap.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from composer_jax.delta import chunking, rebuild
 from composer_jax.delta.format import keys, manifest
@@ -23,7 +23,6 @@ class Run:
     head: last pointer, None while there is nothing to build on.
     edges: listed bundles.
     specs: {name: (dtype, shape)} of the head's tensors.
-    rewinds: number of times that versions became void.
     is_unsure: whether only the store knows where the run stands; `open` asks.
   """
 
@@ -31,14 +30,14 @@ class Run:
     self,
     store: objects.Store,
     run_id: str,
-    signer: keys.Signer,
+    key: keys.Hmac,
     *,
     expires_s: float,
     now: Callable[[], float],
   ):
     manifest.check_run_id(run_id)
-    self._store, self.run_id = store, run_id
-    self._signer, self._expires_s, self._now = signer, expires_s, now
+    self._store, self.run_id, self._key = store, run_id, key
+    self._expires_s, self._now = expires_s, now
     # Packs of the manifests that are known here.
     self._packs: dict[str, tuple[tuple[str, int], ...]] = {}
     self.open()
@@ -50,7 +49,7 @@ class Run:
     self.specs: manifest.Specs = {}
     self.is_unsure = False
     # Of the last pointer. Receivers refuse one that falls behind.
-    self._sequence = self.rewinds = 0
+    self._sequence = self._rewinds = 0
     self._sealed: bytes | None = None
     self._tag: str | None = None
     found = self._store.read_pointer(self.run_id)
@@ -58,29 +57,29 @@ class Run:
       return
     self._sealed, self._tag = found
     try:
-      head = manifest.unseal(self._sealed, self._signer, self.run_id)
+      head = manifest.unseal(self._sealed, self._key, self.run_id)
     except manifest.OtherFormat as error:
       raise ValueError(f'{self._store.url}: {error}.') from error
     except ValueError as error:
       # The counts are lost with it; the clock is ahead of any of them.
-      self._sequence = self.rewinds = time.time_ns()
+      self._sequence = self._rewinds = time.time_ns()
       self.start_afresh(error)
       return
-    self._sequence, self.rewinds = head.sequence, head.rewinds
+    self._sequence, self._rewinds = head.sequence, head.rewinds
     try:
-      index = rebuild.read_index(self._store, head)
+      edges = rebuild.read_index(self._store, head)
       bundle = rebuild.read_manifest(self._store, head)
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
-    self.head, self.edges, self.specs = head, index.edges, bundle.signature()
+    self.head, self.edges, self.specs = head, edges, bundle.specs
 
   def start_afresh(self, reason: object) -> None:
     """Voids all versions; receivers keep theirs until the next pointer."""
     _log.warning(
       '%s: the next version starts a new chain: %s', self.run_id, reason
     )
-    self.rewinds += 1
+    self._rewinds += 1
     self.head, self.edges, self.specs = None, (), {}
 
   def check_alone(self) -> bool:
@@ -97,7 +96,7 @@ class Run:
     if data == self._sealed:
       return True
     try:
-      other = manifest.unseal(data, self._signer, self.run_id)
+      other = manifest.unseal(data, self._key, self.run_id)
     except ValueError as error:
       # What is in memory is about to replace the damaged one.
       _log.warning('%s: %s. The pointer is written anew.', self.run_id, error)
@@ -111,22 +110,17 @@ class Run:
     self,
     table: chunking.ChunkTable,
     version: int,
-    base: tuple[int, str] | None,
+    base: manifest.Pointer | None,
   ) -> manifest.Edge:
     """Writes the manifest of a bundle, to which nothing points yet.
 
-    Args:
-      table: table of all processes, whose packs are objects already.
-      version: policy version.
-      base: version and identity it starts from; None for a keyframe.
+    Its packs are objects already; `base` is None for a keyframe.
     """
-    base_version, base_id = base or (None, '')
     bundle = manifest.Manifest(
       run_id=self.run_id,
       version=version,
-      kind=manifest.KEY if base is None else manifest.DELTA,
-      base_version=base_version,
-      base_id=base_id,
+      base_version=None if base is None else base.version,
+      base_id='' if base is None else base.target_id,
       target_id=table.target_id,
       packs=table.packs,
       tensors=table.tensors,
@@ -136,8 +130,7 @@ class Run:
     self._packs[name] = bundle.packs
     return manifest.Edge(
       version=version,
-      base_version=base_version,
-      kind=bundle.kind,
+      base_version=bundle.base_version,
       bytes=bundle.bundle_bytes + len(data),
       manifest=name,
       manifest_bytes=len(data),
@@ -163,13 +156,12 @@ class Run:
     """
     head, weights = edge or self.head, bundle or self.head
     assert head is not None and weights is not None
-    index = manifest.Index(run_id=self.run_id, edges=tuple(edges))
-    listed = index.to_bytes()
-    expires = int(self._now() + self._expires_s) if self._expires_s else 0
+    edges = tuple(edges)
+    listed = manifest.write_index(self.run_id, edges)
     pointer = manifest.Pointer(
       run_id=self.run_id,
       sequence=self._sequence + 1,
-      rewinds=self.rewinds,
+      rewinds=self._rewinds,
       version=head.version,
       target_id=weights.target_id,
       base_id=weights.base_id,
@@ -177,9 +169,9 @@ class Run:
       manifest_bytes=head.manifest_bytes,
       index=self._store.put(listed),
       index_bytes=len(listed),
-      expires=expires,
+      expires=int(self._now() + self._expires_s) if self._expires_s else 0,
     )
-    data = manifest.seal(pointer, self._signer)
+    data = manifest.seal(pointer, self._key)
     try:
       self._tag = self._store.move_pointer(self.run_id, data, self._tag)
     except (ValueError, OSError):
@@ -187,7 +179,7 @@ class Run:
       if not self._has_landed(data):
         raise
     self._sealed, self._sequence = data, pointer.sequence
-    self.head, self.edges = pointer, index.edges
+    self.head, self.edges = pointer, edges
 
   def _has_landed(self, data: bytes) -> bool:
     try:
@@ -203,16 +195,17 @@ class Run:
     self._tag = found[1]
     return True
 
-  def is_aging(self) -> bool:
-    """Whether half of the time is over in which the pointer is believed."""
+  def heal(self) -> None:
+    """Writes pointer and index again if they are damaged.
+
+    So it does if half of the time is over in which the pointer is believed.
+    """
     assert self.head is not None
     expires = self.head.expires or float('inf')
-    return expires - self._now() < self._expires_s / 2
-
-  def heal_index(self) -> None:
-    """Writes the index again if it is damaged."""
-    index = manifest.Index(run_id=self.run_id, edges=self.edges)
-    self._store.put(index.to_bytes())
+    is_aging = expires - self._now() < self._expires_s / 2
+    if not self.check_alone() or is_aging:
+      self.point(self.edges)
+    self._store.put(manifest.write_index(self.run_id, self.edges))
 
   def rewind(self, version: int) -> None:
     """Points to the newest listed version up to `version`.
@@ -229,9 +222,9 @@ class Run:
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
-    self.rewinds += 1
+    self._rewinds += 1
     self.point(edges, edge, bundle)
-    self.specs = bundle.signature()
+    self.specs = bundle.specs
 
   def lost(self) -> Edges:
     """Returns the listed bundles of which the store forgot an object."""
@@ -253,9 +246,7 @@ class Run:
   def collect(self, grace_s: float) -> int:
     """Deletes what the pointer of no run leads to; returns bytes freed.
 
-    Args:
-      grace_s: seconds for which objects stay, as another publisher may be
-        about to point to them.
+    Younger objects stay, as another publisher may be about to point to them.
 
     Raises:
       ValueError, OSError: a pointer, index or manifest is damaged, missing or
@@ -283,63 +274,43 @@ class Run:
     if found is None:
       return set()
     try:
-      pointer = manifest.unseal(found[0], self._signer, run_id)
+      pointer = manifest.unseal(found[0], self._key, run_id)
     except ValueError as error:
       raise ValueError(
         f'the pointer of run {run_id!r} cannot be read, so nothing is deleted: '
         f'{error}'
       ) from error
     needed = {pointer.index}
-    for named in (pointer, *rebuild.read_index(self._store, pointer).edges):
+    for named in (pointer, *rebuild.read_index(self._store, pointer)):
       bundle = rebuild.read_manifest(self._store, named)
       needed |= {named.manifest, *(pack for pack, _ in bundle.packs)}
     return needed
 
 
-# Which bundles are listed. A listed bundle is an edge: from the version it
-# needs to the one it makes, or from nothing for a keyframe. What is not listed
-# any more, `collect` deletes.
-
-
 def pruned(edges: Iterable[manifest.Edge], keep: int) -> Edges:
   """Returns the edges that the last `keep` versions and joiners need.
 
-  For a window of the last `keep` versions: the newest keyframe that is not
-  inside the window, and every later one; every bundle that ends inside it;
-  before it, of the bundles that start at that keyframe or later, those that no
-  longer one spans. So every version of the window can be reached from a
-  keyframe and leads on to the head, and the way from the keyframe is short.
+  They are the newest keyframe before the last `keep` versions, and all that
+  follows it. What is not listed any more, `Run.collect` deletes.
   """
-  edges = list(edges)
+  edges = tuple(edges)
   versions = sorted({edge.version for edge in edges})
-  if not versions:
-    return ()
-  # The first version of the window.
-  first = versions[max(len(versions) - keep, 0)]
   frames = [e.version for e in edges if e.kind == manifest.KEY]
-  start = max((v for v in frames if v <= first), default=min(frames, default=0))
-  kept = [e for e in edges if _start(e) >= start or e.version >= first]
-  old = [e for e in kept if e.version < first and e.kind == manifest.DELTA]
+  if not frames:
+    return edges
+  first = versions[-keep:][0]
+  start = max((v for v in frames if v <= first), default=min(frames))
   return tuple(
-    e for e in kept if e not in old or not any(_spans(o, e) for o in old)
+    e
+    for e in edges
+    if e.version >= min(first, start + 1)
+    or (e.version == start and e.kind == manifest.KEY)
   )
 
 
 def head_of(
-  edges: Sequence[manifest.Edge], version: int
+  edges: Iterable[manifest.Edge], version: int
 ) -> manifest.Edge | None:
-  """Returns the bundle of a version that a follower would take."""
+  """Returns the bundle of a version that a follower would take: its delta."""
   found = [e for e in edges if e.version == version]
-  # The shortest delta; a keyframe starts nowhere.
   return max(found, key=lambda e: e.order[1], default=None)
-
-
-def _start(edge: manifest.Edge) -> int:
-  # A keyframe is entered at its own version.
-  return edge.version if edge.base_version is None else edge.base_version
-
-
-def _spans(longer: manifest.Edge, edge: manifest.Edge) -> bool:
-  (end, start, _), (inner_end, inner_start, _) = longer.order, edge.order
-  is_other = (start, end) != (inner_start, inner_end)
-  return is_other and start <= inner_start and inner_end <= end

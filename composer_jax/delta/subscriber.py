@@ -28,13 +28,13 @@ class Subscriber:
   Attributes:
     version: version of the tree that was returned last, None before the first.
     target_id: identity of its weights; '' before the first.
-    follower: what holds the weights on the host, with `problem` and `stats`.
+    follower: holds the weights on the host; see its `problem` and `stats`.
   """
 
   def __init__(
     self,
     store: str | os.PathLike | objects.Store,
-    key: str | os.PathLike | keys.Verifier,
+    key: str | os.PathLike | keys.Hmac,
     like: Any = None,
     *,
     run_id: str = 'policy',
@@ -45,7 +45,7 @@ class Subscriber:
 
     Args:
       store: folder or URL of the store.
-      key: file of a key that can verify, or the key.
+      key: file of the publisher's key, or the key.
       like: tree of arrays or `jax.ShapeDtypeStruct`s with shardings, of which
         only this process's part is fetched; None for arrays of numpy by name.
       run_id: name of the run.
@@ -56,22 +56,24 @@ class Subscriber:
       store = objects.Store(store)
     if isinstance(key, str | os.PathLike):
       key = keys.open_key(key)
-    wanted = None
-    if like is not None:
-      wanted = wanted_by(like)
     self.version: int | None = None
     self.target_id = ''
     self.follower = follower.Follower(
-      store, run_id, key, memory=memory, wanted=wanted, threads=threads
+      store,
+      run_id,
+      key,
+      memory=memory,
+      wanted=None if like is None else wanted_by(like),
+      threads=threads,
     )
     self._like = like
-    self._pending: follower.Update | None = None
+    self._placed: rebuild.Held | None = None
 
   def __enter__(self) -> 'Subscriber':
     return self
 
   def __exit__(self, *_) -> None:
-    self.follower.held = self.follower.previous = self._pending = None
+    self.follower.held = self._placed = None
 
   @property
   def problem(self) -> str | None:
@@ -85,23 +87,13 @@ class Subscriber:
       ValueError: the weights are not like the tree; at every look, as long as
         nothing newer comes.
     """
-    self._pending = self.follower.poll() or self._pending
-    if self._pending is None or self._pending is not self.follower.held:
+    self.follower.poll()
+    held = self.follower.held
+    if held is None or held is self._placed:
       return None
-    tree = self._place(self._pending)
-    self._pending = None
-    return tree
-
-  def rollback(self, version: int | None = None) -> Any:
-    """Returns the tree before the last; see `follower.Follower.rollback`."""
-    return self._place(self.follower.rollback(version))
-
-  def _place(self, update: follower.Update) -> Any:
-    if self._like is None:
-      tree = update.weights.arrays()
-    else:
-      tree = place(update.weights, self._like)
-    self.version, self.target_id = update.version, update.target_id
+    tree = held.arrays() if self._like is None else place(held, self._like)
+    self._placed = held
+    self.version, self.target_id = held.version, held.target_id
     return tree
 
 
@@ -131,7 +123,7 @@ class Poller:
       poll: returns what is newer, None for nothing; a ValueError or an OSError
         says what cannot be used.
       interval_s: seconds between two looks.
-      notify: called after something new was found; `take` it.
+      notify: called after something new was found.
     """
     self.problem = ''
     # A read that hangs must not keep the process from ending.
@@ -213,7 +205,7 @@ def place(held: rebuild.Held, like: Any) -> Any:
   Raises:
     ValueError: tensors are missing or left over, or a dtype or shape differs.
   """
-  leaves, specs = trees.flatten_names(like), held.signature()
+  leaves, specs = trees.flatten_names(like), held.specs
   if leaves.keys() != specs.keys():
     raise ValueError(
       'The weights and the model have different tensors: missing '

@@ -6,8 +6,8 @@ and moves the pointer: what it decides the others learn from `lead`. They meet
 in messages, small scratch files of the store, and in nothing else: no
 collective operation, and no connection between them.
 
-  <attempt>/<round>/<n>-<p>     of process p to process 0, the n-th of the round
-  <attempt>/<round>/<n>-all     of process 0 to all
+  <attempt>.<round>.<n>-<p>     of process p to process 0, the n-th of the round
+  <attempt>.<round>.<n>-all     of process 0 to all
 
 A round is one call of `publish` or `rewind`, which all processes make alike. A
 process that fails says so in place of its next message; one that dies is missed
@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,6 @@ from composer_jax.delta import chunking
 from composer_jax.delta.format import identity
 from composer_jax.delta.store import objects
 
-_ATTEMPT = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 _OK, _REFUSED, _FAILED = b'+', b'-', b'!'
 
@@ -43,7 +41,7 @@ class Peers:
   Attributes:
     process: number from 0, which leads.
     count: number of processes.
-    attempt: name of this start of all processes, the same in each and never
+    attempt: word for this start of all processes, the same in each and never
       used before: what a dead start left is not mistaken for an answer.
     timeout_s: seconds that process 0 waits for another's message, which must
       cover what the slowest has to encode and to upload; the others wait twice
@@ -59,11 +57,6 @@ class Peers:
     if not 0 <= self.process < self.count:
       raise ValueError(
         f'process ({self.process}) must be one of 0 to {self.count - 1}.'
-      )
-    if not _ATTEMPT.fullmatch(self.attempt):
-      raise ValueError(
-        f'attempt {self.attempt!r} must be 1 to 64 letters, digits, ".", "_" '
-        'or "-", and begin with a letter or digit.'
       )
     if not self.timeout_s > 0:
       raise ValueError(f'timeout_s ({self.timeout_s}) must be above 0.')
@@ -157,7 +150,7 @@ class Team:
         _log.warning('%s: cannot tell the others: %s', self._run_id, error)
 
   def _prefix(self) -> str:
-    return f'{self._peers.attempt}/{self._round}/'
+    return f'{self._peers.attempt}.{self._round}.'
 
   def _put(self, to: Any, data: bytes, number: int | None = None) -> None:
     key = f'{self._prefix()}{self._sent if number is None else number}-{to}'

@@ -9,7 +9,6 @@ otherwise, the bundles themselves in `store`.
 import collections
 import dataclasses
 import json
-import os
 import pathlib
 import queue
 import tempfile
@@ -38,7 +37,7 @@ _STORE, _MEMORY = 'store', 'received'
 # Between two looks of who waits for the first policy.
 _LOOK_S = 0.05
 # Of a BundleInfo, what a line says of a version that was made just now.
-_COSTS = ('cut_bytes', 'keyframe_bytes', 'skip_bytes', 'encode_s', 'upload_s')
+_COSTS = ('cut_bytes', 'keyframe_bytes', 'encode_s', 'upload_s')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +103,10 @@ class Publication:
   ):
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
-    # What a killed run received after `first` became void with it. By one of
-    # several processes: the rollout worker that it starts writes there, too.
+    # So did what a killed run received after `first`. By one of several
+    # processes: the rollout worker that it starts writes there, too.
     if processes.is_first():
-      Received.truncate(workdir, first)
+      writers.keep(workdir / writers.RECEIVED, lambda row: row['step'] <= first)
     self._publisher, self._writer = sender, writer
     # Every version before the first was published, else there would be no
     # checkpoint of the first.
@@ -189,40 +188,6 @@ class Publication:
 # The rollouts' side.
 
 
-class Received:
-  """One JSON line of `received.jsonl` for each policy served.
-
-  That file is the rollout side's: `metrics.jsonl` has one writer, the trainer.
-  Its lines have the form of that file, with the version as the step, so that a
-  report draws both alike; `report.metrics` says what each metric means.
-  """
-
-  def __init__(self, workdir: str | os.PathLike):
-    """Opens the file, cutting off a line that a kill tore."""
-    path = pathlib.Path(workdir) / writers.RECEIVED
-    self._file = append.AppendFile(path, 'a line of received policies')
-    self._file.cut_torn_line()
-
-  @staticmethod
-  def truncate(workdir: str | os.PathLike, step: int) -> None:
-    """Drops the lines of versions after `step`, which became void.
-
-    Other weights may be published under their numbers, and not all of them be
-    received. Nobody may be writing to the file.
-    """
-    path = pathlib.Path(workdir) / writers.RECEIVED
-    writers.keep(path, lambda row: row['step'] <= step)
-
-  def write(self, version: int, **fields: Any) -> None:
-    """Appends one line; fields that are None are left out."""
-    row = {'stage': RECEIVED, 'step': version, 'time': time.time()}
-    row |= {name: v for name, v in fields.items() if v is not None}
-    self._file.append((json.dumps(row) + '\n').encode())
-
-  def close(self) -> None:
-    self._file.close()
-
-
 class Receiver:
   """Follows a run's bundles and rebuilds its policies as device arrays.
 
@@ -252,16 +217,22 @@ class Receiver:
       mesh: devices of the engine that decodes; chunks go straight to those
         whose shards they meet. None takes them whole, to the first device.
     """
-    self.store = store_of(workdir, store)
-    self._key = workdir / KEY
-    self._memory, self._threads = memory, threads
-    self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
+    self.store, self._key = store_of(workdir, store), workdir / KEY
+    like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
-      self._like = jax.tree.map(
+      like = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding),
-        self._like,
+        like,
         placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh),
       )
+    self._open = lambda: subscriber.Subscriber(
+      self.store,
+      self._key,
+      like,
+      run_id=RUN_ID,
+      memory=memory,
+      threads=threads,
+    )
     self._subscriber: subscriber.Subscriber | None = None
 
   @property
@@ -281,14 +252,7 @@ class Receiver:
     if self._subscriber is None:
       if not self._key.exists():
         return None
-      self._subscriber = subscriber.Subscriber(
-        self.store,
-        self._key,
-        self._like,
-        run_id=RUN_ID,
-        memory=self._memory,
-        threads=self._threads,
-      )
+      self._subscriber = self._open()
     began = time.perf_counter()
     if (variables := self._subscriber.poll()) is None:
       return None
@@ -303,42 +267,129 @@ class Receiver:
       received={**dataclasses.asdict(stats), 'transfer_s': transfer_s},
     )
 
-  def first(self, within_s: float) -> seams.ReceivedPolicy:
-    """Waits for a trainer to publish.
 
-    Raises:
-      ValueError: it did not in time.
-    """
-    deadline = time.monotonic() + within_s
-    while (policy := self.poll()) is None:
-      if time.monotonic() > deadline:
-        raise ValueError(
-          f'No usable policy in {self.store} within {within_s:g} s '
-          f'({self.problem or "nothing there"}); is RL running?'
-        )
-      time.sleep(_LOOK_S)
-    return policy
+def first(receiver: 'Receiver | _Handover', within_s: float) -> Any:
+  """Waits for a trainer to publish; returns a `seams.ReceivedPolicy`.
+
+  Raises:
+    ValueError: it did not in time.
+  """
+  deadline = time.monotonic() + within_s
+  while (policy := receiver.poll()) is None:
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f'No usable policy in {receiver.store} within {within_s:g} s '
+        f'({receiver.problem or "nothing there"}); is RL running?'
+      )
+    time.sleep(_LOOK_S)
+  return policy
 
 
-class DirectTransport:
-  """A `core.seams.WeightTransport` within one process, device to device.
+class Placing:
+  """A `core.seams.WeightReceiver`: receives policies and places them.
 
-  Identities are those that bundles of the same weights would have.
+  It does so when it is asked to, in the process that also publishes, or in a
+  thread of its own, beside the engine's steps.
+
+  Each policy served is a line of `received.jsonl`, which is the rollout side's:
+  `metrics.jsonl` has one writer, the trainer. Both have one form, with the
+  version as the step; `report.metrics` says what each metric means.
   """
 
-  def __init__(self, workdir: pathlib.Path):
-    self._workdir, self._handover = workdir, _Handover()
+  def __init__(
+    self,
+    receiving: 'Receiver | _Handover',
+    workdir: pathlib.Path,
+    interval_s: float | None = None,
+  ):
+    """Takes a receiver; looks by itself if an interval is given."""
+    self._receiving = receiving
+    path = pathlib.Path(workdir) / writers.RECEIVED
+    self._lines = append.AppendFile(path, 'a line of received policies')
+    self._lines.cut_torn_line()
+    self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
+    self._engine: engines.Engine | None = None
+    # Weights that the thread frees, so that no step waits for it.
+    self._dropped: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._poller: subscriber.Poller | None = None
+    if interval_s is not None:
+      self._poller = subscriber.Poller(self._find, interval_s)
 
-  def publisher(self, writer: writers.Writer, first: int) -> Publication:
-    return Publication(self._handover, writer, self._workdir, first)
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
+    return first(self._receiving, within_s)
 
-  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
-    assert not in_background, 'wiring refuses rollouts in another process'
-    return InTurn(self._handover, Received(self._workdir))
+  def follow(self, engine: engines.Engine) -> None:
+    self._engine = engine
+    if self._poller is not None:
+      self._poller.thread.start()
+
+  def look(self) -> None:
+    # A problem of what this process published a moment ago: waiting would not
+    # mend it, and the policy before it may not sample what is due.
+    if self._poller is None and (policy := self._find()) is not None:
+      self._news.append(policy)
+
+  def _find(self) -> seams.PlacedPolicy | None:
+    """Returns what is newer, where the engine serves it.
+
+    Raises:
+      ValueError: what is there cannot be used.
+    """
+    while not self._dropped.empty():
+      self._dropped.get()
+    assert self._engine is not None
+    policy = self._receiving.poll()
+    if self._receiving.problem is not None:
+      raise ValueError(self._receiving.problem)
+    if policy is None:
+      return None
+    began = time.perf_counter()
+    placed = self._engine.place(policy.variables, policy.version)
+    return seams.PlacedPolicy(
+      version=policy.version,
+      target_id=policy.target_id,
+      variables=placed,
+      received={**policy.received, 'place_s': time.perf_counter() - began},
+    )
+
+  def take(self) -> seams.PlacedPolicy | None:
+    """Returns what is newer if it is placed; waits for nothing.
+
+    Raises:
+      RuntimeError: nothing newer will come.
+    """
+    if self._poller is None:
+      return self._news.popleft() if self._news else None
+    if not self._poller.thread.is_alive():
+      raise RuntimeError(
+        f'What follows {self._receiving.store} ended: {self._poller.problem}.'
+      )
+    return self._poller.take()
+
+  def drop(self, weights_before: Any) -> None:
+    if self._poller is not None:
+      self._dropped.put(weights_before)
+
+  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
+    row = {'stage': RECEIVED, 'step': policy.version, 'time': time.time()}
+    row |= {'target_id': policy.target_id, **policy.received, **seconds}
+    self._lines.append((json.dumps(row) + '\n').encode())
+
+  def close(self) -> None:
+    """Ends the thread after its look, which nobody waits for."""
+    if self._poller is not None:
+      self._poller.stop()
+    self._lines.close()
+
+
+# Both sides.
 
 
 class _Handover:
-  """Both ends of a direct transport: a publisher, and a receiver of it."""
+  """Both ends within one process, device to device: publisher and receiver.
+
+  Identities are those that bundles of the same weights would have.
+  """
 
   store, problem = DIRECT, None
 
@@ -390,11 +441,44 @@ class _Handover:
     newest, self._newest = self._newest, None
     return newest
 
-  def first(self, within_s: float) -> seams.ReceivedPolicy:
-    policy = self.poll()
-    if policy is None:
-      raise ValueError(f'No policy was handed over within {within_s:g} s.')
-    return policy
+
+class PolicyTransport:
+  """A `core.seams.WeightTransport`, by a store or within one process."""
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    model: model_config.ModelConfig,
+    options: DeltaOptions,
+  ):
+    self._workdir, self._model, self._options = workdir, model, options
+    self._memory = memory_of(workdir, options.store)
+    self._direct = _Handover() if options.store == DIRECT else None
+
+  def publisher(self, writer: writers.Writer, first: int) -> Publication:
+    sender = self._direct
+    if sender is None:
+      sender = publisher.Publisher(
+        store_of(self._workdir, self._options.store),
+        self._workdir / KEY,
+        RUN_ID,
+        self._options,
+      )
+      if sender.version is None and processes.is_first():
+        # A store that is new, or was deleted: older pointers are no measure.
+        self._memory.unlink(missing_ok=True)
+    return Publication(sender, writer, self._workdir, first)
+
+  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
+    receiving = self._direct or Receiver(
+      self._workdir,
+      self._model,
+      self._options.store,
+      memory=self._memory,
+      threads=self._options.threads,
+    )
+    interval_s = self._options.poll_s if in_background else None
+    return Placing(receiving, self._workdir, interval_s)
 
 
 def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
@@ -426,139 +510,3 @@ def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
         f'({error.strerror}); name a folder that can.'
       ) from error
   return store.url
-
-
-class StoreTransport:
-  """A `core.seams.WeightTransport` through the store of a run."""
-
-  def __init__(
-    self,
-    workdir: pathlib.Path,
-    model: model_config.ModelConfig,
-    options: DeltaOptions,
-  ):
-    self._workdir, self._model, self._options = workdir, model, options
-    self._memory = memory_of(workdir, options.store)
-
-  def publisher(self, writer: writers.Writer, first: int) -> Publication:
-    sender = publisher.Publisher(
-      store_of(self._workdir, self._options.store),
-      self._workdir / KEY,
-      RUN_ID,
-      self._options,
-    )
-    if sender.version is None and processes.is_first():
-      # A store that is new, or was deleted: older pointers are no measure.
-      self._memory.unlink(missing_ok=True)
-    return Publication(sender, writer, self._workdir, first)
-
-  def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
-    receiving = Receiver(
-      self._workdir,
-      self._model,
-      self._options.store,
-      memory=self._memory,
-      threads=self._options.threads,
-    )
-    lines = Received(self._workdir)
-    if in_background:
-      return InBackground(receiving, lines, self._options.poll_s)
-    return InTurn(receiving, lines)
-
-
-class InTurn:
-  """Receives when it is asked to, in the process that also publishes."""
-
-  def __init__(self, receiving: Receiver | _Handover, lines: Received):
-    self._receiving, self._lines = receiving, lines
-    self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
-    self._engine: engines.Engine | None = None
-
-  def first(self, within_s: float) -> seams.ReceivedPolicy:
-    return self._receiving.first(within_s)
-
-  def follow(self, engine: engines.Engine) -> None:
-    self._engine = engine
-
-  def look(self) -> None:
-    # A problem of what this process published a moment ago: waiting would not
-    # mend it, and the policy before it may not sample what is due.
-    policy = self._find()
-    if policy is not None:
-      self._news.append(policy)
-
-  def _find(self) -> seams.PlacedPolicy | None:
-    """Returns what is newer, where the engine serves it.
-
-    Raises:
-      ValueError: what is there cannot be used.
-    """
-    assert self._engine is not None
-    policy = self._receiving.poll()
-    if self._receiving.problem is not None:
-      raise ValueError(self._receiving.problem)
-    if policy is None:
-      return None
-    began = time.perf_counter()
-    placed = self._engine.place(policy.variables, policy.version)
-    return seams.PlacedPolicy(
-      version=policy.version,
-      target_id=policy.target_id,
-      variables=placed,
-      received={**policy.received, 'place_s': time.perf_counter() - began},
-    )
-
-  def take(self) -> seams.PlacedPolicy | None:
-    return self._news.popleft() if self._news else None
-
-  def drop(self, weights_before: Any) -> None:
-    del weights_before
-
-  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
-    fields = {'target_id': policy.target_id, **policy.received}
-    self._lines.write(policy.version, **fields, **seconds)
-
-  def close(self) -> None:
-    self._lines.close()
-
-
-class InBackground(InTurn):
-  """Receives and places in a thread of its own, beside the engine's steps."""
-
-  def __init__(self, receiving: Receiver, lines: Received, interval_s: float):
-    super().__init__(receiving, lines)
-    # Weights that the thread frees, so that no step waits for it.
-    self._dropped: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    self._poller = subscriber.Poller(self._find, interval_s)
-
-  def follow(self, engine: engines.Engine) -> None:
-    super().follow(engine)
-    self._poller.thread.start()
-
-  def look(self) -> None:
-    """Does nothing: the thread looks."""
-
-  def _find(self) -> seams.PlacedPolicy | None:
-    while not self._dropped.empty():
-      self._dropped.get()
-    return super()._find()
-
-  def take(self) -> seams.PlacedPolicy | None:
-    """Returns what is newest if nobody took it; waits for nothing.
-
-    Raises:
-      RuntimeError: nothing newer will come.
-    """
-    if not self._poller.thread.is_alive():
-      raise RuntimeError(
-        f'What follows {self._receiving.store} ended: {self._poller.problem}.'
-      )
-    return self._poller.take()
-
-  def drop(self, weights_before: Any) -> None:
-    self._dropped.put(weights_before)
-
-  def close(self) -> None:
-    """Ends the thread after its look, which nobody waits for."""
-    self._poller.stop()
-    super().close()

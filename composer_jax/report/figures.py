@@ -33,7 +33,7 @@ _MAX_TOOLTIPS = 60
 # keyframe and its deltas is the size of neither.
 _EXACT = (
   *('heldout_loss', 'staleness'),
-  *('bytes', 'full_bytes', 'keyframe_bytes', 'skip_bytes'),
+  *('bytes', 'full_bytes', 'keyframe_bytes'),
 )
 
 

@@ -154,7 +154,6 @@ delta
   cut_bytes: bytes exchanged to complete chunks that lie across shards
   keyframe_bytes: bytes of a keyframe made beside the delta, for receivers that
       join late
-  skip_bytes: bytes of deltas to versions further back
   encode_s: background seconds of encoding, decoding again and comparing
   upload_s: background seconds of writing to the store
 
@@ -163,9 +162,7 @@ received
       whose version is `step`
   route: list of the bundles that it came by, from what was held
   bytes: bytes moved for it
-  fetch_s: seconds of reading the store, summed over requests
-  decode_s: seconds of decoding and hashing, summed over threads
-  wall_s: seconds of both, from the pointer to verified weights on the host
+  wall_s: seconds from the pointer to verified weights on the host
   transfer_s: seconds to arrays on the device
   place_s: seconds to where the engine serves them; the engine steps meanwhile,
       as during all of the above if it is in a process of its own

@@ -190,7 +190,7 @@ def load(
     receiver = receivers.Receiver(
       folder, model, store or config['delta']['store'], mesh=mesh
     )
-    first = receiver.first(wait_s)
+    first = receivers.first(receiver, wait_s)
     version, variables = first.version, first.variables
   else:
     finished = [

@@ -199,6 +199,6 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
     episodes_every=2,
     seq_len=192,
   )
-  c.delta.update(keyframe_every=3, skip_levels=(2,))
+  c.delta.keyframe_every = 3
   c.episode.update(max_tokens=192, max_turns=4, max_call_tokens=24)
   c.evaluation.episodes = 8

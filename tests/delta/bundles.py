@@ -8,6 +8,7 @@ from composer_jax.delta.codec import coding
 from composer_jax.delta.format import identity, keys
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects as store_lib
+from tests.delta import identities
 
 SIGNER = keys.Hmac(b'subscribers-test')
 
@@ -39,11 +40,11 @@ def blocks(arrays):
 
 def from_arrays(arrays, version=0):
   """Weights as a receiver would hold them, of whole arrays."""
-  tensors, nodes = {}, identity.nodes(arrays)
+  tensors = {}
   for name, array in sorted(arrays.items()):
     grid = identity.of(array.shape)
     numbers = np.arange(grid.num_chunks)
-    posts = np.empty((grid.num_chunks, 32), np.uint8)
+    posts = np.empty((grid.num_chunks, identity.HASH_BYTES), np.uint8)
     tensor = rebuild.HeldTensor.empty(
       str(array.dtype), array.shape, numbers, posts
     )
@@ -53,7 +54,7 @@ def from_arrays(arrays, version=0):
       posts[number] = np.frombuffer(identity.hash_chunk(chunk), np.uint8)
     tensor.buffer.setflags(write=False)
     tensors[name] = tensor
-  target_id = identity.root(nodes)
+  target_id = identities.target_id(arrays)
   return rebuild.Held(version=version, target_id=target_id, tensors=tensors)
 
 
@@ -99,12 +100,10 @@ class Run:
           packs.append((self.store.put(pack), len(pack)))
           pack = b''
         pack += blob
-        short = identity.short_hash(blob) if blob else bytes(16)
         chunks[number] = (
           kind,
           len(packs) if blob else manifests.NO_PACK,
           len(blob),
-          np.frombuffer(short, np.uint8),
           tensor.posts[number],
         )
       tensors.append(
@@ -117,7 +116,6 @@ class Run:
     manifest = manifests.Manifest(
       run_id=self.run_id,
       version=version,
-      kind=manifests.KEY if base is None else manifests.DELTA,
       base_version=base,
       base_id='' if base is None else old.target_id,
       target_id=new.target_id,
@@ -128,7 +126,6 @@ class Run:
     edge = manifests.Edge(
       version=version,
       base_version=base,
-      kind=manifest.kind,
       bytes=manifest.bundle_bytes + len(data),
       manifest=self.store.put(data),
       manifest_bytes=len(data),
@@ -139,7 +136,7 @@ class Run:
 
   def point(self, version, *, sequence=None, rewinds=0, expires=0):
     """Moves the pointer; the head is the single delta, or else a keyframe."""
-    index = manifests.Index(run_id=self.run_id, edges=tuple(self.edges))
+    index = manifests.write_index(self.run_id, self.edges)
     heads = [e for e in self.edges if e.version == version]
     head = max(
       heads, key=lambda e: (e.base_version is not None, e.base_version or 0)
@@ -154,8 +151,8 @@ class Run:
       base_id='' if base is None else self.held[base].target_id,
       manifest=head.manifest,
       manifest_bytes=head.manifest_bytes,
-      index=self.store.put(index.to_bytes()),
-      index_bytes=len(index.to_bytes()),
+      index=self.store.put(index),
+      index_bytes=len(index),
       expires=expires,
     )
     found = self.store.read_pointer(self.run_id)

@@ -1,6 +1,5 @@
-"""What bundles become is a checkpoint that orbax alone reads, and compared."""
+"""What bundles become is a checkpoint that orbax alone reads."""
 
-import os
 import pathlib
 
 import ml_dtypes
@@ -11,7 +10,6 @@ import pytest
 from composer_jax.core import trees
 from composer_jax.delta import checkpoints
 from composer_jax.delta.format import identity
-from tests.delta import bundles
 
 
 def random_bits(dtype, shape):
@@ -57,38 +55,6 @@ def test_orbax_alone_reads_the_tree_back(arrays, folder):
   wanted = {name: array for name, array in arrays.items() if array.size}
   same(trees.flatten_names(found), wanted)
   same(trees.flatten_names(checkpoints.read_plain(folder)), wanted)
-
-
-def test_what_was_written_is_compared(arrays, folder):
-  checkpoints.verify(folder, bundles.from_arrays(arrays))
-  other = arrays['selection_bias'].copy()
-  other.view(np.uint64)[1, 2] ^= 1
-  changed = bundles.from_arrays(arrays | {'selection_bias': other})
-  with pytest.raises(ValueError, match='made: selection_bias is not what was'):
-    checkpoints.verify(folder, changed)
-
-
-def test_a_flipped_bit_passes_orbax_and_is_found(tmp_path):
-  """Why what is written is compared: orbax restores it and says nothing."""
-  arrays = {'x': random_bits(ml_dtypes.bfloat16, (24, 64))}
-  held = bundles.from_arrays(arrays)
-  checkpoints.write(arrays, tmp_path / 'made')
-  files = [p for p in (tmp_path / 'made').rglob('*') if p.is_file()]
-  path = max(files, key=os.path.getsize)
-  data, wrong = bytearray(path.read_bytes()), 0
-  for at in range(len(data) // 2, len(data) // 2 + 8):
-    data[at] ^= 1
-    path.write_bytes(data)
-    try:
-      found = checkpoints.read_plain(tmp_path / 'made')['x']
-    except ValueError:
-      found = None  # The compression or a checksum noticed.
-    if found is not None and found.tobytes() != arrays['x'].tobytes():
-      wrong += 1
-      with pytest.raises(ValueError, match='x is not what was written'):
-        checkpoints.verify(tmp_path / 'made', held)
-    data[at] ^= 1
-  assert wrong > 0
 
 
 def test_errors_name_the_cure(tmp_path):

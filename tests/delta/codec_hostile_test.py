@@ -200,7 +200,7 @@ def test_decompression_bomb_is_not_inflated():
   bomb = b'\x00' + len(frame).to_bytes(4, 'little') + frame
   tracemalloc.start()
   try:
-    with pytest.raises(ValueError, match='plane of 100000000 bytes'):
+    with pytest.raises(ValueError, match='a frame claims 100000000 bytes'):
       coding.decode(coding.PLANES, bomb, 10, BF16, None)
     assert tracemalloc.get_traced_memory()[1] < 10**6
   finally:

@@ -20,7 +20,7 @@ from composer_jax.delta import follower as followers
 from composer_jax.delta.format import identity, keys
 from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
-from tests.delta import faults_store
+from tests.delta import faults_store, identities
 
 KEY = keys.Hmac(b'the key of a run')
 RUN = 'run'
@@ -178,7 +178,6 @@ class World:
 def publisher_of(store, run_id=RUN, key=KEY, **options):
   options = {
     'keyframe_every': 3,
-    'skip_levels': (2, 4),
     'grace_s': 0.0,
     **options,
   }
@@ -245,7 +244,7 @@ def _needs(world, name):
 
 def _learn(world, info, arrays):
   """Notes a version's true bits, found by slicing and not by a receiver."""
-  assert info.target_id == identity.target_id(arrays)
+  assert info.target_id == identities.target_id(arrays)
   world.published.add((info.version, info.target_id))
   for truth, wanted in (world.bits, None), (world.parts, half):
     truth[info.target_id] = found = {}
@@ -276,8 +275,7 @@ def check(world, receiver, before, update):
     return 'refused'
   assert receiver.held is update and receiver.problem is None
   assert (update.version, update.target_id) in world.published
-  assert update.weights.target_id == update.target_id
-  tensors = update.weights.tensors
+  tensors = update.tensors
   is_part = any(t.numbers.size < t.grid.num_chunks for t in tensors.values())
   truth = (world.parts if is_part else world.bits)[update.target_id]
   assert tensors.keys() == truth.keys()
@@ -294,8 +292,11 @@ def _is_news_free(world, receiver):
   if sealed is None:
     return receiver._seen is None
   pointer = manifests.unseal(sealed, KEY, RUN)
-  named = pointer.version, pointer.target_id
-  return receiver.held is not None and receiver.held[:2] == named
+  return receiver.held is not None and named(receiver.held) == named(pointer)
+
+
+def named(weights):
+  return weights.version, weights.target_id
 
 
 def check_recovers(world, receiver):
@@ -310,4 +311,4 @@ def check_recovers(world, receiver):
     return
   check(world, receiver, before, update)
   assert receiver.problem is None, receiver.problem
-  assert receiver.held[:2] == (head.version, head.target_id)
+  assert named(receiver.held) == named(head)

@@ -33,7 +33,6 @@ def worlds():
       faults.build(
         'floats',
         keyframe_every=100,
-        skip_levels=(),
         versions=5,
       ),
       faults.build('words', keyframe_every=100, versions=6),
@@ -120,14 +119,16 @@ def test_another_run_is_taken_for_this_one_by_nobody(worlds, label):
 def tiny():
   """A keyframe and a delta of one tensor: nothing can be spared."""
   with faults.small_chunks():
-    yield faults.build('one', keyframe_every=9, skip_levels=(), versions=2)
+    yield faults.build('one', keyframe_every=9, versions=2)
 
 
 def paths_of(world):
   """The pointer and each object, by what it is."""
-  index = manifests.Index.from_bytes(world.files[f'objects/{world.head.index}'])
+  index = manifests.parse_index(
+    world.files[f'objects/{world.head.index}'], 'run'
+  )
   found = {'pointer': faults.LATEST, 'index': f'objects/{world.head.index}'}
-  for edge in index.edges:
+  for edge in index:
     found[f'manifest of {edge.kind}'] = f'objects/{edge.manifest}'
     data = world.files[f'objects/{edge.manifest}']
     for number, (pack, _) in enumerate(
@@ -218,13 +219,12 @@ def test_every_bit_of_the_memory_counts(tiny, tmp_path):
 def test_publishing_a_version_twice_changes_nothing(tiny):
   store = faults_store.Store(tiny.files)
   for _ in range(2):
-    publisher = faults.publisher_of(store, keyframe_every=9, skip_levels=())
+    publisher = faults.publisher_of(store, keyframe_every=9)
     info = publisher.publish(faults.blocks(faults.weights('one', 1)), 1)
     assert store.files == tiny.files and info.version == 1
   # The loser of two publishers ends; the store is the winner's.
   first, second = (
-    faults.publisher_of(store, keyframe_every=9, skip_levels=())
-    for _ in range(2)
+    faults.publisher_of(store, keyframe_every=9) for _ in range(2)
   )
   first.publish(faults.blocks(faults.weights('one', 2)), 2)
   after = dict(store.files)
@@ -232,6 +232,6 @@ def test_publishing_a_version_twice_changes_nothing(tiny):
     second.publish(faults.blocks(faults.weights('one', 2, seed=4)), 2)
   assert after[faults.LATEST] == store.files[faults.LATEST]
   follower = followers.Follower(store, 'run', faults.KEY, now=lambda: 0.0)
-  found = follower.poll().weights.arrays()['kernel']
+  found = follower.poll().arrays()['kernel']
   truth = faults.weights('one', 2)['kernel']
   assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))

@@ -13,7 +13,7 @@ import numpy as np
 from composer_jax.delta.format import identity
 from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
-from tests.delta import faults, faults_damage
+from tests.delta import faults, faults_damage, identities
 
 NASTY = [
   None, True, -1, 0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1,
@@ -44,9 +44,8 @@ def lie(world, rng, counts):
 
 def _sign(world, fields):
   body = identity.canonical_json(fields)
-  algorithm = faults.KEY.algorithm.encode()
-  signature = faults.KEY.sign(algorithm + b'\n' + body)
-  line = b'CDB3P ' + algorithm + b' ' + signature.hex().encode() + b'\n'
+  signature = faults.KEY.sign(b'CDB4P' + body)
+  line = b'CDB4P ' + signature.hex().encode() + b'\n'
   world.store.files[faults.LATEST] = line + body
 
 
@@ -55,19 +54,17 @@ def _check(world, receiver, before, update):
     assert receiver.held is before
     assert receiver.problem is not None or before is not None
     return 'refused'
-  named = update.version, update.target_id
-  if named in world.published:
+  if faults.named(update) in world.published:
     return faults.check(world, receiver, before, update)
   # Weights nobody published, but those that were signed.
-  held = update.weights
-  tensors = held.tensors.values()
+  tensors = update.tensors.values()
   if any(t.numbers.size < t.grid.num_chunks for t in tensors):
     for tensor in tensors:
       for at, number in enumerate(tensor.numbers):
         found = identity.hash_chunk(tensor.chunk(number))
         assert found == tensor.posts[at].tobytes()
   else:
-    assert identity.target_id(held.arrays()) == update.target_id
+    assert identities.target_id(update.arrays()) == update.target_id
   return 'served'
 
 
@@ -86,7 +83,7 @@ def _check_goes_on(world, receiver):
   before = receiver.held
   faults.check(world, receiver, before, receiver.poll())
   assert receiver.problem is None, receiver.problem
-  assert receiver.held[:2] == (world.head.version, world.head.target_id)
+  assert faults.named(receiver.held) == faults.named(world.head)
 
 
 def _put(world, data):
@@ -99,23 +96,13 @@ def _read(world, name):
   return world.files[f'objects/{name}']
 
 
-def _parse(data):
-  """Header and table of a manifest, unchecked."""
-  length = int.from_bytes(data[5:9], 'little')
-  header = json.loads(data[9 : 9 + length])
-  return header, np.frombuffer(data[9 + length :], manifests.CHUNK).copy()
-
-
-def _join(header, table):
-  head = identity.canonical_json(header)
-  parts = [b'CDB3\n', len(head).to_bytes(4, 'little'), head, table.tobytes()]
-  return b''.join(parts)
+_parse, _join = faults_damage.parse, faults_damage.join
 
 
 def _a_manifest(world, rng):
   """The head's single delta, or another bundle that leads to the head."""
-  index = manifests.Index.from_bytes(_read(world, world.head.index))
-  names = [e.manifest for e in index.edges if e.version == world.head.version]
+  index = manifests.parse_index(_read(world, world.head.index), 'run')
+  names = [e.manifest for e in index if e.version == world.head.version]
   return rng.choice([world.head.manifest, *names])
 
 
@@ -127,8 +114,8 @@ def _replace(world, rng, old, data, pointer):
   for edge in rows['edges']:
     if edge['manifest'] == new:
       edge['manifest_bytes'] = len(data)
-  kinds = {edge['manifest']: edge['kind'] for edge in rows['edges']}
-  if kinds.get(new) == manifests.KEY and rng.random() < 0.7:
+  bases = {edge['manifest']: edge['base_version'] for edge in rows['edges']}
+  if bases.get(new, 0) is None and rng.random() < 0.7:
     # A keyframe as the head, which everyone takes.
     pointer['manifest'], pointer['base_id'] = new, ''
     pointer['manifest_bytes'] = len(data)
@@ -171,10 +158,10 @@ def _table(world, rng, pointer):
   field = rng.choice(table.dtype.names)
   if rng.random() < 0.5:
     other = rng.randrange(len(table))
-    fields = rng.choice([[field], ['blob', 'length', 'pack', 'codec']])
+    fields = rng.choice([[field], ['length', 'pack', 'codec']])
     for field in fields:
       table[field][[row, other]] = table[field][[other, row]]
-  elif field in ('blob', 'post'):
+  elif field == 'post':
     table[field][row] = rng.randrange(256)
   else:
     value = rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 255, 2**16, 2**32 - 1])
@@ -252,8 +239,6 @@ def _blob(world, rng, pointer):
     if rng.random() < 0.2:
       bad = rng.randbytes(length)
     pack[start : start + length] = bad.ljust(length, b'\0')[:length]
-    short = identity.short_hash(bytes(pack[start : start + length]))
-    table['blob'][row] = np.frombuffer(short, np.uint8)
     if rng.random() < 0.2:
       table['codec'][row] = rng.randrange(1, 7)
   header['packs'] = [[_put(world, pack), len(pack)] for pack in packs]
@@ -262,8 +247,8 @@ def _blob(world, rng, pointer):
 
 def _exchange(world, rng, pointer):
   """Two boxes stand in each other's place, blobs and hashes and all."""
-  index = manifests.Index.from_bytes(_read(world, world.head.index))
-  keys = [e for e in index.edges if e.kind == manifests.KEY]
+  index = manifests.parse_index(_read(world, world.head.index), 'run')
+  keys = [e for e in index if e.kind == manifests.KEY]
   if keys[-1].version == world.head.version:
     old = keys[-1].manifest
     pointer['manifest'], pointer['base_id'] = old, ''

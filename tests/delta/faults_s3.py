@@ -35,7 +35,7 @@ def _store(number):
 
 
 def _publisher(number):
-  return faults.publisher_of(_store(number), keyframe_every=2, skip_levels=(2,))
+  return faults.publisher_of(_store(number), keyframe_every=2)
 
 
 def _publish(publisher, version):
@@ -89,7 +89,7 @@ def _look(number, path):
 
 def _assert_exact(update):
   wanted = faults.weights(KIND, update.version)
-  found = update.weights.arrays()
+  found = update.arrays()
   for name, array in wanted.items():
     assert found[name].tobytes() == array.tobytes(), name
 

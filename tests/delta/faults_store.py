@@ -12,7 +12,7 @@ class _Backend:
   def __init__(self, store):
     self.store = store
 
-  def read(self, key, start, stop):
+  def read(self, key, start, stop, *, fresh=False):
     self.store.asked.add(key)
     if key not in self.store.files:
       raise FileNotFoundError(2, 'the store does not hold it', key)

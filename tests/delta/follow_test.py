@@ -80,7 +80,7 @@ def test_it_follows_a_subscriber_while_another_thread_reads(tmp_path):
       held = receiver.held
       if held is not None:
         # Whatever is held is whole at any moment.
-        bundles.assert_same_bits(held.weights, bundles.weights(held.version))
+        bundles.assert_same_bits(held, bundles.weights(held.version))
       news.wait(0.01)
   follower.stop()
   follower.thread.join(10)

@@ -17,7 +17,7 @@ from composer_jax.delta import follower as followers
 from composer_jax.delta.store import objects as store
 from tests.delta import bundles
 
-ONCE = {'retry_config': {'max_retries': 0}}
+ONCE = {'retry_config': {'max_retries': 1}}
 needs_nginx = pytest.mark.skipif(
   not delta_servers.has_nginx(), reason='no nginx: apt-get install nginx-light'
 )
@@ -40,7 +40,7 @@ def _follow(cache):
   )
   update = follower.poll()
   assert follower.problem is None
-  bundles.assert_same_bits(update.weights, bundles.weights(1))
+  bundles.assert_same_bits(update, bundles.weights(1))
 
 
 def _objects(origin):
@@ -137,8 +137,6 @@ def test_what_is_behind_a_cache_is_a_store_to_read(kind, run, origin, tmp_path):
       client.get('0' * 64)
     assert client.read_pointer('another') is None
     assert client.read_pointer('run')[0] == run.store.read_pointer('run')[0]
-    assert client.traffic.bytes_read > 2 * len(data)
-    assert client.past_caches.traffic is client.traffic
   assert client.root is None and not client.is_writable
   for refused in (
     lambda: client.put(b'x'),
@@ -149,10 +147,6 @@ def test_what_is_behind_a_cache_is_a_store_to_read(kind, run, origin, tmp_path):
   ):
     with pytest.raises(ValueError, match='can only be read'):
       refused()
-
-
-def test_a_folder_has_no_caches_to_read_past(run):
-  assert run.store.past_caches is run.store
 
 
 # What configs/delta/nginx.conf promises beyond that.

@@ -80,7 +80,7 @@ def run_together(root, count, work, timeout_s=20.0, attempt='first'):
       process=process, count=count, attempt=attempt, timeout_s=timeout_s
     )
     publisher = t.open_publisher(
-      stores.Store(root), peers=peers, skip_levels=(2,), keyframe_every=3,
+      stores.Store(root), peers=peers, keyframe_every=3,
       threads=1,
     )  # fmt: skip
     return work(publisher, process)
@@ -94,7 +94,7 @@ def run_together(root, count, work, timeout_s=20.0, attempt='first'):
 def table(store, edge):
   """All that a manifest says, but for who packed a blob."""
   found = rebuild.read_manifest(store, edge)
-  fields = ('codec', 'length', 'blob', 'post')
+  fields = ('codec', 'length', 'post')
   return (
     found.target_id,
     found.base_id,
@@ -141,7 +141,7 @@ def test_many_processes_publish_what_one_does(tmp_path, count):
   for found, one in zip(t.edges(store), t.edges(alone), strict=True):
     assert table(store, found) == table(alone, one)
   update = t.served(store)
-  t.assert_same_bits(update.weights, weights(4))
+  t.assert_same_bits(update, weights(4))
   # Scratch of the last round alone is left.
   assert len(list((store.root / 'messages').rglob('*-all'))) <= 8
 
@@ -165,13 +165,12 @@ def test_processes_rewind_and_reopen_together(tmp_path):
   assert [f.result() for f in futures] == [2, 2]
   store = stores.Store(tmp_path)
   before = t.served(store)
-  t.assert_same_bits(before.weights, weights(2))
+  t.assert_same_bits(before, weights(2))
   futures = run_together(tmp_path, 2, second, attempt='second')
   assert {f.result() for f in futures} == {('delta', before.target_id)}
   # Of the first start nothing is left.
   parts = store.root / 'messages' / 'run'
-  files = [p.relative_to(parts) for p in parts.rglob('*') if p.is_file()]
-  assert {f.parts[0] for f in files} == {'second'}
+  assert {path.name.split('.')[0] for path in parts.iterdir()} == {'second'}
 
 
 class Weighed(stores.Store):
@@ -179,9 +178,9 @@ class Weighed(stores.Store):
 
   read = 0
 
-  def get_range(self, name, start, stop):
+  def get_range(self, name, start, stop, **named):
     self.read += stop - start
-    return super().get_range(name, start, stop)
+    return super().get_range(name, start, stop, **named)
 
 
 @pytest.mark.usefixtures('small_chunks')
@@ -207,7 +206,7 @@ def test_each_process_reads_its_part_of_the_base(tmp_path):
   whole = t.edges(stores.Store(tmp_path))[0].bytes
   # Twice what two of them share: boxes of `word` and `wide` that are cut.
   assert max(read) < 0.6 * whole
-  t.assert_same_bits(t.served(stores.Store(tmp_path)).weights, weights(1))
+  t.assert_same_bits(t.served(stores.Store(tmp_path)), weights(1))
 
 
 @pytest.mark.usefixtures('small_chunks')
@@ -228,7 +227,7 @@ def test_a_failure_of_one_ends_the_round_of_all(tmp_path, culprit):
   messages = [f.result() for f in futures]
   assert all('overlaps another block' in m for m in messages)
   assert f'process {culprit} failed' in messages[culprit - 1]
-  t.assert_same_bits(t.served(stores.Store(tmp_path)).weights, weights(1))
+  t.assert_same_bits(t.served(stores.Store(tmp_path)), weights(1))
 
 
 def hot(version):
@@ -242,13 +241,10 @@ def hot(version):
   return {f'row{p}': row for p, row in enumerate(rows)}
 
 
-@pytest.mark.parametrize('skips', [(), (3,)])
-def test_after_a_failure_all_have_the_same_base(tmp_path, skips):
+def test_after_a_failure_all_have_the_same_base(tmp_path):
   def work(process):
     peers = team.Peers(process=process, count=2, attempt='a', timeout_s=20.0)
-    publisher = t.open_publisher(
-      stores.Store(tmp_path), peers=peers, skip_levels=skips
-    )
+    publisher = t.open_publisher(stores.Store(tmp_path), peers=peers)
     kinds = []
     for v in range(7):
       name = f'row{process}'
@@ -261,12 +257,8 @@ def test_after_a_failure_all_have_the_same_base(tmp_path, skips):
 
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     kinds, same = pool.map(work, range(2))
-  spans = t.spans(stores.Store(tmp_path))
-  assert [s for s in spans if s[1] - (s[0] or s[1]) == 3 or s == (0, 3)] == [
-    span for _ in skips for span in ((0, 3), (3, 6))
-  ]
   assert kinds == same == ['key'] + ['delta'] * 6
-  t.assert_same_bits(t.served(stores.Store(tmp_path)).weights, hot(6))
+  t.assert_same_bits(t.served(stores.Store(tmp_path)), hot(6))
 
 
 @pytest.mark.usefixtures('small_chunks')
@@ -282,7 +274,7 @@ def test_boxes_may_move_to_another_process(tmp_path):
 
   for future in run_together(tmp_path, 2, work):
     future.result()
-  t.assert_same_bits(t.served(stores.Store(tmp_path)).weights, {'a': array + 5})
+  t.assert_same_bits(t.served(stores.Store(tmp_path)), {'a': array + 5})
 
 
 class Mute(stores.Store):
@@ -306,7 +298,7 @@ def test_who_missed_a_commit_asks_the_store(tmp_path):
   def work(process):
     peers = team.Peers(process=process, count=2, attempt='a', timeout_s=20.0)
     store = Mute(tmp_path)
-    publisher = t.open_publisher(store, peers=peers, skip_levels=())
+    publisher = t.open_publisher(store, peers=peers)
     publisher.publish(blocks(weights(0), process, 2), 0)
     store.armed = process == 0
     with pytest.raises(OSError, match='Input/output error'):
@@ -319,7 +311,7 @@ def test_who_missed_a_commit_asks_the_store(tmp_path):
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     kinds = list(pool.map(work, range(2)))
   assert kinds == [['delta', 'delta']] * 2
-  t.assert_same_bits(t.served(stores.Store(tmp_path)).weights, weights(2))
+  t.assert_same_bits(t.served(stores.Store(tmp_path)), weights(2))
 
 
 def test_blocks_that_two_processes_hold_are_refused(tmp_path):
@@ -344,7 +336,7 @@ def open_publisher(run_id, timeout_s):
     process=process, count=3, attempt='real', timeout_s=timeout_s
   )
   return t.open_publisher(
-    stores.Store({root!r}), run_id, peers=peers, skip_levels=(), threads=1
+    stores.Store({root!r}), run_id, peers=peers, threads=1
   )
 def blocks(v, fatal=die):
   for block in p.blocks(p.weights(v), process, 3):
@@ -353,7 +345,7 @@ def blocks(v, fatal=die):
     yield block
 # Processes start when they can; here they meet.
 open_publisher('warm', 60).publish(blocks(1, False), 0)
-publisher = open_publisher('run', 2)
+publisher = open_publisher('run', 5)
 publisher.publish(blocks(0), 0)
 try:
   publisher.publish(blocks(1), 1)
@@ -382,14 +374,12 @@ def test_a_process_that_dies_is_named_and_the_old_version_stands(tmp_path):
     assert 'another attempt' in json.loads(out), out
   update = t.served(stores.Store(tmp_path))
   assert update.version == 0
-  t.assert_same_bits(update.weights, weights(0))
+  t.assert_same_bits(update, weights(0))
 
 
 def test_bad_parts_are_named():
   with pytest.raises(ValueError, match=r'process \(2\) must be one of 0 to 1'):
     team.Peers(process=2, count=2, attempt='a')
-  with pytest.raises(ValueError, match="attempt 'a/b' must be 1 to 64"):
-    team.Peers(process=0, count=1, attempt='a/b')
   with pytest.raises(ValueError, match=r'timeout_s \(0\) must be above 0'):
     team.Peers(process=0, count=1, attempt='a', timeout_s=0)
 

@@ -47,8 +47,6 @@ def test_an_object_comes_back_by_its_hash(url, data):
   again = store.Store(url)
   assert again.get(name) == again.get(name, length=len(data)) == data
   assert again.sizes() == {name: len(data)}
-  assert again.traffic.bytes_read == 2 * len(data)
-  assert places.traffic.bytes_written in (len(data), 2 * len(data))
   with pytest.raises(FileNotFoundError, match=ABSENT):
     again.get(ABSENT)
 
@@ -58,7 +56,6 @@ def test_a_range_is_exact_or_an_error(url):
   name = place.put(b'0123456789')
   assert place.get_range(name, 3, 7) == b'3456'
   assert place.get_range(name, 0, 10) == b'0123456789'
-  assert place.get_range(name, 4, 4) == b''
   for start, stop in (8, 12), (10, 11), (30, 40):
     with pytest.raises(ValueError, match=f'{name}: has . bytes from {start}'):
       place.get_range(name, start, stop)
@@ -147,19 +144,19 @@ def test_of_many_that_move_the_pointer_at_once_one_wins(url):
 
 def test_messages_are_verified_and_dropped(url):
   place = store.Store(url)
-  for key in 'v7/0', 'v7/1', 'v8/0':
-    place.put_message('run', key, key.encode())
-  assert place.get_message('run', 'v7/1') == b'v7/1'
-  assert place.get_message('run', 'v7/2') is None
-  place.drop_messages('run', but='v8/')
-  assert place.get_message('run', 'v7/0') is None
-  _overwrite(place, 'messages/run/v8/0', b'torn')
-  with pytest.raises(ValueError, match='v8/0: this message is damaged'):
-    place.get_message('run', 'v8/0')
-  place.put_message('run', 'v8/0', b'')
-  assert place.get_message('run', 'v8/0') == b''
+  for name in 'v7.0', 'v7.1', 'v8.0':
+    place.put_message('run', name, name.encode())
+  assert place.get_message('run', 'v7.1') == b'v7.1'
+  assert place.get_message('run', 'v7.2') is None
+  place.drop_messages('run', but='v8.')
+  assert place.get_message('run', 'v7.0') is None
+  _overwrite(place, 'messages/run/v8.0', b'torn')
+  with pytest.raises(ValueError, match='v8.0: this message is damaged'):
+    place.get_message('run', 'v8.0')
+  place.put_message('run', 'v8.0', b'')
+  assert place.get_message('run', 'v8.0') == b''
   place.drop_messages('run')
-  assert place.get_message('run', 'v8/0') is None
+  assert place.get_message('run', 'v8.0') is None
 
 
 def test_young_objects_outlive_a_deletion(url):
@@ -235,18 +232,6 @@ def test_only_old_temporary_files_are_swept(local):
   local.delete([], grace_s=0)
   assert young.exists() and not old.exists()
   assert len(local.sizes()) == 1
-
-
-def test_messages_leave_no_folders(local):
-  for key in 'start/7/a', 'start/7/b', 'start/8/a', 'other/1/a':
-    local.put_message('run', key, b'')
-  messages = local.root / 'messages' / 'run'
-  local.drop_messages('run', but='start/')
-  assert os.listdir(messages) == ['start']
-  local.drop_messages('run', but='start/8')
-  assert os.listdir(messages / 'start') == ['8']
-  local.drop_messages('run')
-  assert os.listdir(messages.parent) == []
 
 
 def test_what_is_no_file_is_refused_at_once(local):

@@ -47,7 +47,7 @@ def test_errors_reach_the_caller_and_leave_no_thread():
   with pytest.raises(OSError, match='the items end here'):
     list(rebuild.in_order(work, items(), 2))
   assert not alive()
-  with pytest.raises(ValueError, match='threads must be at least 1, not 0'):
+  with pytest.raises(ValueError, match='max_workers'):
     list(rebuild.in_order(work, [1], 0))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.core import trees
-from composer_jax.delta import chain, subscriber
+from composer_jax.delta import chain
 from composer_jax.delta import publisher as bundles
 from composer_jax.delta import transport as receivers
 from composer_jax.models import config as config_lib
@@ -91,7 +91,7 @@ def test_what_is_received_is_what_was_published(make, policies, store):
   sender, receiver = make(store)
   following, joining = receiver(), receiver()
   ids = send(sender, policies, 0)
-  first = following.first(0.0)
+  first = receivers.first(following, 0.0)
   assert_equal(first.variables, policies[0])
   assert (first.version, first.target_id) == (0, ids[0])
   assert first.received['route'] == ('key 0',)
@@ -102,7 +102,7 @@ def test_what_is_received_is_what_was_published(make, policies, store):
   assert newest.received['bytes'] > 0 and newest.received['transfer_s'] > 0
   assert following.poll() is None and following.problem is None
   # By another way to the same identity.
-  late = joining.first(0.0)
+  late = receivers.first(joining, 0.0)
   assert late.target_id == ids[2] and late.received['route'][0] == 'key 0'
   assert_equal(late.variables, policies[2])
 
@@ -111,7 +111,7 @@ def test_policies_go_straight_to_the_shards_of_an_engine(make, policies, model):
   sender, receiver = make()
   send(sender, policies, 0)
   mesh = rollout_placing.mesh_of(2)
-  found = receiver(mesh=mesh).first(0.0)
+  found = receivers.first(receiver(mesh=mesh), 0.0)
   wanted = placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh)
   assert jax.tree.map(lambda a: a.sharding, found.variables) == wanted
   assert_equal(found.variables, policies[0])
@@ -129,7 +129,8 @@ def test_what_is_handed_over_directly_has_the_identity_of_its_bundle(
 ):
   sender, _ = make()
   ids = send(sender, policies, 0, 1)
-  direct = receivers.DirectTransport(tmp_path)
+  options = receivers.DeltaOptions(store=receivers.DIRECT)
+  direct = receivers.PolicyTransport(tmp_path, model, options)
   writer = writers.Writer(tmp_path, tensorboard=False)
   with (
     contextlib.closing(writer),
@@ -169,12 +170,12 @@ def test_before_a_trainer_there_is_nothing_and_it_is_told(
   early = receivers.Receiver(tmp_path, model)
   assert early.poll() is None
   with pytest.raises(ValueError, match='no .*delta.key yet.*is RL running'):
-    early.first(0.0)
+    receivers.first(early, 0.0)
   sender, _ = make()
   with pytest.raises(ValueError, match='nothing there'):
-    early.first(0.0)
+    receivers.first(early, 0.0)
   send(sender, policies, 0)
-  assert early.first(0.0).version == 0
+  assert receivers.first(early, 0.0).version == 0
 
 
 def test_a_store_of_another_key_is_not_believed(make, policies, tmp_path):
@@ -195,41 +196,12 @@ def test_a_receiver_that_is_started_again_takes_no_older_pointer(
   send(sender, policies, 0)
   old = pointer.read_bytes()
   send(sender, policies, 1)
-  assert receiver(memory=memory).first(0.0).version == 1
+  assert receivers.first(receiver(memory=memory), 0.0).version == 1
   pointer.write_bytes(old)
   again = receiver(memory=memory)
   assert again.poll() is None and 'rolled back' in again.problem
   # Another store has a memory of its own.
   assert receivers.memory_of(tmp_path, 's3://x/y') != memory
-
-
-def test_rolling_back_needs_no_store_and_a_newer_version_is_taken(
-  make, policies, tmp_path
-):
-  sender, _ = make()
-  ids = send(sender, policies, 0)
-  store = tmp_path / 'store'
-  found = subscriber.Subscriber(
-    store, tmp_path / receivers.KEY, policies[0], run_id=receivers.RUN_ID
-  )
-  with pytest.raises(ValueError, match='0 cannot be left.*received is nothing'):
-    found.rollback(0)
-  assert_equal(found.poll(), policies[0])
-  with pytest.raises(ValueError, match='nothing to roll back to'):
-    found.rollback(0)
-  ids |= send(sender, policies, 1)
-  found.poll()
-  with pytest.raises(ValueError, match='0 cannot be left.*is version 1'):
-    found.rollback(0)
-  store.rename(tmp_path / 'away')
-  older = found.rollback(1)
-  assert (found.version, found.target_id) == (0, ids[0])
-  assert_equal(older, policies[0])
-  (tmp_path / 'away').rename(store)
-  assert found.poll() is None  # It is the version that was left.
-  send(sender, policies, 2)
-  assert_equal(found.poll(), policies[2])
-  assert found.version == 2
 
 
 def test_weights_of_another_model_are_told_at_every_look(
@@ -259,8 +231,7 @@ class Engine:
 
 @contextlib.contextmanager
 def in_background(receiver, workdir, engine=None):
-  lines = receivers.Received(workdir)
-  background = receivers.InBackground(receiver, lines, 0.001)
+  background = receivers.Placing(receiver, workdir, 0.001)
   with contextlib.closing(background):
     background.follow(engine or Engine())
     yield background
@@ -280,7 +251,7 @@ def test_policies_come_in_the_background_and_outlive_damage(
   sender, receiver = make()
   ids = send(sender, policies, 0)
   found = receiver()
-  found.first(0.0)
+  receivers.first(found, 0.0)
   pointer = tmp_path / 'store' / 'refs' / receivers.RUN_ID / 'latest'
   with in_background(found, tmp_path) as background:
     intact = pointer.read_bytes()

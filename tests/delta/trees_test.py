@@ -11,7 +11,7 @@ import pytest
 from composer_jax.core import trees
 from composer_jax.delta import publisher, rebuild, subscriber
 from composer_jax.delta.format import identity
-from tests.delta import bundles
+from tests.delta import bundles, identities
 
 P = jax.sharding.PartitionSpec
 AUTO = jax.sharding.AxisType.Auto
@@ -94,12 +94,12 @@ LAYOUTS = [
 
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
-  expected = identity.target_id(assembled(publisher.blocks(policy)))
+  expected = identities.target_id(assembled(publisher.blocks(policy)))
   tree = sharded(policy, mesh_of(*sizes), **specs)
   # Arrays move from devices to the host, and never between devices.
   with jax.transfer_guard_device_to_device('disallow_explicit'):
     pieces = list(publisher.blocks(tree))
-  assert identity.target_id(assembled(pieces)) == expected
+  assert identities.target_id(assembled(pieces)) == expected
   leaves = trees.flatten_names(tree)
   for piece in pieces:
     if isinstance(leaves[piece.name], jax.Array):

@@ -222,7 +222,7 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
   copy = shutil.copytree(straight, tmp_path / 'copy')
   spec = composer_test.make_spec()
   receiver = receivers.Receiver(copy, spec.model)
-  # Every chain to version 4: its delta, its skip delta, the keyframe before it.
+  # Every chain to version 4: its delta, the keyframe before it.
   for path in (copy / 'store' / 'objects').iterdir():
     _flip(path)
   assert receiver.poll() is None

@@ -31,7 +31,7 @@ EXPECTED_METRICS = {
   'rl': 'reward pass_rate entropy staleness invalid_rate mismatch_kl '
   'mismatch_kl_no_replay grad_norm turns expert_load_max sandbox_ms',
   'delta': 'target_id kind bytes full_bytes changed cut_bytes keyframe_bytes '
-  'skip_bytes encode_s upload_s',
+  'encode_s upload_s',
   'eval': 'name pass_rate pass_low pass_high episodes',
 }
 
@@ -178,7 +178,6 @@ def test_both_processes_name_the_same_weights(straight):
   assert [published[v]['kind'] for v in range(5)] == ['key', *['delta'] * 4]
   # The config asks for these beside the delta.
   assert [v for v in published if published[v]['keyframe_bytes']] == [3]
-  assert [v for v in published if published[v]['skip_bytes']] == [2, 4]
   rows = writers.read(straight / 'received.jsonl')
   # At staleness 0 every version but the last samples.
   assert {r['step'] for r in rows} >= {0, 1, 2, 3}

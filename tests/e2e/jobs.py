@@ -63,7 +63,6 @@ UNCERTAIN = (
   'changed',
   'cut_bytes',
   'keyframe_bytes',
-  'skip_bytes',
 )
 
 

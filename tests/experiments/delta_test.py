@@ -1,6 +1,5 @@
 """The main that turns checkpoints into bundles and back, as a user has it."""
 
-import dataclasses
 import time
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from composer_jax.delta import checkpoints, commands
 from composer_jax.delta.store import objects as stores
 from composer_jax.train.checkpoints import manager
 from tests import programs
-from tests.delta import bundles, s3_server
+from tests.delta import s3_server
 
 MAIN = 'experiments.delta'
 RUN = 'demo'
@@ -73,7 +72,7 @@ def test_our_checkpoints_are_read_as_the_policy(workdir):
   states = workdir / 'checkpoints' / 'rl'
   same(checkpoints.read(str(states)), policy(2))
   same(checkpoints.read(str(states / '1')), policy(1))
-  stored = checkpoints.read(str(states / '1'), dtype='stored')
+  stored = checkpoints.read(str(states / '1'), dtype='float32')
   assert stored['params/kernel'].dtype == np.float32
 
 
@@ -104,7 +103,7 @@ def test_sources_that_are_none_name_the_cure(tmp_path, workdir):
     checkpoints.read(str(tmp_path))
   with pytest.raises(ValueError, match=r"'sft' .* finished are \['rl'\]"):
     checkpoints.read(f'{workdir}:sft')
-  with pytest.raises(ValueError, match="dtype 'int3' is not one of policy"):
+  with pytest.raises(ValueError, match="dtype 'int3' is not one of "):
     checkpoints.read(f'{workdir}:rl', dtype='int3')
 
 
@@ -149,85 +148,6 @@ def test_a_version_becomes_an_orbax_checkpoint(place, tmp_path, version, step):
     commands.apply(out=out, **place)
 
 
-def test_a_sound_run_is_said_to_be(place, workdir):
-  said = commands.verify(**place)
-  assert 'sound up to version 2' in said and '3 bundles' in said
-  said = commands.verify(source=f'{workdir}:rl', version=0, **place)
-  assert 'bit for bit' in said
-  states = str(workdir / 'checkpoints' / 'rl')
-  commands.verify(source=states, **place)
-  with pytest.raises(
-    ValueError, match=r"not version 1: 1 tensors differ, .*'params/kernel'"
-  ):
-    commands.verify(source=states, version=1, **place)
-
-
-def test_the_log_shows_every_bundle(place):
-  lines = [line.split() for line in commands.log(**place).split('\n')]
-  assert lines[0][:3] == ['version', 'kind', 'base'] and len(lines) == 4
-  assert [line[:2] for line in lines[1:]] == [
-    ['0', 'key'],
-    ['1', 'delta'],
-    ['2*', 'delta'],
-  ]
-  assert [line[2] for line in lines[2:]] == ['0', '1']
-  assert all(float(line[4]) > 3 for line in lines[2:]), 'ratio'
-
-
-def test_verify_names_all_that_is_damaged(place, tmp_path):
-  """Each object of the run in turn, and then two at once."""
-  store = stores.Store(place['store'])
-  names = sorted(store.sizes())
-
-  def flip(name):
-    path = store.root / 'objects' / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(data)
-
-  live = 0
-  for name in names:
-    flip(name)
-    said = ''
-    try:
-      commands.verify(**place)
-    except ValueError as error:
-      said = str(error)
-    assert not said or name in said
-    live += bool(said)
-    flip(name)
-  # Indices of earlier pointers are no part of the run any more.
-  assert live >= len(names) - 2
-  said = commands.verify(**place)
-  assert 'sound' in said
-  unnoticed = len(names) - live
-  assert f'{unnoticed} of the {len(names)} objects of' in said
-
-
-def test_verify_says_when_a_store_cannot_list_its_objects(place, monkeypatch):
-  monkeypatch.setattr(stores.Store, 'is_writable', False)
-  assert 'cannot list them' in commands.verify(**place)
-
-
-@pytest.mark.parametrize('where', ['index', 'pointer'])
-def test_verify_compares_bundles_with_what_leads_to_them(tmp_path, where):
-  run = bundles.Run(tmp_path)
-  run.add(0)
-  run.add(1, base=0)
-  run.point(1)
-  (tmp_path / 'key').write_text(bundles.SIGNER.to_text())
-  flags = dict(store=run.store.url, run=run.run_id, key=tmp_path / 'key')
-  assert 'sound' in commands.verify(**flags)
-  if where == 'index':
-    run.edges[1] = dataclasses.replace(run.edges[1], target='0' * 16)
-  else:
-    run.held[1] = dataclasses.replace(run.held[1], target_id='0' * 64)
-  run.point(1)
-  with pytest.raises(ValueError, match="its target is '[^0].*says '0000"):
-    commands.verify(**flags)
-
-
 def test_two_checkpoints_become_a_delta_and_a_checkpoint_again(
   workdir, tmp_path
 ):
@@ -247,28 +167,15 @@ def test_two_checkpoints_become_a_delta_and_a_checkpoint_again(
     commands.diff(**flags)
 
 
-def test_gc_keeps_what_is_needed(workdir, tmp_path):
-  flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
-  states = workdir / 'checkpoints' / 'rl'
-  for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
-    commands.publish(source=source, **flags)
-  assert commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
-  said = commands.gc(keep=1, grace_s=0.0, **flags)
-  assert int(said.split()[1]) > 0
-  out = tmp_path / 'out'
-  commands.apply(out=out, **flags)
-  same(checkpoints.read(str(out)), policy(2))
-  assert 'sound' in commands.verify(**flags)
-
-
 def test_what_cannot_be_trusted_is_said_plainly(place, tmp_path):
+  place = {**place, 'out': tmp_path / 'out'}
   with pytest.raises(ValueError, match='there is no key; --key must name'):
-    commands.log(**{**place, 'key': tmp_path / 'none'})
+    commands.apply(**{**place, 'key': tmp_path / 'none'})
   with pytest.raises(ValueError, match=r"no run 'other'; it has \['demo'\]"):
-    commands.log(**{**place, 'run': 'other'})
+    commands.apply(**{**place, 'run': 'other'})
   (tmp_path / 'wrong').write_text('hmac-sha256 ' + '00' * 32)
   with pytest.raises(ValueError, match='cannot be trusted: .*signature'):
-    commands.log(**{**place, 'key': tmp_path / 'wrong'})
+    commands.apply(**{**place, 'key': tmp_path / 'wrong'})
 
 
 def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
@@ -288,41 +195,13 @@ def test_what_is_read_by_http_is_not_published_to(place):
     commands.publish(source='nowhere', **{**place, 'store': 'http://host'})
 
 
-def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
-  def damage(folder, held):
-    assert folder.is_dir() and held.version == 2
-    raise ValueError('not what was written')
-
-  monkeypatch.setattr(checkpoints, 'verify', damage)
-  with pytest.raises(ValueError, match='not what was written'):
-    commands.apply(out=tmp_path / 'out', **place)
-  assert not (tmp_path / 'out').exists()
-
-
 def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
-  assert 'expired' not in commands.log(**place)
+  said = commands.apply(out=tmp_path / 'first', **place)
+  assert 'pointer expired' not in said
   later = time.time() + 366 * 86400
   monkeypatch.setattr(commands.time, 'time', lambda: later)
-  told = 'pointer expired 1.0 days ago: the publisher no longer renews it'
-  assert told in commands.log(**place)
-  assert told in commands.verify(**place)
+  told = 'pointer expired 1.0 days ago: nobody publishes any more'
   assert told in commands.apply(out=tmp_path / 'out', **place)
-
-
-def test_receivers_of_a_public_key_cannot_publish(workdir, tmp_path):
-  key = str(tmp_path / 'pair')
-  commands.keys(key=key)
-  with pytest.raises(ValueError, match='exists; choose another --key'):
-    commands.keys(key=key)
-  flags = dict(store=str(tmp_path / 'store'), run=RUN)
-  source = f'{workdir}:rl'
-  commands.publish(source=source, key=key, **flags)
-  public = f'{key}.public'
-  assert 'sound' in commands.verify(source=source, key=public, **flags)
-  with pytest.raises(ValueError, match='is a public key, which cannot sign'):
-    commands.publish(source=source, key=public, **flags)
-  with pytest.raises(ValueError, match='is a public key, which cannot sign'):
-    commands.gc(keep=1, key=public, **flags)
 
 
 @pytest.fixture(params=['memory', 's3'])
@@ -340,11 +219,6 @@ def test_commands_work_on_a_remote_store(workdir, tmp_path, remote):
   commands.publish(source=str(workdir / 'checkpoints/rl/1'), **flags)
   commands.apply(out=tmp_path / 'out', **flags)
   same(checkpoints.read(str(tmp_path / 'out')), policy(1))
-  assert '2 bundles' in commands.verify(**flags)
-  assert commands.log(**flags).count('\n') == 2
-  said = commands.gc(keep=1, grace_s=0.0, **flags)
-  assert said.startswith('Freed ')
-  assert 'sound' in commands.verify(**flags)
 
 
 # The program.
@@ -358,7 +232,6 @@ def test_the_main_publishes_and_says_errors_in_one_line(workdir, tmp_path):
   ]
   run = programs.run_fresh(MAIN, 'publish', *flags, f'--source={workdir}:rl')
   assert run.returncode == 0, run.stderr
-  assert '[publish] 1/1' in run.stdout
   assert "Version 0 of run 'demo': key of" in run.stdout
   run = programs.run(MAIN, 'apply', *flags)
   assert run.returncode == 1

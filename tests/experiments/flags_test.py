@@ -8,10 +8,9 @@ from tests import programs
 @pytest.mark.parametrize(
   'command, message',
   [
-    ('delta keys --key=k --out=o', 'keys does not take --out; it takes --key.'),
     (
-      'delta verify --store=s --run=r --key=k --keep=3 --grace_s=1',
-      'verify does not take --grace_s, --keep; it takes --dtype, --key, --run,',
+      'delta apply --store=s --out=o --key=k --tier=fast --source=x',
+      'apply does not take --source, --tier; it takes --key, --out, --run,',
     ),
     ('serve --store=http://host', '--store and --on_swap need --follow; add'),
     ('serve --on_swap=keep', '--store and --on_swap need --follow; add'),

@@ -43,7 +43,7 @@ def make(**changes):
       r'--config\.hints\.loss\.weight \(1\.0\) needs --config\.hints\.templ',
     ),
     ({'rollout__record_routes': False}, r'rl\.replay needs the routes'),
-    ({'delta__skip_levels': [1]}, r'--config\.delta: skip_levels .*\(1,\)'),
+    ({'delta__keep': 0}, r'--config\.delta\.keep must be at least 1; got 0'),
     ({'delta__poll_s': 0.0}, r'--config\.delta\.poll_s must be positive'),
     (
       {'delta__store': 'memory://x'},

@@ -19,7 +19,6 @@ import pytest
 from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import transport as receivers
-from composer_jax.delta.format import identity
 from composer_jax.models import decoder
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import reinforce, stages
@@ -29,6 +28,7 @@ from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export, manager
 from configs.composer import tiny
+from tests.delta import identities
 from tests.pipeline import runs
 
 CLOCKS = ('time', 'sandbox_ms', 'wait_s', 'train_s', 'publish_s')
@@ -177,7 +177,7 @@ def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
     else np.asarray(leaf)
     for name, leaf in variables.items()
   }
-  assert identity.target_id(final) == published[3]['target_id']
+  assert identities.target_id(final) == published[3]['target_id']
   kinds = [published[v]['kind'] for v in range(4)]
   assert kinds == ['key', 'delta', 'delta', 'delta']
   assert [received[v]['route'] for v in range(3)] == [

@@ -2,6 +2,7 @@
 
 import contextlib
 
+from composer_jax.core import seams
 from composer_jax.delta import transport
 from composer_jax.report import document, run_data
 from composer_jax.telemetry import writer
@@ -11,12 +12,12 @@ ID = 'a' * 64
 
 def published(version, **changes):
   row = dict(target_id=ID, kind='delta', bytes=1000, full_bytes=40_000)
-  row |= dict(changed=0.02, encode_s=0.1, upload_s=0.01, skip_bytes=0)
+  row |= dict(changed=0.02, encode_s=0.1, upload_s=0.01)
   return version, row | {'keyframe_bytes': 0, **changes}
 
 
 def taken(version, route, **changes):
-  row = dict(target_id=ID, route=route, bytes=1000, fetch_s=0.1, decode_s=0.2)
+  row = dict(target_id=ID, route=route, bytes=1000)
   return version, row | {'swap_s': 0.002, **changes}
 
 
@@ -24,9 +25,13 @@ def section(workdir, sent, got):
   with writer.Writer(workdir, tensorboard=False) as out:
     for version, row in sent:
       out.write('delta', version, **row)
-  with contextlib.closing(transport.Received(workdir)) as lines:
+  with contextlib.closing(transport.Placing(None, workdir)) as receiver:
     for version, row in got:
-      lines.write(version, **row)
+      row = {name: value for name, value in row.items() if value is not None}
+      policy = seams.ReceivedPolicy(
+        version=version, target_id=ID, variables=None, received=row
+      )
+      receiver.served(policy)
   page = document.build(run_data.load(workdir))
   return page[page.index('>Delta bundles<') : page.index('>Expert load<')]
 
@@ -65,10 +70,9 @@ def test_what_was_not_measured_or_is_damaged_hides_nothing(tmp_path):
 
 def test_what_was_received_of_void_versions_counts_no_more(tmp_path):
   """A resumed run publishes them anew, and no engine need receive each one."""
-  transport.Received.truncate(tmp_path, 1)  # There is nothing yet.
   got = [taken(v, ['delta 0-1'], target_id='b' * 64) for v in (2, 3)]
   section(tmp_path, [published(1)], [taken(1, ['key 1']), *got])
-  transport.Received.truncate(tmp_path, 1)
+  writer.keep(tmp_path / writer.RECEIVED, lambda row: row['step'] <= 1)
   sent = [published(v) for v in (2, 3)]
   section(tmp_path, sent, [taken(3, ['delta 2-3'])])
   rows = run_data.load(tmp_path).rows('received')

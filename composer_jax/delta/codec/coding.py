@@ -61,10 +61,8 @@ def encode(
 ) -> tuple[int, bytes]:
   """Returns the number of the codec that serves best and its blob.
 
-  Args:
-    values: flat, of any dtype of `model.kind`.
-    base: the same chunk of the base weights; None for a keyframe.
-    tier: 'fast' or 'small'.
+  The values are flat; the base is the same chunk of the base weights, None for
+  a keyframe.
   """
   if tier not in TIERS:
     raise ValueError(f'tier {tier!r} is not one of {TIERS}')
@@ -155,15 +153,9 @@ def decode(
   *,
   out: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Undoes `encode`; the base is never modified.
+  """Undoes `encode`, to a flat array `out` or a new one of the size.
 
-  Args:
-    codec_id: what `encode` returned.
-    blob: what `encode` returned, from whoever sent it.
-    size: weights in the chunk.
-    dtype: of the weights.
-    base: the same chunk of the base; needed by all but RAW and keyframes.
-    out: a flat array of the dtype to write to, in place of a new one.
+  The base is never modified; RAW and keyframes need none.
 
   Raises:
     ValueError: the blob is not one that `encode` makes for such a chunk.
@@ -298,22 +290,26 @@ def _decode_planes(
 
 
 def _plane(data: bytes | memoryview, size: int) -> np.ndarray:
-  if len(data) == size:
-    return np.frombuffer(data, np.uint8)
+  plane = data if len(data) == size else unzip(data, size)
+  return np.frombuffer(plane, np.uint8)
+
+
+def unzip(data: bytes | memoryview, size: int) -> bytes:
+  """Returns what a zstd frame holds, if it is of this size; else ValueError."""
   # The frame's own claim is checked first: the library allocates what a frame
   # announces, whatever limit it is given.
   try:
     claimed = zstandard.frame_content_size(data)
     if claimed != size:
-      raise ValueError(f'plane of {claimed} bytes must have {size}')
-    plane = zstandard.ZstdDecompressor().decompress(
+      raise ValueError(f'a frame claims {claimed} bytes and must have {size}')
+    content = zstandard.ZstdDecompressor().decompress(
       data, max_output_size=size, allow_extra_data=False
     )
   except zstandard.ZstdError as error:
-    raise ValueError(f'plane is not a zstd frame ({error})') from error
-  if len(plane) != size:
-    raise ValueError(f'plane of {len(plane)} bytes must have {size}')
-  return np.frombuffer(plane, np.uint8)
+    raise ValueError(f'not a zstd frame ({error})') from error
+  if len(content) != size:
+    raise ValueError(f'a frame of {len(content)} bytes must have {size}')
+  return content
 
 
 def _exponents_in_one_byte(bits: np.ndarray) -> np.ndarray:

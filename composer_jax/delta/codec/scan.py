@@ -14,7 +14,6 @@ import types as python_types
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite
 import numba
 import numpy as np
 from llvmlite import ir
@@ -41,9 +40,8 @@ _i1, _i8, _i32, _i64 = (ir.IntType(width) for width in (1, 8, 32, 64))
 # compiles. Constants and functions of other files are compiled in all the same,
 # and a kernel that was cached before one of those changed would code another
 # format. A kernel's name in the cache therefore holds a digest of the sources
-# of all of the codec, of numba, of its options and of the processor. One name
-# serves one signature: numba's lists of several are torn by processes that
-# compile at the same time, each name here is written by one list of one entry.
+# of all of the codec and of the processor. One name serves one signature:
+# numba's lists of several are torn by processes that compile at the same time.
 
 # What a cache that cannot be placed, read or written raises: no writable
 # folder (RuntimeError), a full disk, files cut short by a crash.
@@ -62,7 +60,9 @@ def compiled(signature: Any) -> Callable[[Callable], Callable]:
 def _compile(signature, function):
   # A process that began before an update of the sources has old constants.
   if model.digest_of_sources() == model.SOURCES:
-    key = hashlib.sha256(f'{signature} {_machine()}'.encode())
+    target: Any = registry.cpu_target.target_context
+    machine = target.codegen().magic_tuple()
+    key = hashlib.sha256(f'{signature} {machine}'.encode())
     key.update(model.SOURCES)
     named = python_types.FunctionType(function.__code__, function.__globals__)
     named.__qualname__ = f'{function.__name__}-{key.hexdigest()[:16]}'
@@ -75,18 +75,6 @@ def _compile(signature, function):
         *(function.__name__, type(error).__name__, error),
       )
   return part(signature)(function)
-
-
-@functools.cache
-def _machine() -> tuple:
-  """What else the code depends on: versions, options and the processor."""
-  config: Any = numba.config
-  target: Any = registry.cpu_target.target_context
-  return (
-    *(numba.__version__, llvmlite.__version__),
-    *(config.BOUNDSCHECK, config.OPT, config.DEBUGINFO_DEFAULT),
-    *target.codegen().magic_tuple(),
-  )
 
 
 def _pointer(context, builder, array_type, array, index, size):

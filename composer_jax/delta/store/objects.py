@@ -9,13 +9,10 @@ twice is harmless, and what was read is checked by its name. Nothing here trusts
 the place, but for `get_range`, whose caller checks; and nothing here knows who
 signed a pointer.
 
-How the pointer moves without losing another's move: a folder compares under a
-lock, the others write under a condition. A server like S3 that minds none is
-found out: there it is a look and then a write, and one publisher must be alone.
+The pointer moves without losing another's move: a folder compares under a lock,
+a bucket writes under a condition, which servers like S3 must mind.
 """
 
-import copy
-import functools
 import hashlib
 import os
 import pathlib
@@ -33,11 +30,7 @@ GRACE_S = 3600.0
 _MOST_MESSAGE_BYTES = 2**36
 
 Conflict = folder.Conflict
-CutShort = folder.CutShort
 
-_REMOTE = dict.fromkeys(('http', 'https'), remote.WebBackend) | (
-  dict.fromkeys(remote.KINDS, remote.BucketBackend)
-)
 # A query would end up in the middle of each object's address.
 _URL = re.compile(
   '(file|local)://.*[^/].*|https?://[^/?#]+(/[^/?#]+)*/*'
@@ -45,17 +38,6 @@ _URL = re.compile(
 )
 # What was meant as a URL must not become a folder of that name.
 _MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):|.*://')
-
-
-def _clean(url: str) -> str:
-  """The URL without what makes two spellings of one place; checked."""
-  if not url or (_MEANT_AS_URL.match(url) and not _URL.fullmatch(url)):
-    raise ValueError(
-      f'{url!r} names no store; take a directory, s3://BUCKET/PREFIX, '
-      'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
-      'http://HOST:PORT.'
-    )
-  return url.rstrip('/') or '/'
 
 
 def _object(name: str) -> str:
@@ -73,9 +55,8 @@ class Store:
   """Reads and writes one place; threads and processes may share it.
 
   Attributes:
-    url: of the place, or the path of its directory.
+    url: URL of the place, or the path of its directory.
     root: that directory as a path; None where the place is remote.
-    traffic: counts of what this object has moved.
   """
 
   def __init__(
@@ -90,42 +71,30 @@ class Store:
         `client_options`, and what else its class of store takes, such as
         `endpoint`.
     """
-    self.url = _clean(os.fspath(url))
-    self.traffic = folder.Traffic()
-    self._options = options or {}
-    self._backend: Any = self._open(self._options)
-    self.root: pathlib.Path | None = getattr(self._backend, 'root', None)
+    text = os.fspath(url)
+    if not text or (_MEANT_AS_URL.match(text) and not _URL.fullmatch(text)):
+      raise ValueError(
+        f'{text!r} names no store; take a directory, s3://BUCKET/PREFIX, '
+        'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
+        'http://HOST:PORT.'
+      )
+    self.url = text.rstrip('/') or '/'
+    self.root: pathlib.Path | None = None
+    protocol, mark, path = self.url.partition('://')
+    if mark and protocol in ('http', 'https'):
+      self._backend: Any = remote.WebBackend(self.url, options or {})
+    elif mark and protocol in remote.KINDS:
+      self._backend = remote.BucketBackend(self.url, options or {})
+    else:
+      self.root = pathlib.Path(path if mark else self.url)
+      self._backend = folder.FolderBackend(self.root)
 
   def __repr__(self) -> str:
     return f'Store({self.url!r})'
 
-  def _open(self, options: dict[str, Any]) -> Any:
-    """Returns a `folder.Backend`, or what can only read like one."""
-    protocol, mark, path = self.url.partition('://')
-    if mark and protocol in _REMOTE:
-      return _REMOTE[protocol](self.url, self.traffic, options)
-    root = pathlib.Path(path if mark else self.url)
-    return folder.FolderBackend(root, self.traffic)
-
   @property
   def is_writable(self) -> bool:
     return self._backend.is_writable
-
-  @functools.cached_property
-  def past_caches(self) -> 'Store':
-    """This place, read so that an HTTP cache on the way asks it anew.
-
-    A cache may keep what came to it damaged, or its disk damages what it keeps.
-    The store itself where no such cache can be.
-    """
-    if not self.url.startswith(('http://', 'https://')):
-      return self
-    client = self._options.get('client_options', {})
-    headers = {**client.get('default_headers', {}), 'Cache-Control': 'no-cache'}
-    options = {'client_options': {**client, 'default_headers': headers}}
-    fresh = copy.copy(self)
-    fresh._backend = self._open({**self._options, **options})
-    return fresh
 
   def check_writable(self) -> None:
     if not self.is_writable:
@@ -140,7 +109,7 @@ class Store:
   # Objects.
 
   def put(self, data: bytes) -> str:
-    """Writes an object unless it is there and intact; returns its name."""
+    """Writes an object; returns its name."""
     name = hashlib.sha256(data).hexdigest()
     self._writer().put(_object(name), data)
     return name
@@ -148,17 +117,23 @@ class Store:
   def get(self, name: str, length: int | None = None) -> bytes:
     """Reads a whole object and verifies it.
 
-    Args:
-      name: its sha256.
-      length: what it must be; None where nobody said.
+    What comes damaged is asked for once more, past caches.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is longer or damaged; the message names it.
     """
+    try:
+      return self._get(name, length)
+    except ValueError:
+      return self._get(name, length, fresh=True)
+
+  def _get(
+    self, name: str, length: int | None, *, fresh: bool = False
+  ) -> bytes:
     key = _object(name)
     most = MAX_GET_BYTES if length is None else length
-    data = self._backend.read(key, 0, most + 1)
+    data = self._backend.read(key, 0, most + 1, fresh=fresh)
     if len(data) > most or (length is not None and len(data) != length):
       found = f'more than {most}' if len(data) > most else f'{len(data)}'
       raise ValueError(
@@ -171,12 +146,17 @@ class Store:
       )
     return data
 
-  def get_range(self, name: str, start: int, stop: int) -> bytes:
-    """Reads bytes [start, stop) of an object, all of them but unverified."""
-    if not 0 <= start <= stop:
+  def get_range(
+    self, name: str, start: int, stop: int, *, fresh: bool = False
+  ) -> bytes:
+    """Reads bytes [start, stop) of an object, all of them but unverified.
+
+    If `fresh`, caches on the way ask the store anew.
+    """
+    if not 0 <= start < stop:
       raise ValueError(f'the range {start} to {stop} of an object is empty.')
     key = _object(name)
-    data = self._backend.read(key, start, stop) if start < stop else b''
+    data = self._backend.read(key, start, stop, fresh=fresh)
     if len(data) != stop - start:
       raise ValueError(
         f'{self.url}/{key}: has {len(data)} bytes from {start} to {stop}.'
@@ -195,7 +175,7 @@ class Store:
     """Deletes objects, and half-written files whose writer died.
 
     Args:
-      names: of the objects that no pointer needs.
+      names: names of objects that no pointer needs.
       grace_s: younger ones stay. A publisher writes objects before anything
         points to them, and `put` makes an object it finds young again; so 0 is
         for a caller who knows that nobody publishes, to any run.
@@ -244,17 +224,14 @@ class Store:
 
   # Messages.
 
-  def put_message(self, run_id: str, key: str, data: bytes) -> None:
-    """Leaves bytes for another process of the same publisher.
-
-    Run and key are the caller's, who has checked them; they become a path.
-    """
+  def put_message(self, run_id: str, name: str, data: bytes) -> None:
+    """Leaves bytes for another process of the same publisher."""
     sealed = hashlib.sha256(data).digest() + data
-    self._writer().put(f'messages/{run_id}/{key}', sealed)
+    self._writer().put(f'messages/{run_id}/{name}', sealed)
 
-  def get_message(self, run_id: str, key: str) -> bytes | None:
+  def get_message(self, run_id: str, name: str) -> bytes | None:
     """Reads what `put_message` left, None if nothing; ValueError if damaged."""
-    key = f'messages/{run_id}/{key}'
+    key = f'messages/{run_id}/{name}'
     try:
       sealed = self._backend.read(key, 0, _MOST_MESSAGE_BYTES)
     except FileNotFoundError:
@@ -263,9 +240,8 @@ class Store:
       raise ValueError(f'{self.url}/{key}: this message is damaged.')
     return sealed[32:]
 
-  def drop_messages(self, run_id: str, but: str | None = None) -> None:
-    """Deletes a run's messages, except those whose keys begin with `but`."""
-    top, writer = f'messages/{run_id}', self._writer()
-    kept = f'{top}/{but}' if but else '/'
-    found = [key for key in writer.find(top) if not key.startswith(kept)]
+  def drop_messages(self, run_id: str, but: str = '/') -> None:
+    """Deletes a run's messages, except those whose names begin with `but`."""
+    top, writer = f'messages/{run_id}/', self._writer()
+    found = [key for key in writer.find(top) if not key.startswith(top + but)]
     writer.delete(found, 0.0)

@@ -79,12 +79,11 @@ def bytes_table(coded: Sequence[Row]) -> str:
         *(f'{row["full_bytes"] / size:.1f}' for size in sizes),
         f'{row["small"] / row["bound_e"]:.3f}',
         f'{row["small_blobs"] / row["bound_e"]:.3f}',
-        f'{row["catch_up"]:.2f}',
       ]
     )
   head = (
     *('training', 'changed', 'bound E', *_ours(coded), *peers),
-    *('small / E', 'its blobs / E', 'lag 8 / singles'),
+    *('small / E', 'its blobs / E'),
   )
   return _table(head, lines)
 

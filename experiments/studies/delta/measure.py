@@ -34,8 +34,8 @@ _RESULTS = flags.DEFINE_string(
   str(pathlib.Path(__file__).parent / 'results'),
   'Folder to replace.',
 )
-# Deltas that count for a case: the last before the skip of a lag.
-LAST = slice(delta_sizes.LAG - 4, delta_sizes.LAG)
+# Deltas that count for a case.
+LAST = slice(4, 8)
 
 
 def main() -> None:
@@ -86,9 +86,6 @@ def coded(case: delta_data.Case) -> dict[str, Any]:
     bundles = delta_sizes.bundles(case.policies, **options)
     line[name] = statistics.median(i.bytes for i in bundles.infos[1:][LAST])
     line[f'{name}_blobs'] = statistics.median(bundles.blobs[1:][LAST])
-    if name == 'small' and bundles.catch_up:
-      singles = sum(i.bytes for i in bundles.infos[1 : delta_sizes.LAG + 1])
-      line['catch_up'] = bundles.catch_up / singles
   return line
 
 
