@@ -296,8 +296,26 @@ class Spec:
         '--config.rl.replay needs the routes that rollouts record: set '
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
       )
+    self._check_adapters()
     self._check_gate()
     self._check_shapes()
+
+  def _check_adapters(self) -> None:
+    """Raises for adapters without frozen weights, or with Muon."""
+    if not self.model.adapters.enabled:
+      return
+    if not self.initial:
+      raise ValueError(
+        '--config.model.adapters train beside the frozen weights of an '
+        'imported model: set --config.initial, or all ranks to 0.'
+      )
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      if stage.steps and stage.optimizer != 'adam':
+        raise ValueError(
+          f'--config.{name}.optimizer must be "adam" for adapters '
+          f'(--config.model.adapters), not {stage.optimizer!r}: Muon is for '
+          'whole matrices.'
+        )
 
   def _check_gate(self) -> None:
     """Raises for bands that honest records in bfloat16 would not keep."""

@@ -1,6 +1,7 @@
 """The stages before and around RL: pretraining, SFT, evaluation."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -12,7 +13,10 @@ import jax
 from composer_jax.agent import rewards
 from composer_jax.core import files, records, seams
 from composer_jax.data import stream as streams
+from composer_jax.models import config as model_config
 from composer_jax.models import decoder
+from composer_jax.models import placement as model_placement
+from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
@@ -39,8 +43,7 @@ def pretrain(job: jobs.Job) -> None:
     stage = job.spec.cpt
     stream = pretraining_stream(job)
     heldout = _stream(stage, job.documents[1], seed=0, num_epochs=1)
-    start = job.systems.initial
-    initial = start.variables(_like(job, job.placement)) if start else None
+    initial = _imported(job) if job.systems.initial else None
     _train(job, 'cpt', stage, stream, heldout, initial)
 
 
@@ -70,7 +73,8 @@ def finetune(job: jobs.Job) -> None:
   with job.times.stage('sft'):
     stage = job.spec.sft
     if not stage.steps:
-      export.save(job.workdir, 'sft', 0, _pretrained(job))
+      variables = decoder.without_base(_pretrained(job))
+      export.save(job.workdir, 'sft', 0, variables)
       return
     with job.times.stage('demonstrations'):
       training, held_out = sft_documents(job)
@@ -85,8 +89,32 @@ def _pretrained(job: jobs.Job) -> Any:
   """Returns the variables that SFT begins with."""
   if job.spec.cpt.steps:
     return load_variables(job, 'cpt')
+  return _imported(job)
+
+
+def _imported(job: jobs.Job) -> Any:
+  """Returns the variables of the import, with adapters that change nothing."""
+  like, model = _like(job, job.placement), job.spec.model
   assert job.systems.initial is not None
-  return job.systems.initial.variables(_like(job, job.placement))
+  adapters = like.pop('adapters', None)
+  imported = job.systems.initial.variables(like)
+  if adapters is None:
+    return imported
+  make = jax.jit(
+    functools.partial(decoder.init_adapters, model),
+    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, adapters),
+  )
+  return {**imported, 'adapters': make(jax.random.key(job.spec.seed))}
+
+
+def with_base(systems: seams.Systems, variables: Any, like: Any) -> Any:
+  """Returns variables with the frozen parameters of a model with adapters."""
+  if decoder.trained(variables) == 'params':
+    return variables
+  assert systems.initial is not None
+  kept = {name: tree for name, tree in like.items() if name != 'adapters'}
+  base = systems.initial.variables(kept)
+  return {**variables, 'params': base['params']}
 
 
 def _train(
@@ -121,7 +149,9 @@ def load_variables(
   job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
   """Loads the exported variables of a finished stage onto a placement."""
-  return export.load(job.workdir, stage, _like(job, placement or job.placement))
+  like = _like(job, placement or job.placement)
+  trained = export.load(job.workdir, stage, decoder.without_base(like))
+  return with_base(job.systems, trained, like)
 
 
 def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
@@ -137,14 +167,24 @@ def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
 
 def _like(job: jobs.Job, placement: placements.Placement) -> Any:
   """Shapes, dtypes and shardings of the variables."""
-  shapes, _ = decoder.abstract(job.spec.model)
+  return placed_like(job.spec.model, placement.variables)
+
+
+def placed_like(model: model_config.ModelConfig, places: Any) -> Any:
+  shapes, _ = decoder.abstract(model)
   return jax.tree.map(
-    lambda shape, sharding: jax.ShapeDtypeStruct(
-      shape.shape, shape.dtype, sharding=sharding
-    ),
-    shapes,
-    placement.variables,
+    lambda shape, place: shape.update(sharding=place), shapes, places
   )
+
+
+def served_like(spec: specs.Spec) -> Any:
+  """Shapes, dtypes and shardings of the variables of the run's engine."""
+  devices = jax.devices()[: spec.rollout.devices]
+  mesh = topology.make_mesh(fsdp=len(devices), devices=devices)
+  places = model_placement.variable_shardings(
+    spec.model, layout=layouts.DECODE, mesh=mesh
+  )
+  return placed_like(spec.model, places)
 
 
 def collector_of(
@@ -218,8 +258,9 @@ def evaluate(job: jobs.Job, stage: str) -> None:
     return
   with job.times.stage(f'eval_{stage}'), job.runner() as runner:
     variables = load_variables(job, stage, job.single)
-    params = jax.jit(train_state.policy_values)(variables['params'])
-    engine = make_engine(job.spec, {**variables, 'params': params}, 0)
+    name = decoder.trained(variables)
+    values = {name: jax.jit(train_state.policy_values)(variables[name])}
+    engine = make_engine(job.spec, variables | values, 0)
     for name in missing:
       _evaluate(job, stage, name, names[name], engine, runner)
 

@@ -105,6 +105,7 @@ def make(
       plan=plan,
       with_max_logits=clips_logits,
       whole=whole,
+      base=state.base,
     )
     return gradients, stats
 
