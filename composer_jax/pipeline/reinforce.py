@@ -97,7 +97,9 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):
-    return train_state.create(variables, optimizer, with_teacher=follows)
+    return train_state.create(
+      variables, optimizer, with_teacher=follows, dtype=spec.rl.state
+    )
 
   variables = stages.load_variables(job, 'sft', placement)
   places = train_state.shardings(
@@ -187,8 +189,7 @@ def _reinforce(job: jobs.Job) -> None:
         )
       state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
-  variables = decoder.without_base(state.variables())
-  export.save(job.workdir, 'rl', rl.steps, variables)
+  export.save(job.workdir, 'rl', rl.steps, state.trained())
   rows = writer.read(job.workdir) + writer.read(job.workdir / writer.RECEIVED)
   if waited := waiting.summary(rows):
     say(waited)

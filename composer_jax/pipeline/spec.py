@@ -77,6 +77,8 @@ class StageOptions(loop.TrainingOptions):
     grad_clip: largest global norm of gradients; larger ones are scaled down.
     optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
+    state: 'float32', or with 'adam' 'bfloat16': masters and moments take half
+      the memory and are rounded stochastically.
     bias_update_rate: change of the routers' selection bias per step.
     eval_batches: batches averaged in a held-out loss.
     opening: tokens at the beginning of every document that the first two epochs
@@ -92,6 +94,7 @@ class StageOptions(loop.TrainingOptions):
   grad_clip: float = 1.0
   optimizer: str = 'muon'
   muon: optim_groups.MuonChoices = optim_groups.MuonChoices()
+  state: str = 'float32'
   bias_update_rate: float = 1e-3
   eval_batches: int = 8
   opening: int = 0
@@ -124,6 +127,7 @@ class RLSection(update.LearningOptions):
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
     grad_clip: largest global norm of gradients; larger ones are scaled down.
+    state: dtype of masters and moments, as in SFT.
     rows: rows of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
@@ -143,6 +147,7 @@ class RLSection(update.LearningOptions):
   adam_b1: float = 0.9
   adam_b2: float = 0.95
   grad_clip: float = 1.0
+  state: str = 'float32'
   rows: int = 8
   seq_len: int = 320
   checkpoint_every: int = 5

@@ -210,7 +210,11 @@ def build(
   put = placement.put if placement is not None else lambda batch: batch
 
   def placed(grads):
-    """Shards gradients, and thus their sums, like their parameters."""
+    """Shards gradients, and thus their sums, like their parameters.
+
+    Sums are float32, whatever the masters are.
+    """
+    grads = optax.tree.cast(grads, jnp.float32)
     if placement is None:
       return grads
     places = placement.variables[decoder.trained(placement.variables)]

@@ -127,7 +127,8 @@ def run(
   programs = make_programs(options, model, placement)
   if export.finished_step(workdir, stage) is not None:
     like = decoder.without_base(programs.like.variables())
-    return export.load(workdir, stage, like)
+    wide = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), like)
+    return export.load(workdir, stage, wide)
   # Placed once; small beside the model.
   heldout = [placement.put(batch) for batch in heldout]
 
@@ -189,7 +190,7 @@ def run(
           kept = size and size.get_state()
           data = {'stream': stream.get_state(), 'buckets': kept}
           checkpoints.save(step, state.own(), data)
-  trained = decoder.without_base(state.variables())
+  trained = state.trained()
   export.save(workdir, stage, options.steps, trained)
   return trained
 
@@ -213,7 +214,8 @@ def make_programs(
   )
 
   def create(variables):
-    return train_state.create(variables, optimizer)
+    dtype = options.optimizer.state
+    return train_state.create(variables, optimizer, dtype=dtype)
 
   shapes = jax.eval_shape(create, abstract)
   places = train_state.shardings(shapes, placement.variables, placement.mesh)

@@ -20,7 +20,7 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     step: int32 number of optimizer steps done.
-    params: float32 masters, of the adapters if there are any.
+    params: masters, of the adapters if there are any.
     selection_bias: biases of sigmoid routers, updated outside the optimizer; {}
       for softmax routers.
     teacher: moving average of the masters; {} without one.
@@ -36,6 +36,11 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
 
   def variables(self) -> dict[str, Any]:
     return variables(self.params, self.selection_bias, self.base)
+
+  def trained(self) -> dict[str, Any]:
+    """Returns what an export has: float32 masters, and nothing frozen."""
+    kept = decoder.without_base(self.variables())
+    return optax.tree.cast(kept, jnp.float32)
 
   def own(self) -> 'TrainState':
     """Returns what training changes, which checkpoints have."""
@@ -79,17 +84,22 @@ def create(
   optimizer: optax.GradientTransformation,
   *,
   with_teacher: bool = False,
+  dtype: str = 'float32',
 ) -> TrainState:
-  """Makes the first state; it has the frozen parameters that are given."""
+  """Makes the first state; it has the frozen parameters that are given.
+
+  `dtype` is that of the masters.
+  """
   name = decoder.trained(model_variables)
-  params = model_variables[name]
+  wide = model_variables[name]
+  params = optax.tree.cast(wide, dtype)
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     params=params,
     selection_bias=model_variables.get('selection_bias', {}),
     opt_state=optimizer.init(params),
     # Copies, since a step donates each buffer of its state once.
-    teacher=jax.tree.map(jnp.copy, params) if with_teacher else {},
+    teacher=jax.tree.map(jnp.copy, wide) if with_teacher else {},
     base={} if name == 'params' else model_variables.get('params', {}),
   )
 

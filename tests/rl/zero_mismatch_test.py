@@ -40,7 +40,10 @@ OPTIONS = engines.EngineOptions(
 NUM_SESSIONS = 9
 
 
-def _config(name, dtype, adapters=model_config.AdapterConfig()):
+NO_ADAPTERS = model_config.AdapterConfig()
+
+
+def _config(name, dtype, adapters=NO_ADAPTERS):
   return dataclasses.replace(
     replayed.CONFIGS[name],
     numerics='batch_invariant',
