@@ -80,6 +80,14 @@ def _devices(spec) -> Iterator[str]:
     raise ValueError(f'jax sees no accelerator: {cure}.')
 
 
+def _memory(spec) -> Iterator[str]:
+  from composer_jax.plan import memory
+
+  yield f'a device has {memory.size(memory.device_limit())}'
+  yield from memory.check(spec)
+  yield memory.on_disk(spec)
+
+
 def _packages() -> Iterator[str]:
   here = [extra for extra, module in _EXTRAS.items() if _has(module)]
   absent = sorted(_EXTRAS.keys() - set(here))
@@ -156,6 +164,7 @@ def main() -> None:
   checks = {
     'machine': _machine,
     'devices': lambda: _devices(spec),
+    'memory': lambda: _memory(spec),
     'packages': _packages,
     'sandbox': lambda: _sandboxes(spec, systems),
     'files': lambda: _files(spec, systems),

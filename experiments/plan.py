@@ -3,7 +3,9 @@
   python -m experiments.plan --config=configs/models/kimi_k2.py \
       --topology=v5p:8x8x8 --what=compile --libtpu=FOLDER
 
-Questions: 'params', placement and bytes of every parameter; 'muon', the
+Questions: 'params', placement and bytes of every parameter; 'memory', what
+training and serving need on a device, counted, with and without adapters;
+'muon', the
 matrices that each device orthogonalises, with operations, bytes and modelled
 times; 'compile', the train step compiled by the machines' compiler: if it fits,
 what it computes and sends, and how much of that overlaps with products. Nothing
@@ -25,7 +27,7 @@ _CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
-_QUESTIONS = ('params', 'muon', 'compile')
+_QUESTIONS = ('params', 'memory', 'muon', 'compile')
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
 _PLACE = [
@@ -77,6 +79,8 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   if q.what not in _QUESTIONS:
     raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
   unused = [f'--{flag.name}' for flag in _COMPILE if flag.present]
+  if q.what == 'memory':
+    unused = [name for name in unused if name not in ('--batch', '--seq_len')]
   if unused and q.what != 'compile':
     raise ValueError(
       f'{", ".join(unused)} can be set with --what=compile alone; --what is '
@@ -85,7 +89,7 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   # Before jax is imported, so that it takes no accelerator.
   topologies.prepare()
   from composer_jax.plan import case as cases
-  from composer_jax.plan import muon, params
+  from composer_jax.plan import memory, muon, params
 
   case = cases.make(
     fields,
@@ -96,6 +100,9 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   )
   if q.what == 'params':
     return params.tables(case)
+  if q.what == 'memory':
+    shards = case.mesh.shape['replica'] * case.mesh.shape['fsdp']
+    return memory.tables(case, q.batch or shards, q.seq_len)
   if q.what == 'muon':
     return muon.tables(case)
   from composer_jax.plan import aot, aot_process, compiled

@@ -10,6 +10,7 @@ nothing is compiled.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,17 +18,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from composer_jax.core import batches, trees
+from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
+from composer_jax.plan import case as cases
+from composer_jax.plan import report, topologies
 from composer_jax.rollout import forward
+from composer_jax.rollout import options as rollout_options
 from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 _GIB = 1 << 30
+# Tokens of the traced row; what attention keeps grows with them, not faster. 17
+# is a factor of no usual weight, which no activation may be taken for.
+_TRACED = 17 * 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
       shape = rows, stage.seq_len, stage.accumulate > 1
       options = stage.optimizer_options()
       yield training(name, spec.lm_model, options, spec.mesh, layout, shape)
-  engine = serving(spec)
+  engine = serving(spec.model, spec.engine_options())
   if spec.rl.steps:
     shape = spec.rl.rows, spec.rl.seq_len, True
     options = spec.rl.optimizer_options()
@@ -87,6 +94,108 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
   masters = _bytes(*_described(spec.model, specs.Mesh(), layouts.REPLICATED))
   terms = {'masters': masters} | engine.terms
   yield Need(name='evaluation', devices=1, terms=terms)
+
+
+def check(spec: specs.Spec, limit: int | None = None) -> Iterator[str]:
+  """Yields a line for each need; a ValueError names what does not fit.
+
+  `limit` is the memory of one device; None asks the devices that are here.
+  """
+  limit = limit or device_limit()
+  for need in needs(spec):
+    yield str(need)
+    if need.total <= limit:
+      continue
+    largest = max(need.terms, key=lambda term: need.terms[term])
+    fitting: dict[str, str] = {}
+    for kind, words, other in _choices(spec):
+      if kind in fitting:
+        continue
+      totals = [n.total for n in needs(other) if n.name == need.name]
+      if max(totals) <= limit:
+        fitting[kind] = words
+    cure = (
+      f'What fits: {"; or ".join(fitting.values())}.'
+      if fitting
+      else 'No single one of these fits: fewer rows, bfloat16 masters, '
+      'adapters, shorter windows, up to 64 times as many devices.'
+    )
+    raise ValueError(
+      f'{need.name} needs {size(need.total)} on a device that has '
+      f'{size(limit)}; the largest part is {largest}, '
+      f'{size(need.terms[largest])}. {cure}'
+    )
+
+
+def device_limit() -> int:
+  """Returns the bytes of a device; of a CPU its share of what is free."""
+  device = jax.devices()[0]
+  if limit := (device.memory_stats() or {}).get('bytes_limit'):
+    return limit
+  pages = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  return pages // len(jax.devices())
+
+
+def _choices(spec: specs.Spec) -> Iterator[tuple[str, str, specs.Spec]]:
+  """Yields changes of a kind, in words, the least one first."""
+  change = dataclasses.replace
+  stages = {'cpt': spec.cpt, 'sft': spec.sft, 'rl': spec.rl}
+
+  def fewer_rows(n):
+    rl = change(spec.rl, rows=max(1, spec.rl.rows // n))
+    cpt, sft = (
+      change(stage, accumulate=stage.accumulate * n)
+      for stage in (spec.cpt, spec.sft)
+    )
+    return change(spec, rl=rl, cpt=cpt, sft=sft)
+
+  def narrow(_):
+    plain = {
+      name: change(stage, state='bfloat16') for name, stage in stages.items()
+    }
+    return change(spec, **plain)
+
+  def adapters(n):
+    ranks = model_config.AdapterConfig(attention=16 * n, dense=16 * n)
+    return change(spec, model=change(spec.model, adapters=ranks))
+
+  def shorter(n):
+    length = spec.episode.max_tokens // n
+    shorter = {
+      name: change(stage, seq_len=stage.seq_len // n)
+      for name, stage in stages.items()
+    }
+    episode = change(spec.episode, max_tokens=length)
+    summary = change(spec.summary, trigger=length)
+    return change(spec, episode=episode, summary=summary, **shorter)
+
+  def devices(n):
+    meshes = (
+      change(mesh, fsdp=mesh.fsdp * n) for mesh in (spec.mesh, spec.rl.mesh)
+    )
+    mesh, of_rl = meshes
+    rl = change(spec.rl, mesh=of_rl, rows=spec.rl.rows * n)
+    cpt, sft = (
+      change(stage, batch_size=stage.batch_size * n)
+      for stage in (spec.cpt, spec.sft)
+    )
+    served = change(spec.rollout, devices=spec.rollout.devices * n)
+    stages = dict(rl=rl, cpt=cpt, sft=sft, mesh=mesh, rollout=served)
+    return change(spec, layout='hsdp', **stages)
+
+  kinds = (
+    ('{} times fewer rows of a microbatch', fewer_rows),
+    ('state=bfloat16 for masters and moments', narrow),
+    ('adapters, --config.model.adapters.attention=16', adapters),
+    ('windows {} times shorter', shorter),
+    ('{} times as many devices in layout hsdp', devices),
+  )
+  for words, changed in kinds:
+    for n in (2, 4, 8, 16, 32, 64) if '{}' in words else (1,):
+      try:
+        yield words, words.format(n), changed(n)
+      except ValueError:  # Refused by a rule of configs.
+        break
 
 
 def training(
@@ -122,15 +231,16 @@ def training(
     'moments': _bytes(state.opt_state, at.opt_state),
     'policy values': masters,
     'gradients': masters * (1 + adds_up),
-    'gathered weights': _gathered(variables, places, model),
+    "a layer's weights": _of_layer(variables, places, model),
     **activations(model, *local),
   }
   return Need(name=name, devices=mesh.size, terms=terms)
 
 
-def serving(spec: specs.Spec) -> Need:
+def serving(
+  model: model_config.ModelConfig, options: rollout_options.EngineOptions
+) -> Need:
   """Counts an engine: weights before and after a swap, and the KV cache."""
-  model, options = spec.model, spec.engine_options()
   if options.compute_dtype:
     dtype = options.compute_dtype
     model = dataclasses.replace(model, compute_dtype=dtype)
@@ -148,7 +258,7 @@ def serving(spec: specs.Spec) -> Need:
   terms = {
     'served weights': _bytes(served, places),
     'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
-    'KV cache': sum(x.nbytes for x in jax.tree.leaves(cache)) // divided,
+    'KV cache': _whole(cache) // divided,
     'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,
   }
   return Need(name='engine', devices=options.devices, terms=terms)
@@ -167,6 +277,10 @@ def _described(
   return variables, placement.variable_shardings(model, **where)
 
 
+def _whole(tree: Any) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def _bytes(tree: Any, places: Any) -> int:
   """Returns the bytes of one device's shards."""
   shards = jax.tree.map(
@@ -179,33 +293,55 @@ def _bytes(tree: Any, places: Any) -> int:
   return sum(jax.tree.leaves(shards))
 
 
-def _gathered(variables: Any, places: Any, model: Any) -> int:
-  """Returns bytes of the largest layer's whole weights, and their gradients.
+def _of_layer(variables: Any, places: Any, model: Any) -> int:
+  """Returns bytes of one layer's weights as it computes with them.
 
-  They are gathered in the compute dtype, and gradients scattered in float32;
-  experts stay where they are.
+  Weights are gathered, except along the expert axis, and cast to the compute
+  dtype; gradients of these copies are float32.
   """
   axes = trees.flatten_names(decoder.abstract(model)[1])
-  width = jnp.dtype(model.compute_dtype).itemsize
+  at, dtype = trees.flatten_names(places), jnp.dtype(model.compute_dtype)
   layers = dict.fromkeys(model.stacks, 0)
-  at = trees.flatten_names(places)
   for name, leaf in trees.flatten_names(variables).items():
     kind, stack, *_ = name.split('/')
-    is_moved = not at[name].is_fully_replicated and 'expert' not in axes[name]
-    if stack in layers and is_moved:
+    if stack not in layers:
+      continue
+    shape = leaf.shape
+    if 'expert' in axes[name]:
+      shape = at[name].shard_shape(shape)
+    is_copied = leaf.dtype != dtype or not at[name].is_fully_replicated
+    if is_copied:
       is_trained = kind == decoder.trained(variables)
-      layers[stack] += leaf.size // leaf.shape[0] * (width + 4 * is_trained)
+      count = math.prod(shape[1:])
+      layers[stack] += count * (dtype.itemsize + 4 * is_trained)
   return max(layers.values())
 
 
-@functools.lru_cache(maxsize=64)
 def activations(
   model: model_config.ModelConfig, rows: int, seq_len: int
 ) -> dict[str, int]:
-  """Counts what a backward pass keeps of a device's tokens, and its peak."""
+  """Counts what a backward pass keeps of a device's tokens, and its work.
+
+  A layer's backward pass works on about as much as its forward pass could keep,
+  and on twice that if it is computed again.
+  """
+  plain = dataclasses.replace(model, remat=False)
+  tokens = rows * seq_len
+  layer = int(tokens * _kept(plain) / model.num_layers)
+  words = min(model.vocab_size, head.words_at_once(tokens, model.vocab_size))
+  return {
+    'activations': int(tokens * _kept(model)),
+    "a layer's work": layer * (1 + model.remat),
+    'logits': 4 * 2 * tokens * words,
+  }
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(model: model_config.ModelConfig) -> float:
+  """Returns bytes a token of the arrays between forward and backward pass."""
   variables, _ = decoder.abstract(model)
   name = decoder.trained(variables)
-  integers = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
+  integers = jax.ShapeDtypeStruct((1, _TRACED), jnp.int32)
   batch: Any = batches.LMBatch
   batch = batch(
     tokens_BT=integers,
@@ -220,20 +356,70 @@ def activations(
     )
     return total
 
-  def kept(trained, others, batch):
+  def passed(trained, others, batch):
     return jax.vjp(functools.partial(loss, others=others, batch=batch), trained)
 
   others = {k: tree for k, tree in variables.items() if k != name}
-  traced = jax.make_jaxpr(kept)(variables[name], others, batch).jaxpr
-  # Weights that it keeps are counted as weights.
+  traced = jax.make_jaxpr(passed)(variables[name], others, batch).jaxpr
+  # Weights that it keeps are counted as weights, also if cast or reshaped.
+  weights = {leaf.size for leaf in jax.tree.leaves(variables)}
   given = {id(v) for v in traced.invars}
   arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
-  sizes = {tree.shape for tree in jax.tree.leaves(variables)}
-  residuals = sum(
-    a.size * a.dtype.itemsize
-    for a in arrays.values()
-    if hasattr(a, 'shape') and a.shape not in sizes
+  kept = [a for a in arrays.values() if math.prod(a.shape) not in weights]
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED
+
+
+def on_disk(spec: specs.Spec) -> str:
+  """Says what a run's folder takes at most, beside its episodes."""
+  variables, _ = decoder.abstract(spec.model)
+  count = sum(x.size for x in jax.tree.leaves(decoder.without_base(variables)))
+  width = 4 if 'float32' in (spec.sft.state, spec.rl.state) else 2
+  # Two checkpoints of a stage while a third is written; an export of each.
+  kept = {
+    'checkpoints': 2 * 3 * 3 * width * count,
+    'exports': 3 * 4 * count,
+    'each full bundle': 2 * count,
+  }
+  return 'on disk: ' + ', '.join(f'{n} {size(b)}' for n, b in kept.items())
+
+
+def tables(
+  case: cases.Case, rows: int, seq_len: int, num_slots: int = 16
+) -> list[report.Table]:
+  """Compares what fits: a train step with AdamW, and an engine beside it.
+
+  `rows` is that of a microbatch on all devices.
+  """
+  platform = topologies.MACHINES[case.machine].platform
+  hbm = topologies.MACHINES[case.machine].hbm
+  mesh = specs.Mesh(**dict(case.mesh.shape))
+  ranks = model_config.AdapterConfig(attention=16, shared=16, dense=16)
+  options = rollout_options.EngineOptions(
+    devices=mesh.size, max_len=seq_len, num_slots=num_slots
   )
-  tokens = rows * seq_len
-  words = min(model.vocab_size, head.words_at_once(tokens, model.vocab_size))
-  return {'activations': residuals, 'logits': 4 * 2 * tokens * words}
+  lines = []
+  with platforms.targeting(platform):
+    for what, state, adapters in (
+      ('all weights, float32 state', 'float32', case.model.adapters),
+      ('all weights, bfloat16 state', 'bfloat16', case.model.adapters),
+      ('adapters of rank 16', 'float32', ranks),
+    ):
+      model = dataclasses.replace(case.model, adapters=adapters)
+      adam = groups.OptimizerOptions(name='adam', state=state)
+      shape = rows, seq_len, True
+      needed = (
+        training('train', model, adam, mesh, case.layout, shape),
+        serving(model, options),
+      )
+      for need in needed:
+        largest = max(need.terms, key=lambda term: need.terms[term])
+        fits = '-' if hbm is None else 'yes' if need.total <= hbm else 'no'
+        shown = need.total / _GIB, largest, need.terms[largest] / _GIB
+        lines.append((what, need.name, *shown, fits))
+  return [
+    report.Table(
+      title=f'Counted GiB of one device of {case.where}; not compiled, not run',
+      columns=('what', 'part', 'GiB', 'largest', 'its_GiB', 'fits'),
+      rows=lines,
+    )
+  ]
