@@ -1,9 +1,8 @@
 """Bytes that the stages of a run need on one device, before anything is built.
 
 Counted from shapes, layouts and dtypes: state and weights exactly; activations
-as what the traced backward pass keeps of a microbatch, plus the largest of its
-two ends: the logits, or a layer computed again. No array is allocated and
-nothing is compiled.
+as what the traced forward pass keeps of a microbatch for the backward pass, and
+what this works on. No array is allocated and nothing is compiled.
 `tests/plan/memory_test.py` compares the sums with the compiler's.
 """
 
@@ -322,23 +321,23 @@ def activations(
 ) -> dict[str, int]:
   """Counts what a backward pass keeps of a device's tokens, and its work.
 
-  A layer's backward pass works on about as much as its forward pass could keep,
-  and on twice that if it is computed again.
+  At its fullest it works on the logits and their gradient, or on a layer: on
+  about as much as the layer's forward pass could keep, and on twice that if
+  this is computed again.
   """
-  plain = dataclasses.replace(model, remat=False)
   tokens = rows * seq_len
-  layer = int(tokens * _kept(plain) / model.num_layers)
+  plain = _kept(dataclasses.replace(model, remat=False))
+  layer = tokens * plain / model.num_layers * (1 + model.remat)
   words = min(model.vocab_size, head.words_at_once(tokens, model.vocab_size))
   return {
     'activations': int(tokens * _kept(model)),
-    "a layer's work": layer * (1 + model.remat),
-    'logits': 4 * 2 * tokens * words,
+    "the backward pass's work": int(max(2 * 4 * tokens * words, layer)),
   }
 
 
 @functools.lru_cache(maxsize=64)
 def _kept(model: model_config.ModelConfig) -> float:
-  """Returns bytes a token of the arrays between forward and backward pass."""
+  """Returns bytes a token between forward and backward pass, without logits."""
   variables, _ = decoder.abstract(model)
   name = decoder.trained(variables)
   integers = jax.ShapeDtypeStruct((1, _TRACED), jnp.int32)
@@ -362,10 +361,11 @@ def _kept(model: model_config.ModelConfig) -> float:
   others = {k: tree for k, tree in variables.items() if k != name}
   traced = jax.make_jaxpr(passed)(variables[name], others, batch).jaxpr
   # Weights that it keeps are counted as weights, also if cast or reshaped.
-  weights = {leaf.size for leaf in jax.tree.leaves(variables)}
+  counted = {leaf.size for leaf in jax.tree.leaves(variables)}
+  counted.add(_TRACED * model.vocab_size)
   given = {id(v) for v in traced.invars}
   arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
-  kept = [a for a in arrays.values() if math.prod(a.shape) not in weights]
+  kept = [a for a in arrays.values() if math.prod(a.shape) not in counted]
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED
 
 
