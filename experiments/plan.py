@@ -13,6 +13,7 @@ is allocated. A wrong flag, config file or mesh ends the program with one line;
 --debug adds the traceback.
 """
 
+import dataclasses
 import json
 import sys
 import types
@@ -75,6 +76,48 @@ _COMPILE = [
 ]
 
 
+def _fits(case: Any, rows: int, seq_len: int) -> Any:
+  """Counts a train step with AdamW, and an engine of 16 slots beside it."""
+  from composer_jax.core import platforms
+  from composer_jax.models import config as model_config
+  from composer_jax.optim import groups
+  from composer_jax.pipeline import spec as specs
+  from composer_jax.plan import memory, report
+  from composer_jax.rollout import options as rollout_options
+
+  machine = topologies.MACHINES[case.machine]
+  mesh = specs.Mesh(**dict(case.mesh.shape))
+  shape = rows or mesh.replica * mesh.fsdp, seq_len, True
+  ranks = model_config.AdapterConfig(attention=16, shared=16, dense=16)
+  options = rollout_options.EngineOptions(
+    devices=mesh.size, max_len=seq_len, num_slots=16
+  )
+  lines = []
+  for what, state, adapters in (
+    ('all weights, float32 state', 'float32', case.model.adapters),
+    ('all weights, bfloat16 state', 'bfloat16', case.model.adapters),
+    ('adapters of rank 16', 'float32', ranks),
+  ):
+    model = dataclasses.replace(case.model, adapters=adapters)
+    adam = groups.OptimizerOptions(name='adam', state=state)
+    with platforms.targeting(machine.platform):
+      needed = (
+        memory.training('train', model, adam, mesh, case.layout, shape),
+        memory.serving(model, options),
+      )
+    for need in needed:
+      largest = max(need.terms, key=lambda term: need.terms[term])
+      fits = not machine.hbm or need.total <= machine.hbm
+      total, part = (x / 2**30 for x in (need.total, need.terms[largest]))
+      fits_word = 'yes' if fits else 'no'
+      lines.append((what, need.name, total, largest, part, fits_word))
+  return report.Table(
+    title=f'Counted GiB of one device of {case.where}; not compiled, not run',
+    columns=('what', 'part', 'GiB', 'largest', 'its_GiB', 'fits'),
+    rows=lines,
+  )
+
+
 def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   if q.what not in _QUESTIONS:
     raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
@@ -89,7 +132,7 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   # Before jax is imported, so that it takes no accelerator.
   topologies.prepare()
   from composer_jax.plan import case as cases
-  from composer_jax.plan import memory, muon, params
+  from composer_jax.plan import muon, params
 
   case = cases.make(
     fields,
@@ -101,8 +144,7 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   if q.what == 'params':
     return params.tables(case)
   if q.what == 'memory':
-    shards = case.mesh.shape['replica'] * case.mesh.shape['fsdp']
-    return memory.tables(case, q.batch or shards, q.seq_len)
+    return [_fits(case, q.batch, q.seq_len)]
   if q.what == 'muon':
     return muon.tables(case)
   from composer_jax.plan import aot, aot_process, compiled

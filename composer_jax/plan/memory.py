@@ -10,21 +10,19 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from composer_jax.core import batches, platforms, trees
+from composer_jax.core import batches, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
-from composer_jax.plan import case as cases
-from composer_jax.plan import report, topologies
 from composer_jax.rollout import forward
 from composer_jax.rollout import options as rollout_options
 from composer_jax.train import lm_loss
@@ -82,6 +80,11 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
     options = spec.rl.optimizer_options()
     mesh = spec.rl.mesh
     trainer = training('rl', spec.model, options, mesh, layout, shape)
+    # One is published; the gate keeps those that may have sampled.
+    kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
+    width = 2 if options.state == 'bfloat16' else 4
+    kept_bytes = kept * trainer.terms['masters'] * 2 // width
+    trainer.terms['kept policies'] = kept_bytes
     if spec.rl.placement == 'colocated':
       both = trainer.terms | {
         f'{name} of the engine': count for name, count in engine.terms.items()
@@ -137,64 +140,68 @@ def device_limit() -> int:
 
 def _choices(spec: specs.Spec) -> Iterator[tuple[str, str, specs.Spec]]:
   """Yields changes of a kind, in words, the least one first."""
-  change = dataclasses.replace
-  stages = {'cpt': spec.cpt, 'sft': spec.sft, 'rl': spec.rl}
-
-  def fewer_rows(n):
-    rl = change(spec.rl, rows=max(1, spec.rl.rows // n))
-    cpt, sft = (
-      change(stage, accumulate=stage.accumulate * n)
-      for stage in (spec.cpt, spec.sft)
-    )
-    return change(spec, rl=rl, cpt=cpt, sft=sft)
-
-  def narrow(_):
-    plain = {
-      name: change(stage, state='bfloat16') for name, stage in stages.items()
-    }
-    return change(spec, **plain)
-
-  def adapters(n):
-    ranks = model_config.AdapterConfig(attention=16 * n, dense=16 * n)
-    return change(spec, model=change(spec.model, adapters=ranks))
-
-  def shorter(n):
-    length = spec.episode.max_tokens // n
-    shorter = {
-      name: change(stage, seq_len=stage.seq_len // n)
-      for name, stage in stages.items()
-    }
-    episode = change(spec.episode, max_tokens=length)
-    summary = change(spec.summary, trigger=length)
-    return change(spec, episode=episode, summary=summary, **shorter)
-
-  def devices(n):
-    meshes = (
-      change(mesh, fsdp=mesh.fsdp * n) for mesh in (spec.mesh, spec.rl.mesh)
-    )
-    mesh, of_rl = meshes
-    rl = change(spec.rl, mesh=of_rl, rows=spec.rl.rows * n)
-    cpt, sft = (
-      change(stage, batch_size=stage.batch_size * n)
-      for stage in (spec.cpt, spec.sft)
-    )
-    served = change(spec.rollout, devices=spec.rollout.devices * n)
-    stages = dict(rl=rl, cpt=cpt, sft=sft, mesh=mesh, rollout=served)
-    return change(spec, layout='hsdp', **stages)
-
-  kinds = (
-    ('{} times fewer rows of a microbatch', fewer_rows),
-    ('state=bfloat16 for masters and moments', narrow),
-    ('adapters, --config.model.adapters.attention=16', adapters),
-    ('windows {} times shorter', shorter),
-    ('{} times as many devices in layout hsdp', devices),
+  stages, length = ('cpt', 'sft', 'rl'), spec.episode.max_tokens
+  of = lambda names: [(name, getattr(spec, name)) for name in names]
+  kinds: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
+    (
+      'rows of a microbatch divided by {}',
+      lambda n: {
+        'rl.rows': max(1, spec.rl.rows // n),
+        **{f'{k}.accumulate': v.accumulate * n for k, v in of(stages[:2])},
+      },
+    ),
+    (
+      'cpt.state=sft.state=rl.state=bfloat16',
+      lambda n: {f'{stage}.state': 'bfloat16' for stage in stages},
+    ),
+    (
+      'model.adapters.attention=16',
+      lambda n: {'model.adapters': model_config.AdapterConfig(attention=16)},
+    ),
+    (
+      'windows divided by {}',
+      lambda n: {
+        'episode.max_tokens': length // n,
+        'summary.trigger': length // n,
+        **{f'{k}.seq_len': v.seq_len // n for k, v in of(stages)},
+      },
+    ),
+    (
+      '{} times as many devices in layout hsdp',
+      lambda n: {
+        'layout': 'hsdp',
+        'mesh.fsdp': spec.mesh.fsdp * n,
+        'rl.mesh.fsdp': spec.rl.mesh.fsdp * n,
+        'rl.rows': spec.rl.rows * n,
+        'rollout.devices': spec.rollout.devices * n,
+        **{f'{k}.batch_size': v.batch_size * n for k, v in of(stages[:2])},
+      },
+    ),
   )
-  for words, changed in kinds:
+  for words, fields in kinds:
     for n in (2, 4, 8, 16, 32, 64) if '{}' in words else (1,):
       try:
-        yield words, words.format(n), changed(n)
-      except ValueError:  # Refused by a rule of configs.
+        yield words, words.format(n), _changed(spec, fields(n))
+      except ValueError:  # A rule of configs refuses it.
         break
+
+
+def _changed(section: Any, fields: dict[str, Any]) -> Any:
+  """Returns a section with other values of dotted fields, set at once."""
+  own: dict[str, Any] = {}
+  for name, value in fields.items():
+    first, _, rest = name.partition('.')
+    if rest:
+      own.setdefault(first, {})[rest] = value
+    else:
+      own[first] = value
+  made = {
+    name: _changed(getattr(section, name), value)
+    if isinstance(value, dict)
+    else value
+    for name, value in own.items()
+  }
+  return dataclasses.replace(section, **made)
 
 
 def training(
@@ -367,59 +374,3 @@ def _kept(model: model_config.ModelConfig) -> float:
   arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
   kept = [a for a in arrays.values() if math.prod(a.shape) not in counted]
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED
-
-
-def on_disk(spec: specs.Spec) -> str:
-  """Says what a run's folder takes at most, beside its episodes."""
-  variables, _ = decoder.abstract(spec.model)
-  count = sum(x.size for x in jax.tree.leaves(decoder.without_base(variables)))
-  width = 4 if 'float32' in (spec.sft.state, spec.rl.state) else 2
-  # Two checkpoints of a stage while a third is written; an export of each.
-  kept = {
-    'checkpoints': 2 * 3 * 3 * width * count,
-    'exports': 3 * 4 * count,
-    'each full bundle': 2 * count,
-  }
-  return 'on disk: ' + ', '.join(f'{n} {size(b)}' for n, b in kept.items())
-
-
-def tables(
-  case: cases.Case, rows: int, seq_len: int, num_slots: int = 16
-) -> list[report.Table]:
-  """Compares what fits: a train step with AdamW, and an engine beside it.
-
-  `rows` is that of a microbatch on all devices.
-  """
-  platform = topologies.MACHINES[case.machine].platform
-  hbm = topologies.MACHINES[case.machine].hbm
-  mesh = specs.Mesh(**dict(case.mesh.shape))
-  ranks = model_config.AdapterConfig(attention=16, shared=16, dense=16)
-  options = rollout_options.EngineOptions(
-    devices=mesh.size, max_len=seq_len, num_slots=num_slots
-  )
-  lines = []
-  with platforms.targeting(platform):
-    for what, state, adapters in (
-      ('all weights, float32 state', 'float32', case.model.adapters),
-      ('all weights, bfloat16 state', 'bfloat16', case.model.adapters),
-      ('adapters of rank 16', 'float32', ranks),
-    ):
-      model = dataclasses.replace(case.model, adapters=adapters)
-      adam = groups.OptimizerOptions(name='adam', state=state)
-      shape = rows, seq_len, True
-      needed = (
-        training('train', model, adam, mesh, case.layout, shape),
-        serving(model, options),
-      )
-      for need in needed:
-        largest = max(need.terms, key=lambda term: need.terms[term])
-        fits = '-' if hbm is None else 'yes' if need.total <= hbm else 'no'
-        shown = need.total / _GIB, largest, need.terms[largest] / _GIB
-        lines.append((what, need.name, *shown, fits))
-  return [
-    report.Table(
-      title=f'Counted GiB of one device of {case.where}; not compiled, not run',
-      columns=('what', 'part', 'GiB', 'largest', 'its_GiB', 'fits'),
-      rows=lines,
-    )
-  ]
