@@ -255,10 +255,13 @@ class Receiver:
     self._memory, self._threads = memory, threads
     self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
+      places = placement.variable_shardings(
+        model, layout=layouts.DECODE, mesh=mesh
+      )
       self._like = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding),
         self._like,
-        placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh),
+        decoder.without_base(places),
       )
     self._subscriber: subscriber.Subscriber | None = None
 

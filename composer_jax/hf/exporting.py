@@ -114,7 +114,7 @@ def of_run(
     )
   model = model_config.ModelConfig.from_dict(config['model'])
   base = None
-  if model.adapters.enabled:
+  if model.adapters.enabled and imported:
     base = pathlib.Path(imported) / importing.WEIGHTS
   return Origin(
     weights=exports / stage,

@@ -125,7 +125,7 @@ def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
   return _kept(jax.tree.map(jnp.add, params, updates), params, step, 0)
 
 
-def _kept(values: Any, like: Any, step: jax.Array, kind: int) -> Any:
+def _kept(values: Any, like: Any, step: Any, kind: int) -> Any:
   """Returns values in the dtypes of `like`, with random numbers of their own.
 
   These depend on the step, the kind of the array and its place in the tree.
@@ -170,9 +170,9 @@ def scale_by_adam(
     return steps, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
   def init(params):
-    made = optax.scale_by_adam(b1=b1, b2=b2, eps=eps).init(params)
-    cast = lambda tree: optax.tree.cast(tree, dtype)
-    return made._replace(mu=cast(made.mu), nu=cast(made.nu))
+    zeros = lambda: optax.tree.zeros_like(params, dtype=dtype)
+    count = jnp.zeros([], jnp.int32)
+    return optax.ScaleByAdamState(count=count, mu=zeros(), nu=zeros())
 
   return optax.GradientTransformation(init, update)
 

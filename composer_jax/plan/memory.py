@@ -236,7 +236,7 @@ def training(
     'masters': masters,
     'moments': _bytes(state.opt_state, at.opt_state),
     'policy values': masters,
-    'gradients': masters * (1 + adds_up),
+    'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     "a layer's weights": _of_layer(variables, places, model),
     **activations(model, *local),
   }
@@ -258,13 +258,11 @@ def serving(
   cache = jax.eval_shape(
     lambda: forward.empty_cache(model, options.pages, options.page_size)
   )
-  divided = options.devices if model.attention.kind == 'gqa' else 1
-  if divided > 1:
-    divided = math.gcd(divided, model.attention.num_kv_heads)
+  heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
   terms = {
     'served weights': _bytes(served, places),
     'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
-    'KV cache': _whole(cache) // divided,
+    'KV cache': _whole(cache) // math.gcd(options.devices, heads),
     'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,
   }
   return Need(name='engine', devices=options.devices, terms=terms)
@@ -287,11 +285,11 @@ def _whole(tree: Any) -> int:
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _bytes(tree: Any, places: Any) -> int:
-  """Returns the bytes of one device's shards."""
+def _bytes(tree: Any, places: Any, width: int = 0) -> int:
+  """Returns the bytes of one device's shards, `width` each unless 0."""
   shards = jax.tree.map(
     lambda leaf, place: (
-      math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+      math.prod(place.shard_shape(leaf.shape)) * (width or leaf.dtype.itemsize)
     ),
     tree,
     places,

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
@@ -40,7 +40,7 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
   def trained(self) -> dict[str, Any]:
     """Returns what an export has: float32 masters, and nothing frozen."""
     kept = decoder.without_base(self.variables())
-    return optax.tree.cast(kept, jnp.float32)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), kept)
 
   def own(self) -> 'TrainState':
     """Returns what training changes, which checkpoints have."""
@@ -127,7 +127,9 @@ def follow(state: TrainState, rate: float) -> TrainState:
 
 
 def shardings(
-  abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
+  abstract: TrainState,
+  variable_shardings: dict[str, Any],
+  mesh: Mesh | AbstractMesh,
 ) -> Any:
   """Returns shardings of the state: moments are sharded as their parameters."""
   trained = variable_shardings[decoder.trained(variable_shardings)]
