@@ -58,7 +58,7 @@ DOORS = {
 # Lines of the spine. Later work may add what its issue states and no more:
 # gate 300, adapters 700, multi-process trainer 500, numerics 1,000, multi-token
 # prediction and speculation 900.
-SPINE_LINES = 22_000
+SPINE_LINES = 22_350
 LIBRARY_LINES = 60_000
 MAX_FILES = 15  # in a folder
 

@@ -237,7 +237,7 @@ def training(
     'moments': _bytes(state.opt_state, at.opt_state),
     'policy values': masters,
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
-    "a layer's weights": _of_layer(variables, places, model),
+    'copies of weights': _copies(variables, places, model),
     **activations(model, *local),
   }
   return Need(name=name, devices=mesh.size, terms=terms)
@@ -297,28 +297,33 @@ def _bytes(tree: Any, places: Any, width: int = 0) -> int:
   return sum(jax.tree.leaves(shards))
 
 
-def _of_layer(variables: Any, places: Any, model: Any) -> int:
-  """Returns bytes of one layer's weights as it computes with them.
+def _copies(variables: Any, places: Any, model: Any) -> int:
+  """Returns bytes of layers' weights as the layers compute with them.
 
   Weights are gathered, except along the expert axis, and cast to the compute
-  dtype; gradients of these copies are float32.
+  dtype. One layer's copies exist at once with recomputation, all without; of
+  their float32 gradients one layer's.
   """
   axes = trees.flatten_names(decoder.abstract(model)[1])
   at, dtype = trees.flatten_names(places), jnp.dtype(model.compute_dtype)
-  layers = dict.fromkeys(model.stacks, 0)
+  layers: dict[str, tuple[int, int]] = dict.fromkeys(model.stacks, (0, 0))
   for name, leaf in trees.flatten_names(variables).items():
     kind, stack, *_ = name.split('/')
-    if stack not in layers:
+    is_copied = model.remat or leaf.dtype != dtype
+    is_copied |= not at[name].is_fully_replicated
+    if stack not in layers or not is_copied:
       continue
-    shape = leaf.shape
-    if 'expert' in axes[name]:
-      shape = at[name].shard_shape(shape)
-    is_copied = leaf.dtype != dtype or not at[name].is_fully_replicated
-    if is_copied:
-      is_trained = kind == decoder.trained(variables)
-      count = math.prod(shape[1:])
-      layers[stack] += count * (dtype.itemsize + 4 * is_trained)
-  return max(layers.values())
+    is_local = 'expert' in axes[name]
+    shape = at[name].shard_shape(leaf.shape) if is_local else leaf.shape
+    count = math.prod(shape[1:])
+    copied, moved = layers[stack]
+    moved += 4 * count * (kind == decoder.trained(variables))
+    layers[stack] = copied + count * dtype.itemsize, moved
+  number = {name: 1 if model.remat else n for name, n in model.stacks.items()}
+  copies = [number[name] * copied for name, (copied, _) in layers.items()]
+  return (max if model.remat else sum)(copies) + max(
+    moved for _, moved in layers.values()
+  )
 
 
 def activations(
@@ -327,12 +332,13 @@ def activations(
   """Counts what a backward pass keeps of a device's tokens, and its work.
 
   At its fullest it works on the logits and their gradient, or on a layer: on
-  about as much as the layer's forward pass could keep, and on twice that if
-  this is computed again.
+  about as much as the layer's forward pass could keep, once more if this is
+  computed again, and once more for the products of adapters.
   """
   tokens = rows * seq_len
   plain = _kept(dataclasses.replace(model, remat=False))
-  layer = tokens * plain / model.num_layers * (1 + model.remat)
+  times = 1 + model.remat + model.adapters.enabled
+  layer = tokens * plain / model.num_layers * times
   words = min(model.vocab_size, head.words_at_once(tokens, model.vocab_size))
   return {
     'activations': int(tokens * _kept(model)),
