@@ -67,10 +67,8 @@ def _apply(config):
   )
 
 
-@pytest.mark.parametrize(
-  'name',
-  ['gqa', *(pytest.param(n, marks=SLOW) for n in ('mla', 'invariant'))],
-)
+@SLOW
+@pytest.mark.parametrize('name', CONFIGS)
 def test_at_first_they_change_no_bit(name):
   config = adapted(CONFIGS[name])
   variables = decoder.init(config, jax.random.key(0))
@@ -159,6 +157,7 @@ def test_an_engine_takes_adapters_and_keeps_its_frozen_weights():
     assert (now.logprobs_T != before.logprobs_T).any()
 
 
+@SLOW
 def test_the_frozen_weights_have_no_gradient_and_no_state():
   """Nor memory for them: the step's temporaries are less than their size."""
   config = dataclasses.replace(

@@ -57,6 +57,7 @@ def test_steps_too_small_for_bfloat16_add_up():
   assert moved == pytest.approx(0.5, abs=5 * 0.5 / 64)
 
 
+@pytest.mark.slow
 def test_moments_follow_those_of_float32():
   options = dict(name='adam', warmup_steps=1, decay_steps=1, weight_decay=0.0)
   params = {'w': jnp.linspace(-1, 1, 512).reshape(2, 256)}

@@ -138,7 +138,7 @@ SLOW = pytest.mark.slow
   scope='module',
   params=[
     'gqa_softmax-float32',
-    'gqa_softmax-float32-adapted',
+    pytest.param('gqa_softmax-float32-adapted', marks=SLOW),
     pytest.param('mla_sigmoid-float32', marks=SLOW),
     pytest.param('mla_sigmoid-bfloat16-adapted', marks=SLOW),
     pytest.param('gqa_softmax-bfloat16', marks=SLOW),
