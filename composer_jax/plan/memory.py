@@ -110,7 +110,7 @@ def check(spec: specs.Spec, limit: int | None = None) -> Iterator[str]:
       continue
     largest = max(need.terms, key=lambda term: need.terms[term])
     fitting: dict[str, str] = {}
-    for kind, words, other in _choices(spec):
+    for kind, words, other in _choices(spec, need.name):
       if kind in fitting:
         continue
       totals = [n.total for n in needs(other) if n.name == need.name]
@@ -138,50 +138,49 @@ def device_limit() -> int:
   return pages // len(jax.devices())
 
 
-def _choices(spec: specs.Spec) -> Iterator[tuple[str, str, specs.Spec]]:
-  """Yields changes of a kind, in words, the least one first."""
-  stages, length = ('cpt', 'sft', 'rl'), spec.episode.max_tokens
-  of = lambda names: [(name, getattr(spec, name)) for name in names]
+def _choices(
+  spec: specs.Spec, part: str
+) -> Iterator[tuple[str, str, specs.Spec]]:
+  """Yields changes of a kind for a part of a run, the least one first."""
+  length = spec.episode.max_tokens
+  stages = {name: getattr(spec, name) for name in ('cpt', 'sft', 'rl')}
+  rl, stage = spec.rl, stages.get(part)
+  is_rl = part == 'rl'
+  fewer, more = lambda n: {}, lambda n: {'rollout.devices': n}
+  if is_rl:
+    fewer = lambda n: {'rl.rows': max(1, rl.rows // n)}
+    more = lambda n: {'rl.mesh.fsdp': rl.mesh.fsdp * n, 'rl.rows': rl.rows * n}
+  elif stage is not None:
+    fewer = lambda n: {f'{part}.accumulate': stage.accumulate * n}
+    more = lambda n: {
+      'mesh.fsdp': spec.mesh.fsdp * n,
+      **{f'{k}.batch_size': stages[k].batch_size * n for k in ('cpt', 'sft')},
+    }
+  ranks = model_config.AdapterConfig(attention=16)
   kinds: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
+    ('rows of a microbatch divided by {}', fewer),
     (
-      'rows of a microbatch divided by {}',
-      lambda n: {
-        'rl.rows': max(1, spec.rl.rows // n),
-        **{f'{k}.accumulate': v.accumulate * n for k, v in of(stages[:2])},
-      },
+      f'{part}.state=bfloat16',
+      lambda n: stage and {f'{part}.state': 'bfloat16'},
     ),
-    (
-      'cpt.state=sft.state=rl.state=bfloat16',
-      lambda n: {f'{stage}.state': 'bfloat16' for stage in stages},
-    ),
-    (
-      'model.adapters.attention=16',
-      lambda n: {'model.adapters': model_config.AdapterConfig(attention=16)},
-    ),
+    ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
     (
       'windows divided by {}',
       lambda n: {
         'episode.max_tokens': length // n,
         'summary.trigger': length // n,
-        **{f'{k}.seq_len': v.seq_len // n for k, v in of(stages)},
+        **{f'{k}.seq_len': v.seq_len // n for k, v in stages.items()},
       },
     ),
     (
       '{} times as many devices in layout hsdp',
-      lambda n: {
-        'layout': 'hsdp',
-        'mesh.fsdp': spec.mesh.fsdp * n,
-        'rl.mesh.fsdp': spec.rl.mesh.fsdp * n,
-        'rl.rows': spec.rl.rows * n,
-        'rollout.devices': spec.rollout.devices * n,
-        **{f'{k}.batch_size': v.batch_size * n for k, v in of(stages[:2])},
-      },
+      lambda n: {'layout': 'hsdp', **more(n)},
     ),
   )
   for words, fields in kinds:
     for n in (2, 4, 8, 16, 32, 64) if '{}' in words else (1,):
       try:
-        yield words, words.format(n), _changed(spec, fields(n))
+        yield words, words.format(n), _changed(spec, fields(n) or {})
       except ValueError:  # A rule of configs refuses it.
         break
 
@@ -259,8 +258,12 @@ def serving(
     lambda: forward.empty_cache(model, options.pages, options.page_size)
   )
   heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
+  is_turned = model.tie_embeddings and options.devices == 1
+  is_turned &= model.numerics == 'fast' and jax.default_backend() == 'cpu'
   terms = {
     'served weights': _bytes(served, places),
+    # As `forward.unstack` says.
+    'turned table': is_turned * _whole(served['params']['embedding']),
     'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
     'KV cache': _whole(cache) // math.gcd(options.devices, heads),
     'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,

@@ -160,8 +160,14 @@ def test_an_engine_takes_adapters_and_keeps_its_frozen_weights():
 @SLOW
 def test_the_frozen_weights_have_no_gradient_and_no_state():
   """Nor memory for them: the step's temporaries are less than their size."""
+  small = adapted(CONFIGS['small'])
   config = dataclasses.replace(
-    adapted(CONFIGS['small']), embed_dim=256, num_layers=2, remat=True
+    small,
+    embed_dim=256,
+    num_layers=4,
+    remat=True,
+    # Weights of which one layer is more than all activations.
+    moe=dataclasses.replace(small.moe, num_experts=64, ffw_dim=128),
   )
   optimizer = optim_groups.OptimizerOptions(name='adam')
   variables, axes = decoder.abstract(config)
