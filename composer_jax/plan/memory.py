@@ -130,12 +130,12 @@ def check(spec: specs.Spec, limit: int | None = None) -> Iterator[str]:
 
 
 def device_limit() -> int:
-  """Returns the bytes of a device; of a CPU its share of what is free."""
+  """Returns the bytes of a device; emulated ones share the machine's."""
   device = jax.devices()[0]
   if limit := (device.memory_stats() or {}).get('bytes_limit'):
     return limit
-  pages = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-  return pages // len(jax.devices())
+  memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  return memory // len(jax.devices())
 
 
 def _choices(
