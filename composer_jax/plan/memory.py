@@ -161,7 +161,7 @@ def _choices(
     ('rows of a microbatch divided by {}', fewer),
     (
       f'{part}.state=bfloat16',
-      lambda n: stage and {f'{part}.state': 'bfloat16'},
+      lambda n: {f'{part}.state': 'bfloat16'} if stage else {},
     ),
     ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
     (
@@ -180,7 +180,7 @@ def _choices(
   for words, fields in kinds:
     for n in (2, 4, 8, 16, 32, 64) if '{}' in words else (1,):
       try:
-        yield words, words.format(n), _changed(spec, fields(n) or {})
+        yield words, words.format(n), _changed(spec, fields(n))
       except ValueError:  # A rule of configs refuses it.
         break
 
