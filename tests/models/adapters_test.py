@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.core import batches, trees
+from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.rollout import engine as engines
 from composer_jax.train import state as train_state
-from composer_jax.train import step as train_step
 from tests import compiling
 from tests.models import decoder_test
 from tests.parallel import mesh_test, on_mesh
@@ -157,44 +156,18 @@ def test_an_engine_takes_adapters_and_keeps_its_frozen_weights():
     assert (now.logprobs_T != before.logprobs_T).any()
 
 
-@SLOW
-def test_the_frozen_weights_have_no_gradient_and_no_state():
-  """Nor memory for them: the step's temporaries are less than their size."""
-  small = adapted(CONFIGS['small'])
-  config = dataclasses.replace(
-    small,
-    embed_dim=256,
-    num_layers=4,
-    remat=True,
-    # Weights of which one layer is more than all activations.
-    moe=dataclasses.replace(small.moe, num_experts=64, ffw_dim=128),
-  )
-  optimizer = optim_groups.OptimizerOptions(name='adam')
+def test_the_optimizer_has_no_state_of_frozen_weights():
+  config = adapted(CONFIGS['small'])
   variables, axes = decoder.abstract(config)
   transform = optim_groups.optimizer(
-    optimizer,
+    optim_groups.OptimizerOptions(name='adam'),
     params=variables['adapters'],
     axes=axes['adapters'],
     total_steps=1000,
   )
   create = functools.partial(train_state.create, optimizer=transform)
   state = jax.eval_shape(create, variables)
-  step = train_step.make(config, transform, plan=None, bias_rate=0.0)
-  tokens_BT, segments_BT, positions_BT = on_mesh.batch()
-  batch = batches.LMBatch(
-    tokens_BT=tokens_BT,
-    segment_ids_BT=segments_BT,
-    positions_BT=positions_BT,
-    loss_weights_BT=tokens_BT.astype(jnp.float32),
-  )
-  adapters, frozen = (
-    sum(x.size for x in jax.tree.leaves(variables[name]))
-    for name in ('adapters', 'params')
-  )
+  adapters = sum(x.size for x in jax.tree.leaves(variables['adapters']))
   moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
   assert 2 * adapters <= moments <= 2 * adapters + 3
-  compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-  temporaries = compiled.memory_analysis().temp_size_in_bytes
-  # A layer's frozen weights are cast to float32; all gradients would be 4 bytes
-  # a weight of every layer.
-  assert temporaries < 4 * frozen
+  assert jax.tree.leaves(state.base) and not jax.tree.leaves(state.own().base)
