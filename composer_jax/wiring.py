@@ -19,6 +19,7 @@ from composer_jax.gate import health
 from composer_jax.hf import imported
 from composer_jax.hf.text import language as hf_language
 from composer_jax.pipeline import spec as specs
+from composer_jax.plan import memory
 from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import auditor, curriculum, judging
 from composer_jax.tasks import options as task_options
@@ -233,6 +234,8 @@ def _begin(
   if spec.rl.steps:
     transport.check_store(workdir, spec.systems['delta'])
   if initial is not None:
+    for line in memory.check(spec):
+      progress.teller('memory')(line)
     initial.take(workdir)
     tokenizer = initial.tokenizer(workdir)
     ends = chat.language_of(tokenizer).ends

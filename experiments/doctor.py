@@ -79,6 +79,25 @@ def _devices(spec) -> Iterator[str]:
     raise ValueError(f'jax sees no accelerator: {cure}.')
 
 
+def _memory(spec) -> Iterator[str]:
+  import jax
+
+  from composer_jax.models import decoder
+  from composer_jax.plan import memory
+
+  yield f'a device has {memory.size(memory.device_limit())}'
+  yield from memory.check(spec)
+  variables, _ = decoder.abstract(spec.model)
+  leaves = jax.tree.leaves(decoder.without_base(variables))
+  count = sum(leaf.size for leaf in leaves)
+  # Masters and two moments; two checkpoints of each stage are kept.
+  yield (
+    f'on disk: {memory.size(12 * count)} a checkpoint, two of each stage; '
+    f'{memory.size(4 * count)} an export; {memory.size(2 * count)} a full '
+    'bundle'
+  )
+
+
 def _packages() -> Iterator[str]:
   here = [extra for extra, module in _EXTRAS.items() if _has(module)]
   absent = sorted(_EXTRAS.keys() - set(here))
@@ -156,6 +175,7 @@ def main() -> None:
   checks = {
     'machine': _machine,
     'devices': lambda: _devices(spec),
+    'memory': lambda: _memory(spec),
     'packages': _packages,
     'sandbox': lambda: _sandboxes(spec, systems),
     'files': lambda: _files(spec, systems),

@@ -3,7 +3,9 @@
   python -m experiments.plan --config=configs/models/kimi_k2.py \
       --topology=v5p:8x8x8 --what=compile --libtpu=FOLDER
 
-Questions: 'params', placement and bytes of every parameter; 'muon', the
+Questions: 'params', placement and bytes of every parameter; 'memory', what
+training and serving need on a device, counted, with and without adapters;
+'muon', the
 matrices that each device orthogonalises, with operations, bytes and modelled
 times; 'compile', the train step compiled by the machines' compiler: if it fits,
 what it computes and sends, and how much of that overlaps with products. Nothing
@@ -11,6 +13,7 @@ is allocated. A wrong flag, config file or mesh ends the program with one line;
 --debug adds the traceback.
 """
 
+import dataclasses
 import json
 import sys
 import types
@@ -25,7 +28,7 @@ _CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
-_QUESTIONS = ('params', 'muon', 'compile')
+_QUESTIONS = ('params', 'memory', 'muon', 'compile')
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
 _PLACE = [
@@ -73,10 +76,54 @@ _COMPILE = [
 ]
 
 
+def _fits(case: Any, rows: int, seq_len: int) -> Any:
+  """Counts a train step with AdamW, and an engine of 16 slots beside it."""
+  from composer_jax.core import platforms
+  from composer_jax.models import config as model_config
+  from composer_jax.optim import groups
+  from composer_jax.pipeline import spec as specs
+  from composer_jax.plan import memory, report
+  from composer_jax.rollout import options as rollout_options
+
+  machine = topologies.MACHINES[case.machine]
+  mesh = specs.Mesh(**dict(case.mesh.shape))
+  shape = rows or mesh.replica * mesh.fsdp, seq_len, True
+  ranks = model_config.AdapterConfig(attention=16, shared=16, dense=16)
+  options = rollout_options.EngineOptions(
+    devices=mesh.size, max_len=seq_len, num_slots=16
+  )
+  lines = []
+  for what, state, adapters in (
+    ('all weights, float32 state', 'float32', case.model.adapters),
+    ('all weights, bfloat16 state', 'bfloat16', case.model.adapters),
+    ('adapters of rank 16', 'float32', ranks),
+  ):
+    model = dataclasses.replace(case.model, adapters=adapters)
+    adam = groups.OptimizerOptions(name='adam', state=state)
+    with platforms.targeting(machine.platform):
+      needed = (
+        memory.training('train', model, adam, mesh, case.layout, shape),
+        memory.serving(model, options),
+      )
+    for need in needed:
+      largest = max(need.terms, key=lambda term: need.terms[term])
+      fits = not machine.hbm or need.total <= machine.hbm
+      total, part = (x / 2**30 for x in (need.total, need.terms[largest]))
+      fits_word = 'yes' if fits else 'no'
+      lines.append((what, need.name, total, largest, part, fits_word))
+  return report.Table(
+    title=f'Counted GiB of one device of {case.where}; not compiled, not run',
+    columns=('what', 'part', 'GiB', 'largest', 'its_GiB', 'fits'),
+    rows=lines,
+  )
+
+
 def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   if q.what not in _QUESTIONS:
     raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
   unused = [f'--{flag.name}' for flag in _COMPILE if flag.present]
+  if q.what == 'memory':
+    unused = [name for name in unused if name not in ('--batch', '--seq_len')]
   if unused and q.what != 'compile':
     raise ValueError(
       f'{", ".join(unused)} can be set with --what=compile alone; --what is '
@@ -96,6 +143,8 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   )
   if q.what == 'params':
     return params.tables(case)
+  if q.what == 'memory':
+    return [_fits(case, q.batch, q.seq_len)]
   if q.what == 'muon':
     return muon.tables(case)
   from composer_jax.plan import aot, aot_process, compiled

@@ -20,6 +20,24 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike | None = None):
   return x.astype(dtype)
 
 
+def stochastic(key: jax.Array, x: jax.Array) -> jax.Array:
+  """Rounds float32 to one of the two nearest bfloat16, whose mean is x.
+
+  The random numbers depend on the key and the element alone. Values that are
+  not finite stay so.
+  """
+  bits = jax.random.bits(key, x.shape, jnp.uint16)
+  return _carried(x.astype(jnp.float32), bits)
+
+
+def _carried(x, bits):
+  # A carry out of the 16 low bits comes as often as these bits say.
+  words = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  sums = words + bits.astype(jnp.uint32) & jnp.uint32(0xFFFF0000)
+  words = jnp.where(jnp.isfinite(x), sums, words)
+  return jax.lax.bitcast_convert_type(words, jnp.float32).astype(jnp.bfloat16)
+
+
 def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
   """Returns the widest dtype between two products that costs nothing.
 

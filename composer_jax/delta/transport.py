@@ -220,10 +220,13 @@ class Receiver:
     self.store, self._key = store_of(workdir, store), workdir / KEY
     like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
+      places = placement.variable_shardings(
+        model, layout=layouts.DECODE, mesh=mesh
+      )
       like = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding),
         like,
-        placement.variable_shardings(model, layout=layouts.DECODE, mesh=mesh),
+        decoder.without_base(places),
       )
     self._open = lambda: subscriber.Subscriber(
       self.store,

@@ -51,6 +51,7 @@ class Origin:
     imported: import directory that the model came from; None if it was
       pretrained here.
     is_trained: true if the weights differ from those imported.
+    base: directory of the frozen weights, if `weights` has their adapters.
     roles: ids of the agent's protocol, some of which no token of the tokenizer
       has; None if nothing was trained on them.
   """
@@ -60,6 +61,7 @@ class Origin:
   family: str
   imported: pathlib.Path | None
   is_trained: bool
+  base: pathlib.Path | None = None
   roles: dict[str, int] | None = None
 
 
@@ -110,11 +112,16 @@ def of_run(
       'A model that was not imported needs --family, one of '
       f'{names.FAMILIES}: whose config.json and names to write.'
     )
+  model = model_config.ModelConfig.from_dict(config['model'])
+  base = None
+  if model.adapters.enabled and imported:
+    base = pathlib.Path(imported) / importing.WEIGHTS
   return Origin(
     weights=exports / stage,
-    config=model_config.ModelConfig.from_dict(config['model']),
+    config=model,
     family=family,
     imported=pathlib.Path(imported) if imported else None,
+    base=base,
     is_trained=True,
     roles=roles,
   )
@@ -170,6 +177,9 @@ def write(
   making.check_ours(partial, lambda name: name == _CONTENT)
   with contextlib.ExitStack() as stack:
     stored = stack.enter_context(_open(origin.weights))
+    if origin.base is not None:
+      frozen = stack.enter_context(_open(origin.base))
+      stored = hf_stored.Merged(frozen, stored, origin.config)
     carried = None
     if origin.imported is not None and record and record['carried']:
       carried = hf_carried.open_carried(origin.imported, record['carried'])
@@ -207,7 +217,7 @@ def _open(weights: pathlib.Path) -> Iterator[hf_stored.Stored]:
 
 
 def _write_tensors(
-  stored: hf_stored.Stored,
+  stored: hf_stored.Stored | hf_stored.Merged,
   table: names.Table,
   dtypes: dict[str, np.dtype],
   carried: hf_io.Folder | None,
@@ -232,7 +242,7 @@ def _write_tensors(
 
 
 def _write_tensor(
-  stored: hf_stored.Stored,
+  stored: hf_stored.Stored | hf_stored.Merged,
   tensor: names.NamedTensor,
   dtype: np.dtype,
   writer: hf_io.SafetensorsWriter,

@@ -14,15 +14,28 @@ puts all three on the fast path.
 import functools
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from composer_jax.core import platforms, rounding
 
 
+class Adapted(flax.struct.PyTreeNode):
+  """A frozen weight with a low-rank adapter: weight + a b.
+
+  With contracted axes D and others F, the arrays are [D, F], [D, R] and [R, F],
+  after equal leading axes if there are several weights.
+  """
+
+  weight: Any
+  a: Any
+  b: Any
+
+
 def linear(
   x: jax.Array,
-  weight: jax.Array,
+  weight: jax.Array | Adapted,
   *,
   num_contracted: int = 1,
   dtype: Any = None,
@@ -34,10 +47,18 @@ def linear(
 
   Args:
     x: activations [..., D] or [..., N, H].
-    weight: weight [D, ...] or [N, H, ...] in the dtype of x.
+    weight: weight [D, ...] or [N, H, ...] in the dtype of x. The product of an
+      adapter is added to that of the frozen weight, never to the weight.
     dtype: dtype of the result; None means that of x.
     precision: precision of the product on accelerators.
   """
+  if isinstance(weight, Adapted):
+    how = dict(dtype=dtype, precision=precision)
+    y = linear(x, weight.weight, num_contracted=num_contracted, **how)
+    low = linear(
+      x, weight.a, num_contracted=num_contracted, precision=precision
+    )
+    return rounding.rounded(y + linear(low, weight.b, **how))
   is_float32 = x.dtype == weight.dtype == jnp.float32
   if is_float32 and dtype is None and platforms.current() == 'cpu':
     return _float32_product(x, weight, num_contracted, precision)

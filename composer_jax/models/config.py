@@ -8,6 +8,9 @@ from composer_jax.core import checks
 
 NUMERICS = ('fast', 'batch_invariant')
 
+# Roles of weights that adapters may have.
+ADAPTED = ('attention', 'dense', 'shared', 'routed', 'router')
+
 # Tensors of a layer that recomputation may keep: gathered weights, keys and
 # values of a row, experts' inputs and outputs, chosen experts, the outputs of
 # attention and the hidden units of experts.
@@ -18,6 +21,7 @@ REMAT_NAMES = (
 
 # Fields that a run may choose for given weights.
 FREE = (
+  *(f'adapters.{name}' for name in (*ADAPTED, 'alpha')),
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
@@ -251,6 +255,39 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+  """Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021).
+
+  A weight W becomes W + (alpha / rank) A B, with B zero at first. All weights
+  are frozen if any rank is above 0, and all are trained otherwise.
+
+  Attributes:
+    attention: rank in the projections of attention; 0 adds none. The second
+      projections of latent keys and values stay as they are.
+    dense: rank in the feed-forward of dense layers.
+    shared: rank in shared experts.
+    routed: rank in each routed expert.
+    router: rank in routers; 0 freezes them.
+    alpha: scale of the adapters, over the rank.
+  """
+
+  attention: int = 0
+  dense: int = 0
+  shared: int = 0
+  routed: int = 0
+  router: int = 0
+  alpha: float = 32.0
+
+  def __post_init__(self):
+    checks.at_least(self, 0, *ADAPTED)
+    checks.positive(self, 'alpha')
+
+  @property
+  def enabled(self) -> bool:
+    return any(getattr(self, role) for role in ADAPTED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
@@ -265,6 +302,7 @@ class ModelConfig:
     remat: true if the backward pass recomputes each layer.
     compute_dtype: dtype of activations and matrix products; norms, router,
       softmax and logits are float32 always.
+    adapters: low-rank adapters, which a run may choose.
     numerics: 'fast', or 'batch_invariant', in which prefill, decode and
       training give bitwise equal results for any batch, at a price.
     remat_saves: tensors of REMAT_NAMES that are not recomputed. The default
@@ -283,6 +321,7 @@ class ModelConfig:
   attention: GQAConfig | MLAConfig
   rope: RopeConfig
   moe: MoEConfig
+  adapters: AdapterConfig = AdapterConfig()
   numerics: str = 'fast'
   remat_saves: tuple[str, ...] = ('keys', 'dispatched', 'routes', 'combined')
 
@@ -338,7 +377,12 @@ class ModelConfig:
 
 
 _ATTENTIONS = {'gqa': GQAConfig, 'mla': MLAConfig}
-_SECTIONS = {'rope': RopeConfig, 'yarn': YarnConfig, 'moe': MoEConfig}
+_SECTIONS = {
+  'rope': RopeConfig,
+  'yarn': YarnConfig,
+  'moe': MoEConfig,
+  'adapters': AdapterConfig,
+}
 
 
 def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
@@ -350,6 +394,8 @@ def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
     raise ValueError(
       f'{cls.__name__} needs {missing}; its fields are {sorted(known)}.'
     )
+  if cls is AdapterConfig:  # Its fields have names of sections.
+    return cls(**fields)
   return cls(**{name: _value(name, value) for name, value in fields.items()})
 
 

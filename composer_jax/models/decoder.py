@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches
-from composer_jax.models import attention, parameters, router, stacks
+from composer_jax.models import adapters, attention, parameters, router, stacks
 from composer_jax.models import config as model_config
 from composer_jax.models import layer as layer_stages
 from composer_jax.parallel import exchange, shards
@@ -154,15 +154,41 @@ def _final_norm(variables, x_BTD, config, plan):
 
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   table = parameters.decoder_table(config)
-  return dict(parameters.module_of(table).init(key))
+  variables = dict(parameters.module_of(table).init(key))
+  if config.adapters.enabled:
+    frozen = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables['params'])
+    variables |= {'params': frozen, 'adapters': _boxed_adapters(config, key)}
+  return variables
+
+
+def _boxed_adapters(config, key):
+  table = adapters.table(config)
+  return parameters.module_of(table).init(jax.random.fold_in(key, 1))['params']
 
 
 def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   """Returns {'params', 'selection_bias' (sigmoid router only)}, float32.
 
-  Trace it under `jax.jit(..., out_shardings=...)` to create shards in place.
+  A model with adapters also has these, and its parameters are bfloat16. Trace
+  it under `jax.jit(..., out_shardings=...)` to create shards in place.
   """
   return nn.meta.unbox(_boxed_init(config, key))
+
+
+def init_adapters(config: model_config.ModelConfig, key: jax.Array) -> Any:
+  """Returns float32 adapters that change nothing yet."""
+  return nn.meta.unbox(_boxed_adapters(config, key))
+
+
+def trained(variables: Variables) -> str:
+  """Returns the collection that training moves: adapters, if there are any."""
+  return 'adapters' if 'adapters' in variables else 'params'
+
+
+def without_base(variables: Variables) -> Variables:
+  """Leaves out frozen parameters, which no bundle or checkpoint repeats."""
+  frozen = {'params'} - {trained(variables)}
+  return {k: tree for k, tree in variables.items() if k not in frozen}
 
 
 @functools.lru_cache(maxsize=16)
@@ -178,6 +204,8 @@ def policy(variables: Variables) -> Variables:
   """Returns the policy's variables: the bfloat16 cast of the masters.
 
   Rollout serves it and bundles carry it. The selection bias stays float32.
+  Frozen parameters are left out.
   """
-  cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables['params'])
-  return {**variables, 'params': cast}
+  name = trained(variables)
+  cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables[name])
+  return {**without_base(variables), name: cast}

@@ -1,5 +1,7 @@
 """Feed-forward layers: one dense MLP, and a mixture of routed ones."""
 
+from typing import Any
+
 import jax
 from jax import ad_checkpoint
 
@@ -11,9 +13,9 @@ def expert_mlp(
   weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
 ) -> jax.Array:
   """SwiGLU of rows sorted by expert: two grouped matmuls."""
-  gate_up_ED2F, down_EFD = weights['gate_up'], weights['down']
-  gate_up_EDX = gate_up_ED2F.reshape(*gate_up_ED2F.shape[:2], -1)
-  if matmul.chosen() == 'blocked':
+  gate_up_EDX, down_EFD = _joined(weights['gate_up'], 2), weights['down']
+  is_frozen = isinstance(gate_up_EDX, linear.Adapted)
+  if matmul.chosen() == 'blocked' and not is_frozen:
     return blocked.grouped_mlp(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
   both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
   both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
@@ -33,8 +35,7 @@ def expert_mlp_in_tiles(
 
   def block(weights, rows_bD):
     gate_up_D2F, down_FD = weights
-    gate_up_DF = gate_up_D2F.reshape(gate_up_D2F.shape[0], -1)
-    both_bX = linear.linear(rows_bD, gate_up_DF)
+    both_bX = linear.linear(rows_bD, _joined(gate_up_D2F, 1))
     return linear.linear(swiglu.swiglu(both_bX), down_FD)
 
   return blocked.map_blocks(
@@ -58,7 +59,10 @@ expert_mlp_in_tiles.defvjp(
 
 def dense_mlp(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
   """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
-  gate_up_D2F = params['gate_up']
-  gate_up_DF = gate_up_D2F.reshape(gate_up_D2F.shape[0], -1)
-  hidden_BTF = swiglu.swiglu(linear.linear(x_BTD, gate_up_DF))
-  return linear.linear(hidden_BTF, params['down'])
+  both_BTX = linear.linear(x_BTD, _joined(params['gate_up'], 1))
+  return linear.linear(swiglu.swiglu(both_BTX), params['down'])
+
+
+def _joined(weight: Any, num_kept: int) -> Any:
+  """Joins the axes of gate and up, behind the first ones."""
+  return jax.tree.map(lambda w: w.reshape(*w.shape[:num_kept], -1), weight)

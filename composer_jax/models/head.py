@@ -183,6 +183,12 @@ def target_logprobs(
     return stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT)
 
 
+def words_at_once(num_tokens: int, num_words: int) -> int:
+  """Returns the words whose logits exist at once, for a device's tokens."""
+  fitting = _CHUNK_BYTES // (4 * num_tokens)
+  return max(fitting, -(-num_words // _MOST_CHUNKS))
+
+
 def of_next(
   array_BT: jax.Array, plan: exchange.ExchangePlan | None
 ) -> jax.Array:
@@ -213,8 +219,7 @@ def _logprobs(weight, arrays, spec, config, plan, chunk):
   hidden_BTD, targets_BT, temperatures_BT = arrays
   num_words = weight.shape[0 if config.tie_embeddings else 1]
   if chunk is None:
-    fitting = _CHUNK_BYTES // (4 * targets_BT.size)
-    chunk = max(fitting, -(-num_words // _MOST_CHUNKS))
+    chunk = words_at_once(targets_BT.size, num_words)
   if config.numerics != 'fast' or num_words <= chunk:
     # Logits are kept for the backward pass, to save a fourth product.
     weight = shards.gather(weight, spec, dtype=hidden_BTD.dtype)

@@ -16,7 +16,15 @@ from composer_jax.core import rounding
 from composer_jax.kernels import expert_rows, rows
 from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.kernels.attention import tiled
-from composer_jax.models import attention, experts, mla, norm, rope, router
+from composer_jax.models import (
+  adapters,
+  attention,
+  experts,
+  mla,
+  norm,
+  rope,
+  router,
+)
 from composer_jax.models import config as model_config
 from composer_jax.parallel import dispatch, exchange, shards
 
@@ -34,15 +42,27 @@ class MixtureStats(NamedTuple):
   exchange: exchange.ExchangeStats | None  # None without an exchange
 
 
-def prepare(params: Any, config: model_config.ModelConfig) -> Any:
-  """Casts a layer's parameters to the dtypes of its computation.
+def prepare(variables: Any, config: model_config.ModelConfig) -> Any:
+  """Returns a layer's parameters in the dtypes of its computation.
 
   Those of norms and the router are float32. The stages' programs then do not
-  depend on the dtype of stored weights.
+  depend on the dtype of stored weights. Adapters stand beside their weights.
   """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x.astype(_dtype(path, config)), params
-  )
+  cast = lambda path, x: x.astype(_dtype(path, config))
+  return _joined(cast, (variables,), config)
+
+
+def _joined(ready, trees, config):
+  """Maps (path, array of each tree) over parameters and adapters."""
+
+  def mapped(name):
+    parts = (tree[name] for tree in trees)
+    return jax.tree_util.tree_map_with_path(ready, *parts)
+
+  params = mapped('params')
+  if 'adapters' not in trees[0]:
+    return params
+  return adapters.join(params, mapped('adapters'), config)
 
 
 def _names(path):
@@ -52,12 +72,12 @@ def _names(path):
 
 def _dtype(path, config):
   names = _names(path)
-  is_wide = names[-1] == 'router' or any(n.endswith('_norm') for n in names)
+  is_wide = 'router' in names or any(n.endswith('_norm') for n in names)
   return jnp.dtype(jnp.float32 if is_wide else config.compute_dtype)
 
 
 def whole(
-  params: Any,
+  variables: Any,
   specs: Any,
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
@@ -68,15 +88,15 @@ def whole(
   on no activations, so that they can overlap with matrix products.
   """
   if plan is None:
-    return prepare(params, config)
+    return prepare(variables, config)
 
   def gather(path, shard, spec):
     names = _names(path)
-    if names[0] == 'moe' and names[-1] in EXPERT_ARRAYS and len(names) == 2:
+    if names[0] == 'moe' and names[1] in EXPERT_ARRAYS:
       spec = P(None, *spec[1:])
     return shards.gather(shard, spec, dtype=_dtype(path, config))
 
-  return jax.tree_util.tree_map_with_path(gather, params, specs)
+  return _joined(gather, (variables, specs), config)
 
 
 def angles(

@@ -5,10 +5,12 @@ No other module of `models` uses a mesh; layers use the plan.
 
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
+from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, layer
 from composer_jax.parallel import exchange, layouts, shardings
@@ -47,17 +49,32 @@ def exchange_plan(
     )
   shapes, axes = decoder.abstract(config)
   specs = shardings.specs(shapes, axes, layout=layout, mesh=mesh)
-  experts = specs['params']['moe_layers']['moe']
   return exchange.ExchangePlan(
     mesh=mesh,
     batch_axes=layout.batch,
     sequence_axes=layout.sequence,
-    weight_specs=tuple(
-      # Without the leading layer axis, which the scan consumes.
-      (name, P(*experts[name][1:]))
-      for name in layer.EXPERT_ARRAYS
-    ),
+    weight_specs=tuple(_experts(specs).items()),
     specs=tuple(trees.flatten_names(specs).items()),
     transport=transport,
     sequence_order=sequence_order,
   )
+
+
+def _experts(specs: Any) -> Any:
+  """Returns specs of one layer's arrays of experts."""
+  # Without the leading layer axis, which the scan consumes.
+  layers = {
+    name: jax.tree.map(
+      lambda spec: P(*spec[1:]),
+      tree.get('moe_layers', {}).get('moe', {}),
+      is_leaf=lambda x: isinstance(x, P),
+    )
+    for name, tree in specs.items()
+  }
+  pairs = layers.get('adapters', {})
+  return {
+    name: linear.Adapted(layers['params'][name], **pairs[name])
+    if name in pairs
+    else layers['params'][name]
+    for name in layer.EXPERT_ARRAYS
+  }

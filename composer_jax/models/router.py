@@ -36,7 +36,7 @@ def logits(router_DE: jax.Array, x_BTD: jax.Array) -> jax.Array:
   # float32 products in bfloat16 or TF32 by default.
   return linear.linear(
     x_BTD.astype(jnp.float32),
-    router_DE.astype(jnp.float32),
+    jax.tree.map(lambda w: w.astype(jnp.float32), router_DE),
     precision=jax.lax.Precision.HIGHEST,
   )
 

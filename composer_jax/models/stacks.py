@@ -79,9 +79,7 @@ def run(
 
   def layer(variables, x_BTD, context, given):
     variables = owned(variables)
-    whole = layer_stages.whole(
-      variables['params'], specs['params'], config, plan
-    )
+    whole = layer_stages.whole(variables, specs, config, plan)
     variables = {**variables, 'params': whole}
     return _layer(variables, x_BTD, context, given, config, plan)
 

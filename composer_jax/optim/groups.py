@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from composer_jax.core import checks, trees
+from composer_jax.core import checks, rounding, trees
 from composer_jax.optim import qk_clip, roles
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.optim.muon import planner
@@ -37,6 +37,8 @@ class OptimizerOptions:
       rate.
     grad_clip: largest global norm of gradients.
     muon: choices of Muon; unused by 'adam'.
+    state: dtype of masters and Adam's moments: 'float32', or 'bfloat16' with
+      stochastic rounding, 6 bytes a parameter instead of 12. Needs 'adam'.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
     eps: number added to the root of Adam's second moment.
@@ -51,12 +53,17 @@ class OptimizerOptions:
   weight_decay: float = 0.1
   grad_clip: float = 1.0
   muon: MuonChoices = MuonChoices()
+  state: str = 'float32'
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
 
   def __post_init__(self):
     checks.one_of(self, 'name', ('muon', 'adam'))
+    checks.one_of(self, 'state', ('float32', 'bfloat16'))
+    rule = "be 'float32' with Muon, whose momentum is not rounded"
+    is_wide = self.state == 'float32'
+    checks.require(self, 'state', is_wide or self.name == 'adam', rule)
     checks.positive(self, 'learning_rate', 'adam_learning_rate', 'grad_clip')
     checks.number(self, 0, 'weight_decay')
     checks.at_least(self, 0, 'warmup_steps', 'decay_steps')
@@ -113,8 +120,30 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
   return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
+  """Adds updates to the masters; bfloat16 ones are rounded stochastically."""
+  return _kept(jax.tree.map(jnp.add, params, updates), params, step, 0)
+
+
+def _kept(values: Any, like: Any, step: Any, kind: int) -> Any:
+  """Returns values in the dtypes of `like`, with random numbers of their own.
+
+  These depend on the step, the kind of the array and its place in the tree.
+  """
+  key = jax.random.fold_in(jax.random.key(kind), step)
+
+  def keep(place, value, old):
+    if old.dtype != jnp.bfloat16:
+      return value.astype(old.dtype)
+    return rounding.stochastic(jax.random.fold_in(key, place), value)
+
+  leaves, tree = jax.tree.flatten(values)
+  olds = jax.tree.leaves(like)
+  return tree.unflatten(map(keep, range(len(leaves)), leaves, olds))
+
+
 def scale_by_adam(
-  b1: float, b2: float, eps: float
+  b1: float, b2: float, eps: float, dtype: str = 'float32'
 ) -> optax.GradientTransformation:
   """Divides the mean gradient by its root mean square (Kingma & Ba 2015)."""
 
@@ -123,16 +152,28 @@ def scale_by_adam(
     count = optax.safe_increment(state.count)
     # Bias corrections: the moments begin at zero.
     first, second = (1 / (1 - decay**count) for decay in (b1, b2))
-    mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+    wide = lambda x: x.astype(jnp.float32)
+    mu = jax.tree.map(
+      lambda m, g: b1 * wide(m) + (1 - b1) * g, state.mu, updates
+    )
     nu = jax.tree.map(
-      lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, updates
+      lambda v, g: b2 * wide(v) + (1 - b2) * jnp.square(g), state.nu, updates
     )
     steps = jax.tree.map(
       lambda m, v: first * m / (jnp.sqrt(second * v) + eps), mu, nu
     )
+    if dtype == 'bfloat16':
+      mu, nu = (
+        _kept(x, old, count, kind)
+        for x, old, kind in ((mu, state.mu, 1), (nu, state.nu, 2))
+      )
     return steps, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
-  init = optax.scale_by_adam(b1=b1, b2=b2, eps=eps).init
+  def init(params):
+    zeros = lambda: optax.tree.zeros_like(params, dtype=dtype)
+    count = jnp.zeros([], jnp.int32)
+    return optax.ScaleByAdamState(count=count, mu=zeros(), nu=zeros())
+
   return optax.GradientTransformation(init, update)
 
 
@@ -168,7 +209,7 @@ def optimizer(
   adam_peak = options.adam_learning_rate if is_muon else options.learning_rate
   clip = clip_by_global_norm(options.grad_clip)
   adamw = optax.chain(
-    scale_by_adam(options.b1, options.b2, options.eps),
+    scale_by_adam(options.b1, options.b2, options.eps, options.state),
     optax.add_decayed_weights(
       options.weight_decay, trees.map_names(is_decayed, role_tree)
     ),

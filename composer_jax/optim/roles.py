@@ -19,8 +19,9 @@ ADAM = 'adam'
 
 # With heads: attention is orthogonalised head by head.
 BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
-# Axes of tables, classifiers and scales, which are no maps of activations.
-ADAM_AXES = ('vocab', 'route', 'norm')
+# Axes of tables, classifiers, scales and adapters, which are no whole maps of
+# activations.
+ADAM_AXES = ('vocab', 'route', 'norm', 'rank')
 MATRIX_AXES = ('embed', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
 
 Axes = tuple[str | None, ...]

@@ -34,9 +34,10 @@ class ExchangePlan:
   Attributes:
     batch_axes: mesh axes that shard B.
     sequence_axes: mesh axes that shard T.
-    weight_specs: storage spec of each expert array by name. Dimension 0 is the
-      expert axis, whose mesh axes, equal for all arrays, form the expert
-      shards; other sharded dimensions are gathered before use in each layer.
+    weight_specs: storage spec of each expert array by name; of an adapted one a
+      tree that begins with the array's. Dimension 0 is the expert axis, whose
+      mesh axes, equal for all arrays, form the expert shards; other sharded
+      dimensions are gathered before use in each layer.
     transport: key of `carriers.CARRIERS`; 'auto' uses `transports.choose`.
     bucket: capacity for copies as a multiple of the mean; None for the worst
       case.
@@ -47,7 +48,7 @@ class ExchangePlan:
   mesh: Mesh
   batch_axes: tuple[str, ...]
   sequence_axes: tuple[str, ...]
-  weight_specs: tuple[tuple[str, P], ...]
+  weight_specs: tuple[tuple[str, Any], ...]
   transport: str = 'auto'
   bucket: float | None = None
   specs: tuple[tuple[str, P], ...] = ()
@@ -59,7 +60,12 @@ class ExchangePlan:
 
   @property
   def expert_axes(self) -> tuple[str, ...]:
-    return axis_names(self.weight_specs[0][1][0])
+    return axis_names(self.expert_spec[0])
+
+  @property
+  def expert_spec(self) -> P:
+    """Storage spec of the first expert array."""
+    return jax.tree.leaves(self.weight_specs[0][1], is_leaf=_is_spec)[0]
 
   @property
   def expert_shards(self) -> int:
@@ -80,6 +86,10 @@ class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
 
   needed_rows: jax.Array
   capacity: jax.Array
+
+
+def _is_spec(tree: Any) -> bool:
+  return isinstance(tree, P)
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
@@ -265,7 +275,7 @@ def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
   if axes:
     first = jax.lax.axis_index(axes) * jax.tree.leaves(weights)[0].shape[0]
   # `models.placement` slices the hidden units of all arrays alike.
-  spec = plan.weight_specs[0][1]
+  spec = plan.expert_spec
   axes += tuple(axis for dim in spec[1:] for axis in axis_names(dim))
   tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
   partial_ZD, _ = dispatch.expert_sum(expert_fn, weights, tokens, first)

@@ -54,15 +54,17 @@ TRAIN = Layout(
     'gate_up': None,
     'ffw': None,
     'vocab': None,
+    'rank': ('fsdp', 'context'),
   },
   # A few hundred wide, too few to divide over thousands of devices.
-  partial=('q_lora', 'kv_lora'),
+  partial=('q_lora', 'kv_lora', 'rank'),
   expert={
     'layer': None,
     'expert': ('replica', 'fsdp', 'context'),
     'embed': REST,
     'ffw': REST,
     'gate_up': None,
+    'rank': None,
   },
   batch=('replica', 'fsdp'),
   sequence=('context',),

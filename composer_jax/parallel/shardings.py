@@ -62,6 +62,8 @@ def _place_experts(
   for axis in candidates:
     if sizes[axis] % others == 0:
       return {'expert': expert_axes, axis: other_axes}
+  if 'rank' in sizes:  # Adapters are small, and whole on the other axes.
+    return {'expert': expert_axes}
   count = product(wanted, mesh)
   cures = [f'{checks.nearest(sizes["expert"], count)} experts'] + [
     f'{axis} of {checks.nearest(sizes[axis], others)}' for axis in candidates

@@ -61,11 +61,12 @@ def _programs(
 ) -> tuple[optax.GradientTransformation, steps.Functions]:
   """Jits the functions of a step; cached, so compiled once in a process."""
   shapes, axes = decoder.abstract(placement.model)
+  trained = decoder.trained(shapes)
   optimizer = optim_groups.optimizer(
     optimizer_options,
-    params=shapes['params'],
-    axes=axes['params'],
-    shardings=placement.variables['params'],
+    params=shapes[trained],
+    axes=axes[trained],
+    shardings=placement.variables[trained],
     total_steps=total_steps,
   )
   device = placement.mesh.devices.flat[0]
@@ -96,13 +97,15 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):
-    return train_state.create(variables, optimizer, with_teacher=follows)
+    return train_state.create(
+      variables, optimizer, with_teacher=follows, dtype=spec.rl.state
+    )
 
   variables = stages.load_variables(job, 'sft', placement)
   places = train_state.shardings(
     jax.eval_shape(create, variables), placement.variables, placement.mesh
   )
-  state = jax.jit(create, out_shardings=places)(variables)
+  state = train_state.place(create, variables, places)
   teaches = bool(hints.weight) and hints.teacher == 'frozen'
   # The policy of SFT, even if the state is restored from a later step.
   first = None
@@ -110,7 +113,8 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
     first = functions.policy(state)
   latest = checkpoints.latest_step()
   if latest is not None:
-    state, _ = checkpoints.restore(latest, state)
+    restored, _ = checkpoints.restore(latest, state.own())
+    state = restored.replace(base=state.base)
   return StartOfRL(
     state,
     functions,
@@ -193,7 +197,7 @@ def _reinforce(job: jobs.Job) -> None:
         )
       state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
-  export.save(job.workdir, 'rl', rl.steps, state.variables())
+  export.save(job.workdir, 'rl', rl.steps, state.trained())
   rows = writer.read(job.workdir) + writer.read(job.workdir / writer.RECEIVED)
   if waited := waiting.summary(rows):
     say(waited)
@@ -220,7 +224,7 @@ def _ports(
 
   def save(step, state, is_last):
     if step % rl.checkpoint_every == 0 or is_last:
-      checkpoints.save(step, state)
+      checkpoints.save(step, state.own())
       # Receivers and a resumed trainer need only versions since the oldest
       # checkpoint that is kept.
       published.collect_garbage(2 * rl.checkpoint_every + 1, bar.message)
@@ -343,7 +347,7 @@ def _colocated(
       nonlocal served
       settle()
       if served is None:
-        served = _served(spec, receiver, within_s=0.0)
+        served = _served(spec, job.systems, receiver, within_s=0.0)
       else:
         receiver.look()
         served()
@@ -356,11 +360,16 @@ def _colocated(
 
 
 def _served(
-  spec: specs.Spec, receiver: seams.WeightReceiver, *, within_s: float
+  spec: specs.Spec,
+  systems: seams.Systems,
+  receiver: seams.WeightReceiver,
+  *,
+  within_s: float,
 ) -> rollout_worker.Served:
   """Makes an engine of the first policy received, which follows later ones."""
   first = receiver.first(within_s)
-  engine = stages.make_engine(spec, first.variables, first.version)
+  values = stages.with_base(systems, first.variables, stages.served_like(spec))
+  engine = stages.make_engine(spec, values, first.version)
   receiver.follow(engine)
   return rollout_worker.Served(engine, first, receiver)
 
@@ -379,7 +388,7 @@ def serve_rollouts(
     transport = systems.transport(workdir)
     receiver = transport.receiver(in_background=True)
     stack.enter_context(contextlib.closing(receiver))
-    served = _served(spec, receiver, within_s=_FIRST_POLICY_S)
+    served = _served(spec, systems, receiver, within_s=_FIRST_POLICY_S)
     say(f'serving version {served.version}, judging in {level}')
     version = rollout_worker.run(
       stages.collector_of(

@@ -77,6 +77,8 @@ class StageOptions(loop.TrainingOptions):
     grad_clip: largest global norm of gradients; larger ones are scaled down.
     optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
+    state: 'float32', or with 'adam' 'bfloat16': masters and moments take half
+      the memory and are rounded stochastically.
     bias_update_rate: change of the routers' selection bias per step.
     eval_batches: batches averaged in a held-out loss.
     opening: tokens at the beginning of every document that the first two epochs
@@ -92,6 +94,7 @@ class StageOptions(loop.TrainingOptions):
   grad_clip: float = 1.0
   optimizer: str = 'muon'
   muon: optim_groups.MuonChoices = optim_groups.MuonChoices()
+  state: str = 'float32'
   bias_update_rate: float = 1e-3
   eval_batches: int = 8
   opening: int = 0
@@ -124,6 +127,7 @@ class RLSection(update.LearningOptions):
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
     grad_clip: largest global norm of gradients; larger ones are scaled down.
+    state: dtype of masters and moments, as in SFT.
     rows: rows of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
@@ -143,6 +147,7 @@ class RLSection(update.LearningOptions):
   adam_b1: float = 0.9
   adam_b2: float = 0.95
   grad_clip: float = 1.0
+  state: str = 'float32'
   rows: int = 8
   seq_len: int = 320
   checkpoint_every: int = 5
@@ -298,8 +303,26 @@ class Spec:
         '--config.rl.replay needs the routes that rollouts record: set '
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
       )
+    self._check_adapters()
     self._check_gate()
     self._check_shapes()
+
+  def _check_adapters(self) -> None:
+    """Raises for adapters without frozen weights, or with Muon."""
+    if not self.model.adapters.enabled:
+      return
+    if not self.initial:
+      raise ValueError(
+        '--config.model.adapters train beside the frozen weights of an '
+        'imported model: set --config.initial, or all ranks to 0.'
+      )
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      if stage.steps and stage.optimizer != 'adam':
+        raise ValueError(
+          f'--config.{name}.optimizer must be "adam" for adapters '
+          f'(--config.model.adapters), not {stage.optimizer!r}: Muon is for '
+          'whole matrices.'
+        )
 
   def _check_gate(self) -> None:
     """Raises for bands that honest records in bfloat16 would not keep."""

@@ -13,7 +13,10 @@ import jax
 from composer_jax.agent import episode, rewards
 from composer_jax.core import files, processes, records, seams
 from composer_jax.data import stream as streams
+from composer_jax.models import config as model_config
 from composer_jax.models import decoder
+from composer_jax.models import placement as model_placement
+from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
@@ -40,8 +43,7 @@ def pretrain(job: jobs.Job) -> None:
     stage = job.spec.cpt
     stream = pretraining_stream(job)
     heldout = _stream(job, stage, job.documents[1], seed=0, num_epochs=1)
-    start = job.systems.initial
-    initial = start.variables(_like(job, job.placement)) if start else None
+    initial = _imported(job) if job.systems.initial else None
     _train(job, 'cpt', stage, stream, heldout, initial)
 
 
@@ -84,7 +86,8 @@ def finetune(job: jobs.Job) -> None:
   with job.times.stage('sft'):
     stage = job.spec.sft
     if not stage.steps:
-      export.save(job.workdir, 'sft', 0, _pretrained(job))
+      variables = decoder.without_base(_pretrained(job))
+      export.save(job.workdir, 'sft', 0, variables)
       return
     with job.times.stage('demonstrations'):
       training, held_out = sft_documents(job)
@@ -97,6 +100,33 @@ def finetune(job: jobs.Job) -> None:
 def _pretrained(job: jobs.Job) -> Any:
   """Returns the variables that SFT begins with."""
   return load_variables(job, 'cpt' if job.spec.cpt.steps else 'import')
+
+
+def _imported(
+  job: jobs.Job, placement: placements.Placement | None = None
+) -> Any:
+  """Returns the variables of the import, with adapters that change nothing."""
+  like, model = _like(job, placement or job.placement), job.spec.model
+  assert job.systems.initial is not None
+  adapters = like.pop('adapters', None)
+  imported = job.systems.initial.variables(like)
+  if adapters is None:
+    return imported
+  make = jax.jit(
+    functools.partial(decoder.init_adapters, model),
+    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, adapters),
+  )
+  return {**imported, 'adapters': make(jax.random.key(job.spec.seed))}
+
+
+def with_base(systems: seams.Systems, variables: Any, like: Any) -> Any:
+  """Returns variables with the frozen parameters of a model with adapters."""
+  if decoder.trained(variables) == 'params':
+    return variables
+  assert systems.initial is not None
+  kept = {name: tree for name, tree in like.items() if name != 'adapters'}
+  base = systems.initial.variables(kept)
+  return {**variables, 'params': base['params']}
 
 
 def _train(
@@ -131,11 +161,11 @@ def load_variables(
   job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
   """Loads variables: exported by a finished stage, or those of the import."""
-  like = _like(job, placement or job.placement)
   if stage == 'import':
-    assert job.systems.initial is not None
-    return job.systems.initial.variables(like)
-  return export.load(job.workdir, stage, like)
+    return _imported(job, placement)
+  like = _like(job, placement or job.placement)
+  trained = export.load(job.workdir, stage, decoder.without_base(like))
+  return with_base(job.systems, trained, like)
 
 
 def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
@@ -151,14 +181,24 @@ def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
 
 def _like(job: jobs.Job, placement: placements.Placement) -> Any:
   """Shapes, dtypes and shardings of the variables."""
-  shapes, _ = decoder.abstract(job.spec.model)
+  return placed_like(job.spec.model, placement.variables)
+
+
+def placed_like(model: model_config.ModelConfig, places: Any) -> Any:
+  shapes, _ = decoder.abstract(model)
   return jax.tree.map(
-    lambda shape, sharding: jax.ShapeDtypeStruct(
-      shape.shape, shape.dtype, sharding=sharding
-    ),
-    shapes,
-    placement.variables,
+    lambda shape, place: shape.update(sharding=place), shapes, places
   )
+
+
+def served_like(spec: specs.Spec) -> Any:
+  """Shapes, dtypes and shardings of the variables of the run's engine."""
+  devices = jax.devices()[: spec.rollout.devices]
+  mesh = topology.make_mesh(fsdp=len(devices), devices=devices)
+  places = model_placement.variable_shardings(
+    spec.model, layout=layouts.DECODE, mesh=mesh
+  )
+  return placed_like(spec.model, places)
 
 
 def collector_of(
@@ -238,8 +278,9 @@ def evaluate(job: jobs.Job, stage: str) -> None:
     # By all, since processes read together; to a device of their own.
     variables = load_variables(job, stage, job.single)
     if processes.is_first():
-      params = jax.jit(train_state.policy_values)(variables['params'])
-      engine = make_engine(job.spec, {**variables, 'params': params}, 0)
+      name = decoder.trained(variables)
+      values = {name: jax.jit(train_state.policy_values)(variables[name])}
+      engine = make_engine(job.spec, variables | values, 0)
       with job.runner() as runner:
         for name in due:
           _evaluate(job, stage, name, names[name], engine, runner)

@@ -160,15 +160,17 @@ def microbatch_sums(
 ) -> tuple[StepSums, Scores]:
   """Gradient and scores of one microbatch at the policy's values."""
 
+  name = decoder.trained(values)
+
   def loss_function(params):
-    variables = {**values, 'params': params}
+    variables = {**values, name: params}
     scores, entropy_BT, output = forward(model, variables, batch)
     total, stats = loss(scores.logprobs_BT, entropy_BT, batch)
     return total, (stats, output.stats, scores)
 
   (total, (stats, routes, scores)), grads = jax.value_and_grad(
     loss_function, has_aux=True
-  )(values['params'])
+  )(values[name])
   num_routed = (batch.segment_ids_BT != 0).sum().astype(jnp.float32)
   sums = StepSums(
     grads=grads,
@@ -218,17 +220,25 @@ def build(
   put = placement.put if placement is not None else lambda batch: batch
 
   def placed(grads):
-    """Shards gradients, and thus their sums, like their parameters."""
+    """Shards gradients, and thus their sums, like their parameters.
+
+    Sums are float32, whatever the masters are.
+    """
+    grads = optax.tree.cast(grads, jnp.float32)
     if placement is None:
       return grads
-    places = placement.variables['params']
+    places = placement.variables[decoder.trained(placement.variables)]
     return jax.lax.with_sharding_constraint(grads, places)
 
   @jit
+  def rounded(variables):
+    name = decoder.trained(variables)
+    return {**variables, name: train_state.policy_values(variables[name])}
+
   def policy(state):
+    # Frozen parameters are handed on: no step donates them.
     variables = state.variables()
-    params = train_state.policy_values(variables['params'])
-    return {**variables, 'params': params}
+    return {**variables, **rounded(decoder.without_base(variables))}
 
   @functools.cache
   def first(bucket):
@@ -279,7 +289,7 @@ def build(
     return add_grads(sums, grads), stats
 
   @functools.partial(jit, donate_argnums=0)
-  def apply(state, sums, scale):
+  def apply_own(state, sums, scale):
     grads = jax.tree.map(lambda g: g * scale, sums.grads)
     # RL leaves the selection bias alone: recorded routes were chosen with it.
     state, stats = train_step.apply_gradients(
@@ -289,9 +299,15 @@ def build(
       state = train_state.follow(state, hints.ema_rate)
     return state, stats.grad_norm
 
+  def apply(state, sums, scale):
+    after, grad_norm = apply_own(state.own(), sums, scale)
+    return after.replace(base=state.base), grad_norm
+
+  cast = jit(decoder.policy)
+
   return Functions(
     policy=policy,
-    compact=jit(decoder.policy),
+    compact=lambda values: {**values, **cast(values)},
     add_microbatch=add_microbatch,
     apply=apply,
     score=scorer(model, put, compiler_options),

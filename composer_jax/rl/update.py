@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import batches, checks, records
+from composer_jax.models import decoder
 from composer_jax.rl import (
   advantage,
   batching,
@@ -233,7 +234,7 @@ def update(
   hint_counts, hint_stats = {}, None
   if options.hints.weight:
     if options.hints.teacher == 'ema':
-      teacher = {**values, 'params': state.teacher}
+      teacher = {**values, decoder.trained(values): state.teacher}
     sums, hint_counts, hint_stats = add_hints(
       sums, groups, functions, shape, values, teacher, replay=options.replay
     )

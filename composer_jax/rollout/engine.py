@@ -88,7 +88,10 @@ class Engine:
       self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
+    self._base: forward.Weights | None = None
     self._served = self.place(variables, version)
+    if decoder.trained(variables) == 'adapters':
+      self._base = self._served.weights
     self._slots = slots_lib.Slots(
       options,
       version,
@@ -199,11 +202,18 @@ class Engine:
   def place(self, variables: Any, version: int) -> placing.PlacedWeights:
     """Copies weights to the engine's devices; thread-safe.
 
+    Frozen parameters are those of the first weights and are not copied.
+
     Raises:
       ValueError: an array is missing, unknown, or has another shape or dtype.
     """
-    _compare(_shapes(variables), self._shapes, version, dtypes=True)
-    weights = placing.put_weights(variables, self.config, self._place)
+    expected, base = self._shapes, self._base
+    if base is not None:
+      variables = decoder.without_base(variables)
+      is_own = lambda name: not name.startswith('params/')
+      expected = {name: expected[name] for name in filter(is_own, expected)}
+    _compare(_shapes(variables), expected, version, dtypes=True)
+    weights = placing.put_weights(variables, self.config, self._place, base)
     weights = jax.block_until_ready(weights)
     return placing.PlacedWeights(weights=weights, version=version)
 

@@ -46,6 +46,7 @@ def unstack(
   config: config_lib.ModelConfig,
   *,
   is_sharded: bool = False,
+  base: Weights | None = None,
 ) -> Weights:
   """Splits stacked layers; `compute_dtype` float32 widens bfloat16 weights.
 
@@ -55,6 +56,8 @@ def unstack(
   For fast numerics on one CPU device, which read these faster, each expert
   becomes an array (`kernels.expert_rows`), and a tied embedding gets a copy
   with the embedding axis first (`kernels.linear`).
+
+  Frozen weights are those of `base` if that is given: the same arrays.
   """
   widen = config.compute_dtype == 'float32'
 
@@ -63,7 +66,7 @@ def unstack(
     return jnp.array(x, jnp.float32 if is_widened else x.dtype, copy=True)
 
   variables = jax.tree.map(copy, variables)
-  outer, layers = dict(variables['params']), []
+  outer, layers = dict(variables.get('params', {})), []
   for name, length in (
     ('dense_layers', config.num_dense_layers),
     ('moe_layers', config.num_moe_layers),
@@ -75,19 +78,28 @@ def unstack(
   on_cpu = jax.default_backend() == 'cpu'
   if config.numerics == 'fast' and on_cpu and not is_sharded:
     layers = [_split_experts(layer) for layer in layers]
-    if config.tie_embeddings:
+    if config.tie_embeddings and outer:
       outer['unembedding'] = outer['embedding'].T.copy()
+  if base is not None:
+    pairs = zip(base.layers, layers, strict=True)
+    return base.replace(layers=tuple({**old, **new} for old, new in pairs))
   return Weights(outer={'params': outer}, layers=tuple(layers))
 
 
 def _split_experts(variables):
-  params = variables['params']
-  if 'moe' not in params:
-    return variables
-  moe = dict(params['moe'])
-  for name in ('gate_up', 'down'):
-    moe[name] = tuple(jnp.unstack(moe[name]))
-  return {**variables, 'params': {**params, 'moe': moe}}
+  split = dict(variables)
+  for kind in ('params', 'adapters'):
+    tree = variables.get(kind, {})
+    if 'moe' not in tree:
+      continue
+    moe = dict(tree['moe'])
+    for name in layer.EXPERT_ARRAYS:
+      if name in moe:
+        leaves, form = jax.tree.flatten(moe[name])
+        parts = zip(*map(jnp.unstack, leaves), strict=True)
+        moe[name] = tuple(map(form.unflatten, parts))
+    split[kind] = {**tree, 'moe': moe}
+  return split
 
 
 def empty_cache(
@@ -180,7 +192,7 @@ def forward(
     attend = functools.partial(paged.attend, num_blocks=num_blocks)
   all_pools, routes = [], []
   for i, variables in enumerate(weights.layers):
-    params = layer.prepare(variables['params'], c)
+    params = layer.prepare(variables, c)
     query, kept = layer.attention_inputs(
       params, x_BTD, cos_sin, c, is_paged=True
     )

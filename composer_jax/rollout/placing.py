@@ -77,14 +77,23 @@ def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
 
 
 def put_weights(
-  variables: Any, config: config_lib.ModelConfig, place: EnginePlace
+  variables: Any,
+  config: config_lib.ModelConfig,
+  place: EnginePlace,
+  base: forward.Weights | None = None,
 ) -> forward.Weights:
-  """Returns the engine's own copy of a decoder's variables."""
+  """Returns the engine's own copy of a decoder's variables.
+
+  `base` has the frozen parameters of variables that lack them.
+  """
   shardings: Any = place.whole
   if place.plan is not None:
     shardings = _variables(config, place.plan.mesh)
+    shardings = {name: shardings[name] for name in variables}
   variables = jax.device_put(variables, shardings)
-  return forward.unstack(variables, config, is_sharded=place.plan is not None)
+  return forward.unstack(
+    variables, config, is_sharded=place.plan is not None, base=base
+  )
 
 
 def _variables(config, mesh) -> Any:

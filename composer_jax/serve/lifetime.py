@@ -207,8 +207,14 @@ def load(
       raise ValueError(
         f'Stage {stage!r} of {folder} is not finished; finished are {finished}.'
       )
-    masters = export.load(folder, stage, _like(model, mesh))
+    like = decoder.without_base(_like(model, mesh))
+    masters = export.load(folder, stage, like)
     variables = jax.jit(decoder.policy, donate_argnums=0)(masters)
+  if decoder.trained(variables) == 'adapters':
+    kept = {k: v for k, v in _like(model, mesh).items() if k != 'adapters'}
+    imported.check_identity(config['initial'], config['imported'], folder)
+    base = importing.load_variables(config['initial'], kept)
+    variables = {**variables, 'params': base['params']}
   tokenizer = language.load_any(folder / 'tokenizer.json')
   return ServedPolicy(
     name=f'{folder.name}-{stage}',

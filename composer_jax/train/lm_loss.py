@@ -101,6 +101,7 @@ def loss(
   plan: exchange.ExchangePlan | None,
   with_max_logits: bool = False,
   whole: Totals | None = None,
+  base: Any = None,
 ) -> tuple[jax.Array, LossStats]:
   """Returns the training loss, with the routers' losses, and statistics.
 
@@ -114,10 +115,11 @@ def loss(
   Args:
     with_max_logits: true to measure the attention logits that QK-clip needs.
     whole: totals of the batch; None if `batch` is no microbatch.
+    base: frozen parameters, if `params` are adapters.
   """
   values = train_state.policy_values(params)
   total, output = negative_logprob_sum(
-    train_state.variables(values, selection_bias),
+    train_state.variables(values, selection_bias, base),
     batch,
     model=model,
     plan=plan,
@@ -157,9 +159,10 @@ def heldout_sums(
   """Returns a function of held-out batches, which uses the policy's values."""
 
   def sums(variables, batch):
-    values = train_state.policy_values(variables['params'])
+    name = decoder.trained(variables)
+    values = {name: train_state.policy_values(variables[name])}
     total, _ = negative_logprob_sum(
-      {**variables, 'params': values}, batch, model=model, plan=plan
+      variables | values, batch, model=model, plan=plan
     )
     return total, batch.loss_weights_BT.sum()
 

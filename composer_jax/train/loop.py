@@ -108,7 +108,7 @@ def run(
   writer: writers.Writer,
   initial: decoder.Variables | None = None,
 ) -> decoder.Variables:
-  """Trains a stage to its end and returns its variables.
+  """Trains a stage to its end and returns its variables, frozen ones excepted.
 
   Checkpoints, which include the stream's state, are in `checkpoints/<stage>` of
   the workdir and the result in `exports/<stage>`; a stage that has an export is
@@ -126,7 +126,9 @@ def run(
   stage = options.stage
   programs = make_programs(options, model, placement)
   if export.finished_step(workdir, stage) is not None:
-    return export.load(workdir, stage, programs.like.variables())
+    like = decoder.without_base(programs.like.variables())
+    wide = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), like)
+    return export.load(workdir, stage, wide)
   # Placed once; small beside the model.
   heldout = [placement.put(batch, options.batch_size) for batch in heldout]
 
@@ -146,7 +148,10 @@ def run(
       )
     start, state = checkpoints.latest_step() or 0, None
     if start:
-      state, data = checkpoints.restore(start, programs.like)
+      state, data = checkpoints.restore(start, programs.like.own())
+      if programs.like.base:
+        base = programs.first_state(initial).base
+        state = state.replace(base=base)
       stream.set_state(data['stream'])
       if size is not None:
         size.set_state(data['buckets'])
@@ -185,9 +190,10 @@ def run(
         if is_saved:
           kept = size and size.get_state()
           data = {'stream': stream.get_state(), 'buckets': kept}
-          checkpoints.save(step, state, data)
-  export.save(workdir, stage, options.steps, state.variables())
-  return state.variables()
+          checkpoints.save(step, state.own(), data)
+  trained = state.trained()
+  export.save(workdir, stage, options.steps, trained)
+  return trained
 
 
 @functools.lru_cache(maxsize=4)
@@ -198,17 +204,19 @@ def make_programs(
 ) -> _Programs:
   """Jits the functions of a stage from shapes; cached, so compiled once."""
   abstract, axes = decoder.abstract(model)
+  trained = decoder.trained(abstract)
   described = dict(
-    params=abstract['params'],
-    axes=axes['params'],
-    shardings=placement.variables['params'],
+    params=abstract[trained],
+    axes=axes[trained],
+    shardings=placement.variables[trained],
   )
   optimizer = groups.optimizer(
     options.optimizer, total_steps=options.steps, **described
   )
 
   def create(variables):
-    return train_state.create(variables, optimizer)
+    dtype = options.optimizer.state
+    return train_state.create(variables, optimizer, dtype=dtype)
 
   shapes = jax.eval_shape(create, abstract)
   places = train_state.shardings(shapes, placement.variables, placement.mesh)
@@ -219,12 +227,11 @@ def make_programs(
   def init(key):
     return create(decoder.init(model, key))
 
-  adopt = jax.jit(create, in_shardings=(variable_places,), out_shardings=places)
-
   def first_state(initial):
     if initial is None:
       return init(jax.random.key(options.seed))
-    return adopt(jax.device_put(initial, variable_places))
+    placed = jax.device_put(initial, variable_places)
+    return train_state.place(create, placed, places)
 
   @functools.cache
   def step_of(bucket):
@@ -235,7 +242,7 @@ def make_programs(
       bias_rate=options.bias_rate,
       clips_logits=options.optimizer.clips_logits,
       accumulate=options.accumulate,
-      places=variable_places['params'],
+      places=variable_places[trained],
     )
     takes, gives = [places, placement.batch], [places, placement.replicated]
     if placement.buckets:

@@ -1,16 +1,18 @@
 """State of a training stage between steps, and its shardings."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
+from composer_jax.models import decoder
 
 
 class TrainState(flax.struct.PyTreeNode, kw_only=True):
@@ -18,10 +20,11 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     step: int32 number of optimizer steps done.
-    params: float32 masters.
+    params: masters, of the adapters if there are any.
     selection_bias: biases of sigmoid routers, updated outside the optimizer; {}
       for softmax routers.
     teacher: moving average of the masters; {} without one.
+    base: frozen bfloat16 parameters of a model with adapters; else {}.
   """
 
   step: jax.Array
@@ -29,14 +32,28 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
   selection_bias: Any
   opt_state: Any
   teacher: Any = dataclasses.field(default_factory=dict)
+  base: Any = dataclasses.field(default_factory=dict)
 
   def variables(self) -> dict[str, Any]:
-    return variables(self.params, self.selection_bias)
+    return variables(self.params, self.selection_bias, self.base)
+
+  def trained(self) -> dict[str, Any]:
+    """Returns what an export has: float32 masters, and nothing frozen."""
+    kept = decoder.without_base(self.variables())
+    return jax.tree.map(lambda x: x.astype(jnp.float32), kept)
+
+  def own(self) -> 'TrainState':
+    """Returns what training changes, which checkpoints have."""
+    return self.replace(base={})
 
 
-def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
+def variables(
+  params: Any, selection_bias: Any, base: Any = None
+) -> dict[str, Any]:
   """Returns the variables of `models.decoder`."""
   bias = {'selection_bias': selection_bias} if selection_bias else {}
+  if base:
+    return {'params': base, 'adapters': params, **bias}
   return {'params': params, **bias}
 
 
@@ -67,16 +84,35 @@ def create(
   optimizer: optax.GradientTransformation,
   *,
   with_teacher: bool = False,
+  dtype: str = 'float32',
 ) -> TrainState:
-  params = model_variables['params']
+  """Makes the first state; it has the frozen parameters that are given.
+
+  `dtype` is that of the masters.
+  """
+  name = decoder.trained(model_variables)
+  wide = model_variables[name]
+  params = optax.tree.cast(wide, dtype)
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     params=params,
     selection_bias=model_variables.get('selection_bias', {}),
     opt_state=optimizer.init(params),
     # Copies, since a step donates each buffer of its state once.
-    teacher=jax.tree.map(jnp.copy, params) if with_teacher else {},
+    teacher=jax.tree.map(jnp.copy, wide) if with_teacher else {},
+    base={} if name == 'params' else model_variables.get('params', {}),
   )
+
+
+def place(
+  create: Callable[[dict[str, Any]], TrainState],
+  model_variables: dict[str, Any],
+  places: Any,
+) -> TrainState:
+  """Returns create(variables) in its shardings, the frozen base not copied."""
+  made = jax.jit(create, out_shardings=places.own())
+  state = made(decoder.without_base(model_variables))
+  return state.replace(base=model_variables['params'] if places.base else {})
 
 
 def follow(state: TrainState, rate: float) -> TrainState:
@@ -91,10 +127,13 @@ def follow(state: TrainState, rate: float) -> TrainState:
 
 
 def shardings(
-  abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
+  abstract: TrainState,
+  variable_shardings: dict[str, Any],
+  mesh: Mesh | AbstractMesh,
 ) -> Any:
   """Returns shardings of the state: moments are sharded as their parameters."""
-  by_name = trees.flatten_names(variable_shardings['params'])
+  trained = variable_shardings[decoder.trained(variable_shardings)]
+  by_name = trees.flatten_names(trained)
   shapes = {n: p.shape for n, p in trees.flatten_names(abstract.params).items()}
   replicated = NamedSharding(mesh, P())
 
@@ -115,8 +154,9 @@ def shardings(
   place_of: Any = TrainState  # Holds shardings here, where arrays are declared.
   return place_of(
     step=replicated,
-    params=variable_shardings['params'],
+    params=trained,
     selection_bias=variable_shardings.get('selection_bias', {}),
     opt_state=trees.map_names(place, abstract.opt_state),
-    teacher=variable_shardings['params'] if abstract.teacher else {},
+    teacher=trained if abstract.teacher else {},
+    base=variable_shardings['params'] if abstract.base else {},
   )

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import router
+from composer_jax.optim import groups
 from composer_jax.parallel import exchange, shardings, shards
 from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
@@ -59,6 +60,7 @@ def apply_gradients(
   An optimizer that clips by attention logits needs `max_logits_LN`.
   """
   extra = {} if max_logits_LN is None else {'max_logits': max_logits_LN}
+  gradients = optax.tree.cast(gradients, jnp.float32)
   updates, opt_state = optax.with_extra_args_support(optimizer).update(
     gradients, state.opt_state, state.params, **extra
   )
@@ -68,7 +70,7 @@ def apply_gradients(
   )
   after = state.replace(
     step=state.step + 1,
-    params=optax.apply_updates(state.params, updates),
+    params=groups.apply_updates(state.params, updates, state.step),
     selection_bias=bias,
     opt_state=opt_state,
   )
@@ -105,6 +107,7 @@ def make(
       plan=plan,
       with_max_logits=clips_logits,
       whole=whole,
+      base=state.base,
     )
     return gradients, stats
 
@@ -172,7 +175,7 @@ def _sum_gradients(function, params, microbatches, places):
     return placed(jax.tree.map(jnp.add, sums, gradients)), stats
 
   with jax.named_scope('accumulate'):
-    zeros = placed(jax.tree.map(jnp.zeros_like, params))
+    zeros = placed(optax.tree.zeros_like(params, dtype=jnp.float32))
     return jax.lax.scan(add, zeros, microbatches)
 
 

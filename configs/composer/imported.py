@@ -74,4 +74,7 @@ def _model(folder: str) -> ml_collections.ConfigDict:
   saves = fields.get('remat_saves', tiny.get_config().model.remat_saves)
   fields['remat_saves'] = tuple(saves)  # A list in JSON.
   fields['moe'].setdefault('replay_alpha', 0.0)
+  # Ranks above 0 train adapters beside the frozen weights.
+  roles = ('attention', 'dense', 'shared', 'routed', 'router')
+  fields.setdefault('adapters', {**dict.fromkeys(roles, 0), 'alpha': 32.0})
   return ml_collections.ConfigDict(fields)

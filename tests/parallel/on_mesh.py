@@ -36,7 +36,10 @@ def initial(config):
   leaves, tree = jax.tree.flatten(init(jax.random.key(0)))
   random = np.random.default_rng(0)
   return tree.unflatten(
-    [leaf + 0.05 * random.normal(size=leaf.shape) for leaf in leaves]
+    [
+      (leaf + 0.05 * random.normal(size=leaf.shape)).astype(leaf.dtype)
+      for leaf in leaves
+    ]
   )
 
 
@@ -52,7 +55,7 @@ def _step(config, plan):
   chunk = 5 if plan is not None and config.remat else None
 
   def loss(params, variables, batch, expert_ids_MBTA):
-    variables = {**variables, 'params': params}
+    variables = {**variables, decoder.trained(variables): params}
     out = decoder.Decoder(config, plan).apply(
       variables, *batch, expert_ids_MBTA=expert_ids_MBTA
     )
@@ -74,7 +77,10 @@ def _step(config, plan):
 
   def step(variables, batch, expert_ids_MBTA):
     return jax.value_and_grad(loss, has_aux=True)(
-      variables['params'], variables, batch, expert_ids_MBTA
+      variables[decoder.trained(variables)],
+      variables,
+      batch,
+      expert_ids_MBTA,
     )
 
   return step
@@ -114,7 +120,7 @@ def compiled(
   step = jax.jit(
     _step(config, plan),
     in_shardings=arguments_places,
-    out_shardings=(None, places['params']),
+    out_shardings=(None, places[decoder.trained(places)]),
   )
   program, warnings = muon_meshes.watched(
     lambda: step.lower(*arguments).compile(compiler_options=_OPTIONS)

@@ -18,10 +18,12 @@ import pytest
 from composer_jax.agent import window
 from composer_jax.core import records
 from composer_jax.kernels.attention import grouped_query
+from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rl import batching
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
+from tests.models import adapters_test
 from tests.rl import replayed
 
 MAX_LEN = 96
@@ -38,15 +40,24 @@ OPTIONS = engines.EngineOptions(
 NUM_SESSIONS = 9
 
 
-def _config(name, dtype):
+NO_ADAPTERS = model_config.AdapterConfig()
+
+
+def _config(name, dtype, adapters=NO_ADAPTERS):
   return dataclasses.replace(
-    replayed.CONFIGS[name], numerics='batch_invariant', compute_dtype=dtype
+    replayed.CONFIGS[name],
+    numerics='batch_invariant',
+    compute_dtype=dtype,
+    adapters=adapters,
   )
 
 
 @functools.cache
 def _policy(config):
-  return decoder.policy(replayed.variables(config))
+  variables = replayed.variables(config)
+  # Frozen parameters, which `policy` leaves out, have the same cast.
+  frozen = decoder.policy({'params': variables['params']})
+  return {**frozen, **decoder.policy(variables)}
 
 
 def _turns(index):
@@ -127,13 +138,18 @@ SLOW = pytest.mark.slow
   scope='module',
   params=[
     'gqa_softmax-float32',
+    pytest.param('gqa_softmax-float32-adapted', marks=SLOW),
     pytest.param('mla_sigmoid-float32', marks=SLOW),
+    pytest.param('mla_sigmoid-bfloat16-adapted', marks=SLOW),
     pytest.param('gqa_softmax-bfloat16', marks=SLOW),
     pytest.param('mla_sigmoid-bfloat16', marks=SLOW),
   ],
 )
 def config(request):
-  return _config(*request.param.split('-'))
+  name, dtype, *adapted = request.param.split('-')
+  if not adapted:
+    return _config(name, dtype)
+  return _config(name, dtype, adapters_test.ALL)
 
 
 def test_the_workload_meets_what_it_is_for(config):

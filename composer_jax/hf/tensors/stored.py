@@ -5,12 +5,15 @@ import math
 from collections.abc import Iterator
 
 import blake3
-import ml_dtypes  # noqa: F401  Registers 'bfloat16' with numpy.
+import ml_dtypes  # Also registers 'bfloat16' with numpy.
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from composer_jax.core import trees
 from composer_jax.hf.tensors import blocks, files
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
 from composer_jax.train.checkpoints import hashes, manager
 
 
@@ -77,6 +80,49 @@ class Stored:
     return manager.DamagedCheckpoint(
       f'Checkpoint in {self._folder} is damaged ({detail}); make it again.'
     )
+
+
+class Merged:
+  """Frozen weights plus their adapters, as the policy has both."""
+
+  def __init__(
+    self, frozen: Stored, trained: Stored, config: model_config.ModelConfig
+  ):
+    self._frozen, self._trained, self._config = frozen, trained, config
+    # What is trained whole, such as selection biases, replaces what is frozen.
+    self.shapes = frozen.shapes | trained.shapes
+    self.dtypes = frozen.dtypes | trained.dtypes
+    axes = trees.flatten_names(decoder.abstract(config)[1]['adapters'])
+    self._batch = {
+      name: sum(axis in ('layer', 'expert') for axis in axes[name])
+      for name in axes
+    }
+
+  def read(self, name: str, box: blocks.Box) -> np.ndarray:
+    if name in self._trained.shapes:
+      return self._trained.read(name, box)
+    values = self._frozen.read(name, box)
+    pair = name.replace('params/', 'adapters/', 1)
+    if f'{pair}/a' not in self._trained.shapes:
+      return values
+    batch = self._batch[f'{pair}/a'.removeprefix('adapters/')]
+    *lead, rank = self._trained.shapes[f'{pair}/a']
+    whole, end = ((0, rank),), len(lead)
+    a = self._policy(f'{pair}/a', box[:end] + whole)
+    b = self._policy(f'{pair}/b', box[:batch] + whole + box[end:])
+    product = a.reshape(*a.shape[:batch], -1, rank) @ b.reshape(
+      *b.shape[:batch], rank, -1
+    )
+    product *= self._config.adapters.alpha / rank
+    return values.astype(np.float32) + product.reshape(values.shape)
+
+  def _policy(self, name: str, box: blocks.Box) -> np.ndarray:
+    masters = self._trained.read(name, box)
+    return masters.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+  def verify(self, name: str) -> None:
+    is_trained = name in self._trained.shapes
+    (self._trained if is_trained else self._frozen).verify(name)
 
 
 def _in_order(box: blocks.Box, most: int) -> Iterator[blocks.Box]:

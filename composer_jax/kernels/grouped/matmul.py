@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from composer_jax.core import platforms
+from composer_jax.core import platforms, rounding
+from composer_jax.kernels import linear
 
 # Backends for every platform, and backends for one.
 BACKENDS = ('blocked', 'ragged')
@@ -37,7 +38,7 @@ def chosen() -> str:
 
 def grouped_matmul(
   lhs_YD: jax.Array,
-  rhs_EDF: jax.Array,
+  rhs_EDF: jax.Array | linear.Adapted,
   group_sizes_E: jax.Array,
   *,
   backend: str = 'auto',
@@ -52,6 +53,14 @@ def grouped_matmul(
     out_YF in the dtype of lhs; rows without a group are exactly zero in the
     output and in the gradient.
   """
+  if isinstance(rhs_EDF, linear.Adapted):
+    multiply = functools.partial(
+      grouped_matmul, group_sizes_E=group_sizes_E, backend=backend
+    )
+    low_YR = multiply(lhs_YD, rhs_EDF.a)
+    return rounding.rounded(
+      multiply(lhs_YD, rhs_EDF.weight) + multiply(low_YR, rhs_EDF.b)
+    )
   if backend == 'auto':
     backend = chosen()
   if backend not in (names := (*BACKENDS, *KERNELS)):

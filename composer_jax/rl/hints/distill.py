@@ -136,12 +136,14 @@ def gradients(
 ) -> tuple[Any, HintStats]:
   """Returns the gradient of the student's parameters, and the sums."""
 
+  name = decoder.trained(values)
+
   def loss_function(params):
-    student = {**values, 'params': params}
+    student = {**values, name: params}
     stats = loss(model, student, teacher, batch, options)
     return stats.loss, stats
 
-  grads, stats = jax.grad(loss_function, has_aux=True)(values['params'])
+  grads, stats = jax.grad(loss_function, has_aux=True)(values[name])
   return grads, stats
 
 

@@ -1,0 +1,383 @@
+"""Bytes that the stages of a run need on one device, before anything is built.
+
+Counted from shapes, layouts and dtypes: state and weights exactly; activations
+as what the traced forward pass keeps of a microbatch for the backward pass, and
+what this works on. No array is allocated and nothing is compiled.
+`tests/plan/memory_test.py` compares the sums with the compiler's.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from composer_jax.core import batches, trees
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, head, placement
+from composer_jax.optim import groups
+from composer_jax.parallel import layouts, topology
+from composer_jax.pipeline import spec as specs
+from composer_jax.rollout import forward
+from composer_jax.rollout import options as rollout_options
+from composer_jax.train import lm_loss
+from composer_jax.train import state as train_state
+
+_GIB = 1 << 30
+# Tokens of the traced row; what attention keeps grows with them, not faster. 17
+# is a factor of no usual weight, which no activation may be taken for.
+_TRACED = 17 * 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Need:
+  """What one part of a run needs.
+
+  Attributes:
+    name: 'cpt', 'sft', 'rl', 'engine' or 'evaluation'.
+    devices: devices among which it is divided.
+    terms: bytes of one device, by what takes them.
+  """
+
+  name: str
+  devices: int
+  terms: dict[str, int]
+
+  @property
+  def total(self) -> int:
+    return sum(self.terms.values())
+
+  def __str__(self) -> str:
+    parts = sorted(self.terms.items(), key=lambda term: -term[1])
+    listed = ', '.join(f'{n} {size(b)}' for n, b in parts if b)
+    where = f' on each of {self.devices} devices' if self.devices > 1 else ''
+    return f'{self.name}: {size(self.total)}{where} ({listed})'
+
+
+def size(num_bytes: float) -> str:
+  if num_bytes >= _GIB / 10:
+    return f'{num_bytes / _GIB:.1f} GiB'
+  return f'{num_bytes / (1 << 20):.1f} MiB'
+
+
+def needs(spec: specs.Spec) -> Iterator[Need]:
+  """Yields what each stage of a run needs, in their order."""
+  layout = layouts.BY_NAME[spec.layout]
+  for name, stage in (('cpt', spec.cpt), ('sft', spec.sft)):
+    if stage.steps:
+      rows = stage.batch_size // stage.accumulate
+      shape = rows, stage.seq_len, stage.accumulate > 1
+      options = stage.optimizer_options()
+      yield training(name, spec.lm_model, options, spec.mesh, layout, shape)
+  engine = serving(spec.model, spec.engine_options())
+  if spec.rl.steps:
+    shape = spec.rl.rows, spec.rl.seq_len, True
+    options = spec.rl.optimizer_options()
+    mesh = spec.rl.mesh
+    trainer = training('rl', spec.model, options, mesh, layout, shape)
+    # One is published; the gate keeps those that may have sampled.
+    kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
+    width = 2 if options.state == 'bfloat16' else 4
+    kept_bytes = kept * trainer.terms['masters'] * 2 // width
+    trainer.terms['kept policies'] = kept_bytes
+    if spec.rl.placement == 'colocated':
+      both = trainer.terms | {
+        f'{name} of the engine': count for name, count in engine.terms.items()
+      }
+      yield dataclasses.replace(trainer, terms=both)
+    else:
+      yield trainer
+      yield engine
+  masters = _bytes(*_described(spec.model, specs.Mesh(), layouts.REPLICATED))
+  terms = {'masters': masters} | engine.terms
+  yield Need(name='evaluation', devices=1, terms=terms)
+
+
+def check(spec: specs.Spec, limit: int | None = None) -> Iterator[str]:
+  """Yields a line for each need; a ValueError names what does not fit.
+
+  `limit` is the memory of one device; None asks the devices that are here.
+  """
+  limit = limit or device_limit()
+  for need in needs(spec):
+    yield str(need)
+    if need.total <= limit:
+      continue
+    largest = max(need.terms, key=lambda term: need.terms[term])
+    fitting: dict[str, str] = {}
+    for kind, words, other in _choices(spec, need.name):
+      if kind in fitting:
+        continue
+      totals = [n.total for n in needs(other) if n.name == need.name]
+      if max(totals) <= limit:
+        fitting[kind] = words
+    cure = (
+      f'What fits: {"; or ".join(fitting.values())}.'
+      if fitting
+      else 'No single one of these fits: fewer rows, bfloat16 masters, '
+      'adapters, shorter windows, up to 64 times as many devices.'
+    )
+    raise ValueError(
+      f'{need.name} needs {size(need.total)} on a device that has '
+      f'{size(limit)}; the largest part is {largest}, '
+      f'{size(need.terms[largest])}. {cure}'
+    )
+
+
+def device_limit() -> int:
+  """Returns the bytes of a device; emulated ones share the machine's."""
+  device = jax.devices()[0]
+  if limit := (device.memory_stats() or {}).get('bytes_limit'):
+    return limit
+  memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  return memory // len(jax.devices())
+
+
+def _choices(
+  spec: specs.Spec, part: str
+) -> Iterator[tuple[str, str, specs.Spec]]:
+  """Yields changes of a kind for a part of a run, the least one first."""
+  length = spec.episode.max_tokens
+  stages = {name: getattr(spec, name) for name in ('cpt', 'sft', 'rl')}
+  rl, stage = spec.rl, stages.get(part)
+  is_rl = part == 'rl'
+  fewer, more = lambda n: {}, lambda n: {'rollout.devices': n}
+  if is_rl:
+    fewer = lambda n: {'rl.rows': max(1, rl.rows // n)}
+    more = lambda n: {'rl.mesh.fsdp': rl.mesh.fsdp * n, 'rl.rows': rl.rows * n}
+  elif stage is not None:
+    fewer = lambda n: {f'{part}.accumulate': stage.accumulate * n}
+    more = lambda n: {
+      'mesh.fsdp': spec.mesh.fsdp * n,
+      **{f'{k}.batch_size': stages[k].batch_size * n for k in ('cpt', 'sft')},
+    }
+  ranks = model_config.AdapterConfig(attention=16)
+  kinds: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
+    ('rows of a microbatch divided by {}', fewer),
+    (
+      f'{part}.state=bfloat16',
+      lambda n: {f'{part}.state': 'bfloat16'} if stage else {},
+    ),
+    ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
+    (
+      'windows divided by {}',
+      lambda n: {
+        'episode.max_tokens': length // n,
+        'summary.trigger': length // n,
+        **{f'{k}.seq_len': v.seq_len // n for k, v in stages.items()},
+      },
+    ),
+    (
+      '{} times as many devices in layout hsdp',
+      lambda n: {'layout': 'hsdp', **more(n)},
+    ),
+  )
+  for words, fields in kinds:
+    for n in (2, 4, 8, 16, 32, 64) if '{}' in words else (1,):
+      try:
+        yield words, words.format(n), _changed(spec, fields(n))
+      except ValueError:  # A rule of configs refuses it.
+        break
+
+
+def _changed(section: Any, fields: dict[str, Any]) -> Any:
+  """Returns a section with other values of dotted fields, set at once."""
+  own: dict[str, Any] = {}
+  for name, value in fields.items():
+    first, _, rest = name.partition('.')
+    if rest:
+      own.setdefault(first, {})[rest] = value
+    else:
+      own[first] = value
+  made = {
+    name: _changed(getattr(section, name), value)
+    if isinstance(value, dict)
+    else value
+    for name, value in own.items()
+  }
+  return dataclasses.replace(section, **made)
+
+
+def training(
+  name: str,
+  model: model_config.ModelConfig,
+  optimizer: groups.OptimizerOptions,
+  mesh: specs.Mesh,
+  layout: layouts.Layout,
+  shape: tuple[int, int, bool],
+) -> Need:
+  """Counts a train step; `shape` has rows and tokens of a microbatch of all
+  devices, and whether gradients of several add up.
+  """
+  variables, places = _described(model, mesh, layout)
+  trained = decoder.trained(variables)
+  transform = groups.optimizer(
+    optimizer,
+    params=variables[trained],
+    axes=decoder.abstract(model)[1][trained],
+    total_steps=1 << 30,
+  )
+  create = functools.partial(
+    train_state.create, optimizer=transform, dtype=optimizer.state
+  )
+  state = jax.eval_shape(create, variables)
+  at = train_state.shardings(state, places, _mesh(mesh))
+  masters = _bytes(state.params, at.params)
+  rows, seq_len, adds_up = shape
+  local = rows // (mesh.replica * mesh.fsdp), seq_len // mesh.context
+  terms = {
+    'frozen weights': _bytes(state.base, at.base),
+    'masters': masters,
+    'moments': _bytes(state.opt_state, at.opt_state),
+    'policy values': masters,
+    'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
+    'copies of weights': _copies(variables, places, model),
+    **activations(model, *local),
+  }
+  return Need(name=name, devices=mesh.size, terms=terms)
+
+
+def serving(
+  model: model_config.ModelConfig, options: rollout_options.EngineOptions
+) -> Need:
+  """Counts an engine: weights before and after a swap, and the KV cache."""
+  if options.compute_dtype:
+    dtype = options.compute_dtype
+    model = dataclasses.replace(model, compute_dtype=dtype)
+  mesh = specs.Mesh(fsdp=options.devices)
+  variables, places = _described(model, mesh, layouts.DECODE)
+  dtype = jnp.dtype(model.compute_dtype)
+  served = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), variables)
+  swapped = decoder.without_base(served)
+  cache = jax.eval_shape(
+    lambda: forward.empty_cache(model, options.pages, options.page_size)
+  )
+  heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
+  is_turned = model.tie_embeddings and options.devices == 1
+  is_turned &= model.numerics == 'fast' and jax.default_backend() == 'cpu'
+  terms = {
+    'served weights': _bytes(served, places),
+    # As `forward.unstack` says.
+    'turned table': is_turned * _whole(served['params']['embedding']),
+    'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
+    'KV cache': _whole(cache) // math.gcd(options.devices, heads),
+    'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,
+  }
+  return Need(name='engine', devices=options.devices, terms=terms)
+
+
+def _mesh(mesh: specs.Mesh) -> AbstractMesh:
+  return AbstractMesh((mesh.replica, mesh.fsdp, mesh.context), topology.AXES)
+
+
+def _described(
+  model: model_config.ModelConfig, mesh: specs.Mesh, layout: layouts.Layout
+) -> tuple[Any, Any]:
+  """Returns shapes and shardings of the variables."""
+  where: Any = dict(layout=layout, mesh=_mesh(mesh))
+  variables, _ = decoder.abstract(model)
+  return variables, placement.variable_shardings(model, **where)
+
+
+def _whole(tree: Any) -> int:
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _bytes(tree: Any, places: Any, width: int = 0) -> int:
+  """Returns the bytes of one device's shards, `width` each unless 0."""
+  shards = jax.tree.map(
+    lambda leaf, place: (
+      math.prod(place.shard_shape(leaf.shape)) * (width or leaf.dtype.itemsize)
+    ),
+    tree,
+    places,
+  )
+  return sum(jax.tree.leaves(shards))
+
+
+def _copies(variables: Any, places: Any, model: Any) -> int:
+  """Returns bytes of layers' weights as the layers compute with them.
+
+  Weights are gathered, except along the expert axis, and cast to the compute
+  dtype. One layer's copies exist at once with recomputation, all without; of
+  their float32 gradients one layer's.
+  """
+  axes = trees.flatten_names(decoder.abstract(model)[1])
+  at, dtype = trees.flatten_names(places), jnp.dtype(model.compute_dtype)
+  layers: dict[str, tuple[int, int]] = dict.fromkeys(model.stacks, (0, 0))
+  for name, leaf in trees.flatten_names(variables).items():
+    kind, stack, *_ = name.split('/')
+    is_copied = model.remat or leaf.dtype != dtype
+    is_copied |= not at[name].is_fully_replicated
+    if stack not in layers or not is_copied:
+      continue
+    is_local = 'expert' in axes[name]
+    shape = at[name].shard_shape(leaf.shape) if is_local else leaf.shape
+    count = math.prod(shape[1:])
+    copied, moved = layers[stack]
+    moved += 4 * count * (kind == decoder.trained(variables))
+    layers[stack] = copied + count * dtype.itemsize, moved
+  number = {name: 1 if model.remat else n for name, n in model.stacks.items()}
+  copies = [number[name] * copied for name, (copied, _) in layers.items()]
+  return (max if model.remat else sum)(copies) + max(
+    moved for _, moved in layers.values()
+  )
+
+
+def activations(
+  model: model_config.ModelConfig, rows: int, seq_len: int
+) -> dict[str, int]:
+  """Counts what a backward pass keeps of a device's tokens, and its work.
+
+  At its fullest it works on the logits and their gradient, or on a layer: on
+  about as much as the layer's forward pass could keep, once more if this is
+  computed again, and once more for the products of adapters.
+  """
+  tokens = rows * seq_len
+  plain = _kept(dataclasses.replace(model, remat=False))
+  times = 1 + model.remat + model.adapters.enabled
+  layer = tokens * plain / model.num_layers * times
+  words = min(model.vocab_size, head.words_at_once(tokens, model.vocab_size))
+  return {
+    'activations': int(tokens * _kept(model)),
+    "the backward pass's work": int(max(2 * 4 * tokens * words, layer)),
+  }
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(model: model_config.ModelConfig) -> float:
+  """Returns bytes a token between forward and backward pass, without logits."""
+  variables, _ = decoder.abstract(model)
+  name = decoder.trained(variables)
+  integers = jax.ShapeDtypeStruct((1, _TRACED), jnp.int32)
+  batch: Any = batches.LMBatch
+  batch = batch(
+    tokens_BT=integers,
+    segment_ids_BT=integers,
+    positions_BT=integers,
+    loss_weights_BT=integers.update(dtype=jnp.float32),
+  )
+
+  def loss(trained, others, batch):
+    total, _ = lm_loss.negative_logprob_sum(
+      {**others, name: trained}, batch, model=model, plan=None
+    )
+    return total
+
+  def passed(trained, others, batch):
+    return jax.vjp(functools.partial(loss, others=others, batch=batch), trained)
+
+  others = {k: tree for k, tree in variables.items() if k != name}
+  traced = jax.make_jaxpr(passed)(variables[name], others, batch).jaxpr
+  # Weights that it keeps are counted as weights, also if cast or reshaped.
+  counted = {leaf.size for leaf in jax.tree.leaves(variables)}
+  counted.add(_TRACED * model.vocab_size)
+  given = {id(v) for v in traced.invars}
+  arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
+  kept = [a for a in arrays.values() if math.prod(a.shape) not in counted]
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED

@@ -1,0 +1,139 @@
+"""Counted bytes against the compiler's, and refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from composer_jax import wiring
+from composer_jax.core import batches
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.optim import groups
+from composer_jax.parallel import layouts, topology
+from composer_jax.pipeline import spec as specs
+from composer_jax.plan import memory
+from composer_jax.rollout import engine as engines
+from composer_jax.rollout import forward, placing, steps
+from composer_jax.train import loop, placement
+from configs.composer import tiny
+from tests.models import adapters_test
+from tests.plan import params_test
+
+# Compiles quickly and keeps its buffers.
+OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_cpu_use_fusion_emitters': False,
+}
+PLAIN = model_config.ModelConfig.from_dict(
+  params_test.fields('tiny') | dict(num_layers=2, num_dense_layers=1)
+)
+MODELS = {
+  'plain': PLAIN,
+  'adapted': dataclasses.replace(PLAIN, adapters=adapters_test.ALL),
+  'recomputed': dataclasses.replace(PLAIN, num_layers=4, remat=True),
+}
+SLOW = pytest.mark.slow
+
+
+def _in_all(compiled):
+  memory_of = compiled.memory_analysis()
+  results = memory_of.output_size_in_bytes - memory_of.alias_size_in_bytes
+  return (
+    memory_of.argument_size_in_bytes
+    + memory_of.temp_size_in_bytes
+    + max(0, results)
+  )
+
+
+def _train_step(model, mesh, layout, optimizer, rows, seq_len):
+  """Returns the bytes that the compiler says of a device."""
+  placed = placement.build(model, mesh=mesh, layout=layout)
+  programs = loop.make_programs(
+    loop.LoopOptions(
+      stage='plan',
+      optimizer=optimizer,
+      bias_rate=0.0,
+      seed=0,
+      steps=10,
+      batch_size=rows,
+      seq_len=seq_len,
+    ),
+    model,
+    placed,
+  )
+  integers = jax.ShapeDtypeStruct(
+    (rows, seq_len), jnp.int32, sharding=placed.batch
+  )
+  batch = batches.LMBatch(
+    tokens_BT=integers,
+    segment_ids_BT=integers,
+    positions_BT=integers,
+    loss_weights_BT=integers.update(dtype=jnp.float32),
+  )
+  arguments = [programs.like, batch]
+  if placed.buckets:
+    arguments.append(
+      jax.ShapeDtypeStruct((), jnp.bool_, sharding=placed.replicated)
+    )
+  step = programs.step(placed.buckets[0] if placed.buckets else None)
+  return _in_all(step.lower(*arguments).compile(compiler_options=OPTIONS))
+
+
+@pytest.mark.parametrize(
+  'name,sizes,state',
+  [
+    pytest.param('plain', (1, 1, 1), 'float32', marks=SLOW),
+    pytest.param('adapted', (1, 1, 1), 'float32', marks=SLOW),
+    pytest.param('recomputed', (1, 1, 1), 'float32', marks=SLOW),
+    pytest.param('plain', (2, 2, 2), 'float32', marks=SLOW),
+  ],
+)
+def test_a_train_step_takes_what_is_counted(name, sizes, state):
+  mesh = specs.Mesh(**dict(zip(topology.AXES, sizes, strict=True)))
+  layout = layouts.TRAIN if mesh.size > 1 else layouts.REPLICATED
+  optimizer = groups.OptimizerOptions(
+    name='adam', warmup_steps=1, decay_steps=1, state=state
+  )
+  rows, seq_len = 8, 64
+  counted = memory.training(
+    name, MODELS[name], optimizer, mesh, layout, (rows, seq_len, False)
+  )
+  real = topology.make_mesh(*sizes, devices=jax.devices()[: mesh.size])
+  compiled = _train_step(MODELS[name], real, layout, optimizer, rows, seq_len)
+  assert counted.total == pytest.approx(compiled, rel=0.1), counted.terms
+
+
+@SLOW
+@pytest.mark.parametrize('name', ['plain', 'adapted'])
+def test_a_decode_step_takes_what_is_counted(name):
+  options = engines.EngineOptions(num_slots=8, max_len=256)
+  model = MODELS[name]
+  counted = memory.serving(model, options)
+  place = placing._on_device(jax.devices()[0])
+  weights = jax.eval_shape(
+    lambda: forward.unstack(decoder.init(model, jax.random.key(0)), model)
+  )
+  cache = jax.eval_shape(
+    lambda: forward.empty_cache(model, options.pages, options.page_size)
+  )
+  rows = jax.ShapeDtypeStruct((8, sum(steps.decode_widths(options))), jnp.int32)
+  state = steps.State(*[jax.ShapeDtypeStruct((8,), jnp.int32)] * 3)
+  program = steps.build(model, options, place).decode
+  compiled = program.lower(weights, cache, rows, state, False).compile(
+    compiler_options=OPTIONS
+  )
+  beside = counted.total - counted.terms['weights of a swap']
+  assert beside == pytest.approx(_in_all(compiled), rel=0.1), counted.terms
+
+
+def test_what_does_not_fit_is_refused_with_what_does():
+  spec = wiring.spec_of(tiny.get_config().to_dict())
+  largest = max(need.total for need in memory.needs(spec))
+  assert all(memory.check(spec, largest))
+  with pytest.raises(
+    ValueError,
+    match=r'needs .* the largest part is .*rows of a microbatch divided by 2',
+  ):
+    list(memory.check(spec, int(0.7 * largest)))
