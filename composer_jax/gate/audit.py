@@ -9,11 +9,11 @@ sharded as the trainer's; a step has about 16 bytes a parameter besides.
 
 A step can afford a share of these tokens, and at least one chain. Three lists
 take turns: parts whose record, if it were false, would change the gradient most
-by what the trainer's own pass saw; stale parts that agree with the trained
-weights more than a stale record can; and parts drawn at random, the likelier
-the more of the gradient they make. What the trained
-version sampled is in the trainer's own pass and needs no other one; hinted
-windows that the policy gradient leaves out are in the lists whatever their age.
+by what the trainer's own pass saw; parts that are nearer to the trained weights
+than the policy's move lets expect; and parts drawn at random, the likelier the
+more of the gradient they make. The gradient is that of rewards and of hints.
+What the trained version sampled is in the trainer's own pass (of hints, in the
+student's) and needs no other one.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class Auditor:
 
     Args:
       parts: parts that need passes of their own.
-      suspicion: ranks of each part (`suspicion`); the largest goes first.
+      suspicion: ranks of each part (`Suspicion`); the largest goes first.
       key: number that, with the seed, determines what is drawn at random.
     """
     known = [i for i, part in enumerate(parts) if self.knows(part)]
@@ -200,72 +200,98 @@ def measure(scores: Sequence[Score], num_layers: int) -> dict[str, Any]:
   return metrics
 
 
-def free_and_costly(
-  packed: batching.PackedTrajectories,
+def scores_of(
+  trajectories: Sequence[records.Trajectory],
+  places: Sequence[batching.RowSpan],
   scored: Sequence[steps.Scores],
-  others: Sequence[records.Trajectory],
-  version: int,
   *,
+  first: int = 0,
   replay: bool,
-) -> tuple[list[Score], list[Score], list[parts_lib.Part]]:
-  """Divides candidates by what the trainer's own pass says of them.
-
-  Candidates are the trained trajectories, in their order, then `others`.
-
-  Returns:
-    Scores of the trainer's pass: of the parts that the trained version sampled
-    itself, which are exact, and of all trained trajectories. Last, the parts
-    that need passes of their own.
-  """
-  logprobs = comparison.per_token(packed, [s.logprobs_BT for s in scored])
-  differing = comparison.per_token(packed, [s.differing_BT for s in scored])
-  trained = [
+) -> list[Score]:
+  """What the trainer's own pass says of trajectories, numbered from `first`."""
+  logprobs = comparison.per_token(places, [s.logprobs_BT for s in scored])
+  differing = comparison.per_token(places, [s.differing_BT for s in scored])
+  return [
     Score(
       parts_lib.Part(i, t, t.consumed_version_T, t.loss_mask_T, replay), *arrays
     )
     for i, (t, *arrays) in enumerate(
-      zip(packed.trajectories, logprobs, differing, strict=True)
+      zip(trajectories, logprobs, differing, strict=True), first
     )
   ]
+
+
+def free_and_costly(
+  own: Sequence[Score], version: int, *, replay: bool
+) -> tuple[list[Score], list[parts_lib.Part]]:
+  """Divides what the trainer's own pass scored into parts.
+
+  Returns:
+    Scores of the parts that the trained version sampled itself, which are
+    exact, and the parts that need passes of their own.
+  """
   free, costly = [], []
-  for i, t in enumerate([*packed.trajectories, *others]):
+  for score in own:
+    i, t = score.part[:2]
     for part in parts_lib.parts_of(i, t, replay=replay):
       is_own = bool((part.consumed_T == version).all())
-      if is_own and part.is_recorded == replay and i < len(trained):
-        free.append(trained[i]._replace(part=part))
+      if is_own and part.is_recorded == replay:
+        free.append(score._replace(part=part))
       else:
         costly.append(part)
-  return free, trained, costly
+  return free, costly
 
 
-# Log ratio within which a stale token agrees with the trained weights.
-_EQUAL = 1e-5
+# Least divisor.
+_TINY = 1e-30
 
 # Weight of a part that no gradient comes from, among those drawn at random.
 _LEAST = 1e-6
 
 
-def suspicion(
-  score: Score, advantage: float, layers: int
-) -> tuple[float, float, float]:
-  """Ranks of a part, by the trainer's own pass over its trajectory.
+class Suspicion:
+  """Ranks parts by what the trainer's own pass says of a step's trajectories.
 
-  How far a false record would change the gradient, and how much of it agrees
-  with the trained weights although others sampled it: the sum of 1 - p of those
-  tokens, as near-certain ones agree anyway. Last, that sum over all tokens,
-  which is the size of their gradient.
+  A move of the policy changes log p of a token by about (1 - p) times what is
+  common to the tokens of its age.
   """
-  log_ratios_Z = score.log_ratios
-  change = np.abs(np.expm1(np.clip(log_ratios_Z, -3.0, 1.0))).sum()
-  if score.part.is_recorded:
-    change += score.differing_T.sum() / layers
-  # Of the trainer, since a record may lie.
-  logprobs_Z = score.logprobs_T[score.part.compared_T]
-  surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
-  equal = surprise_Z[np.abs(log_ratios_Z) < _EQUAL].sum()
-  size = abs(advantage)
-  return (
-    size * float(change),
-    size * float(equal),
-    size * float(surprise_Z.sum()),
-  )
+
+  def __init__(self, own: Sequence[Score], version: int, layers: int):
+    self._version, self._layers = version, layers
+    sums: dict[int, np.ndarray] = {}
+    for score in own:
+      for age, *terms in zip(*self._terms(score), strict=True):
+        sums[int(age)] = sums.get(int(age), 0.0) + np.array(terms)
+    self._moves = {age: a / max(b, _TINY) for age, (a, b) in sums.items()}
+
+  def _terms(self, score):
+    """Ages of tokens, and squares of their log ratios and of 1 - p."""
+    part = score.part
+    ages_Z = self._version - part.trajectory.policy_version_T[part.compared_T]
+    # By the trainer, since a record may lie.
+    logprobs_Z = score.logprobs_T[part.compared_T].astype(np.float64)
+    surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
+    return ages_Z, np.square(score.log_ratios), np.square(surprise_Z)
+
+  def ranks(
+    self, score: Score, advantage: float, hints: float
+  ) -> tuple[float, float, float]:
+    """Returns the ranks of a part of which hints weigh so much.
+
+    How far a false record would change the gradient; the size of the gradient,
+    the larger the less its stale tokens differ from the trained weights than
+    the policy's move lets expect; and that size alone.
+    """
+    log_ratios_Z = score.log_ratios
+    change = np.abs(np.expm1(np.clip(log_ratios_Z, -3.0, 1.0))).sum()
+    if score.part.is_recorded:
+      change += score.differing_T.sum() / self._layers
+    ages_Z, squares_Z, surprise2_Z = self._terms(score)
+    surprise = np.sqrt(surprise2_Z).sum()
+    # Of hints a turn has a weight, however many tokens it has.
+    size = abs(advantage) * surprise + hints
+    force = abs(advantage) + hints / (1 + surprise)
+    moves_Z = np.array([self._moves[int(a)] if a else 0.0 for a in ages_Z])
+    due, seen = (moves_Z * surprise2_Z).sum(), squares_Z[ages_Z > 0].sum()
+    near = np.sqrt(due / max(seen, _TINY))
+    return float(force * change), float(size * near), float(size)

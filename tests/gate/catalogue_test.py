@@ -164,7 +164,7 @@ def world_of(functions, policies, groups):
   own = [functions.score(values[1], b) for b in packed.microbatches]
   arrays = [np.moveaxis(np.asarray(s.expert_ids_MBTA), 0, 2) for s in stale]
   return lies.World(
-    stale_routes=comparison.per_token(packed, arrays),
+    stale_routes=comparison.per_token(packed.places, arrays),
     stale_logprobs=comparison.logprobs(packed, stale),
     true_logprobs=comparison.logprobs(packed, own),
     num_experts=MODEL.moe.num_experts,
@@ -175,7 +175,7 @@ def gradient(functions, values, groups):
   """Returns the flat gradient of a step, before its scale."""
   rewards = [np.array([r.reward for r in g.rollouts]) for g in groups]
   by_group = [r - r.mean() for r in rewards]
-  trained, *_ = update._trained(groups, by_group, SHAPE)
+  trained, _ = update._trained(groups, by_group, SHAPE)
   sums = None
   for batch in trained.microbatches:
     sums, _ = functions.add_microbatch(values, sums, batch)
