@@ -18,6 +18,7 @@ student's) and needs no other one.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class Auditor:
     self._shape = dataclasses.replace(shape, rows=functions.parts)
     self._share, self._seed = share, seed
     self._first: int | None = None  # The first version kept.
+    self._work = 0.0  # Rows that passes may still compute; below 0 a debt.
     self._chains = 0  # How many `choose` has run, so that its lists take turns.
 
   def keep(self, version: int, values: Any) -> None:
@@ -100,13 +102,18 @@ class Auditor:
     parts: Sequence[parts_lib.Part],
     suspicion: Sequence[tuple[float, float, float]],
     key: int,
+    rows: float,
   ) -> list[Score]:
     """Scores parts of the known versions, chain by chain, up to the share.
+
+    That is a share of their tokens, and passes over that share of the step's
+    rows, but for the first chain. A share of 1 is everything.
 
     Args:
       parts: parts that need passes of their own.
       suspicion: ranks of each part (`Suspicion`); the largest goes first.
       key: number that, with the seed, determines what is drawn at random.
+      rows: rows of the step, of which each took a pass and its gradient.
     """
     known = [i for i, part in enumerate(parts) if self.knows(part)]
     # Drawn without replacement, in proportion (Efraimidis and Spirakis 2006).
@@ -120,15 +127,23 @@ class Auditor:
     scores: list[Score] = []
     seen: set[int] = set()
     left = self._share * sum(int(parts[i].compared_T.sum()) for i in known)
-    while len(seen) < len(known) and left > 0:
+    share = self._share if self._share < 1 else math.inf
+    self._work = min(self._work, 0.0) + share * rows
+    while len(seen) < len(known) and left > 0 and (self._work > 0 or not seen):
       turn = self._chains % len(lists)
       self._chains += 1
       rotated = zip(*lists[turn:], *lists[:turn], strict=True)
       order = dict.fromkeys(itertools.chain.from_iterable(rotated))
       waiting = [i for i in order if i not in seen]
+      # No other part may add a pass to those of the first.
+      versions = set(_versions([parts[waiting[0]]]))
+      waiting = [
+        i for i in waiting if versions.issuperset(_versions([parts[i]]))
+      ]
       waiting = waiting[: self._fitting([parts[i] for i in waiting])]
       seen |= set(waiting)
       chosen = [parts[i] for i in waiting]
+      self._work -= self._shape.rows * len(versions)
       scores += self._chain(chosen)
       left -= sum(int(part.compared_T.sum()) for part in chosen)
     return scores

@@ -129,7 +129,8 @@ class HealthGate:
       )
       for part in costly
     ]
-    exact = free + auditor.choose(costly, ranks, step.version)
+    rows = len(step.scores) * step.scores[0].logprobs_BT.shape[0]
+    exact = free + auditor.choose(costly, ranks, step.version, rows)
     lost = [p for p in costly if not auditor.knows(p) and auditor.lacks(p)]
     pair = (step.scores, step.others)
     metrics = {
@@ -176,7 +177,7 @@ class HealthGate:
       for g in step.groups
       if any(t is window for r in g.rollouts for t in r.trajectories)
     )
-    reason = explain.explain(self._auditor, worst)
+    reason = explain.explain(self._auditor, worst, self._temperature)
     return f'Of its groups, {group} is the worst: {reason}. '
 
   def _kept(self, worst: audit.Score | None) -> str:
