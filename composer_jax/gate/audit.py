@@ -257,11 +257,20 @@ def free_and_costly(
   return free, costly
 
 
-# Least divisor.
-_TINY = 1e-30
+# Least divisor, and the age from which on tokens count as one age.
+_TINY, _OLDEST = 1e-30, 99
 
 # Weight of a part that no gradient comes from, among those drawn at random.
 _LEAST = 1e-6
+
+
+class _Terms(NamedTuple):
+  """Of each compared token its age, 1 - p, and what changed since."""
+
+  ages_Z: np.ndarray
+  surprise_Z: np.ndarray
+  change_Z: np.ndarray  # of the ratio of probabilities
+  square_Z: np.ndarray  # of the log ratio
 
 
 class Suspicion:
@@ -273,40 +282,59 @@ class Suspicion:
 
   def __init__(self, own: Sequence[Score], version: int, layers: int):
     self._version, self._layers = version, layers
-    sums: dict[int, np.ndarray] = {}
-    for score in own:
-      for age, *terms in zip(*self._terms(score), strict=True):
-        sums[int(age)] = sums.get(int(age), 0.0) + np.array(terms)
-    self._moves = {age: a / max(b, _TINY) for age, (a, b) in sums.items()}
+    columns = zip(*map(self._terms, own), strict=True)
+    terms = _Terms(*map(np.concatenate, columns))
+    ages_Z = terms.ages_Z
+    changes, surprise, squares, surprise2 = (
+      np.bincount(ages_Z, weights=x_Z, minlength=1)
+      for x_Z in (
+        terms.change_Z,
+        terms.surprise_Z,
+        terms.square_Z,
+        terms.surprise_Z**2,
+      )
+    )
+    self._changes = changes / np.maximum(surprise, _TINY)
+    self._squares = squares / np.maximum(surprise2, _TINY)
+    self._squares[0] = 0
+    stale = sum(int((s.part.consumed_T < version).sum()) for s in own)
+    self._differing = sum(int(s.differing_T.sum()) for s in own) / max(stale, 1)
 
-  def _terms(self, score):
-    """Ages of tokens, and squares of their log ratios and of 1 - p."""
+  def _terms(self, score: Score) -> _Terms:
     part = score.part
     ages_Z = self._version - part.trajectory.policy_version_T[part.compared_T]
     # By the trainer, since a record may lie.
     logprobs_Z = score.logprobs_T[part.compared_T].astype(np.float64)
-    surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
-    return ages_Z, np.square(score.log_ratios), np.square(surprise_Z)
+    change_Z = np.abs(np.expm1(np.clip(score.log_ratios, -3.0, 1.0)))
+    return _Terms(
+      np.clip(ages_Z, 0, _OLDEST),
+      -np.expm1(np.minimum(logprobs_Z, 0)),
+      change_Z,
+      np.square(score.log_ratios),
+    )
 
   def ranks(
     self, score: Score, advantage: float, hints: float
   ) -> tuple[float, float, float]:
     """Returns the ranks of a part of which hints weigh so much.
 
-    How far a false record would change the gradient; the size of the gradient,
-    the larger the less its stale tokens differ from the trained weights than
-    the policy's move lets expect; and that size alone.
+    How far a false record would change the gradient, where more changed than
+    by the policy's move; the size of the gradient, the larger the less its
+    stale tokens differ from the trained weights than by that move; and that
+    size alone.
     """
-    log_ratios_Z = score.log_ratios
-    change = np.abs(np.expm1(np.clip(log_ratios_Z, -3.0, 1.0))).sum()
+    ages_Z, surprise_Z, change_Z, square_Z = self._terms(score)
+    due = float((self._changes[ages_Z] * surprise_Z).sum())
+    change = max(float(change_Z.sum()) - due, 0.0)
     if score.part.is_recorded:
-      change += score.differing_T.sum() / self._layers
-    ages_Z, squares_Z, surprise2_Z = self._terms(score)
-    surprise = np.sqrt(surprise2_Z).sum()
+      stale = (score.part.consumed_T < self._version).sum()
+      differing = score.differing_T.sum() - self._differing * stale
+      change += max(float(differing), 0.0) / self._layers
+    surprise = float(surprise_Z.sum())
     # Of hints a turn has a weight, however many tokens it has.
     size = abs(advantage) * surprise + hints
     force = abs(advantage) + hints / (1 + surprise)
-    moves_Z = np.array([self._moves[int(a)] if a else 0.0 for a in ages_Z])
-    due, seen = (moves_Z * surprise2_Z).sum(), squares_Z[ages_Z > 0].sum()
-    near = np.sqrt(due / max(seen, _TINY))
-    return float(force * change), float(size * near), float(size)
+    due = float((self._squares[ages_Z] * surprise_Z**2).sum())
+    seen = float(square_Z[ages_Z > 0].sum())
+    near = (due / max(seen, _TINY)) ** 0.5
+    return force * change, size * near, size
