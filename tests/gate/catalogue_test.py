@@ -1,8 +1,8 @@
 """The gate stops every lie of the catalogue that moves the gradient.
 
 A relative change of a step's gradient by more than 0.02 must stop the run
-within five tries of a step, or be refused, at staleness 0, 1 and 3; honest records of
-sessions whose weights were swapped must pass.
+within five tries of a step, or be refused, at staleness 0, 1 and 3; honest
+records of sessions whose weights were swapped must pass.
 """
 
 import dataclasses

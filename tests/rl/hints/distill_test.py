@@ -469,7 +469,7 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
   sizes, num_batches, num_parts
 ):
   shape = replayed.shape(CONFIG, **sizes)
-  microbatches, counts = packed(shape=shape, num_parts=num_parts)
+  microbatches, counts, students = packed(shape=shape, num_parts=num_parts)
   expected = [
     (
       tuple(t.tokens_T[: h.start].tolist()),
@@ -490,6 +490,10 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
     'hint_tokens': sum(h.stop - h.start for _, h in hinted()),
     'hints_dropped': 0,
   }
+  for window, hints, (batch, row, _, span) in students:
+    tokens_T = microbatches[batch].student.tokens_BT[row, span]
+    np.testing.assert_array_equal(tokens_T, window.tokens_T[: hints[-1].stop])
+  assert sum(len(s.hints) for s in students) == len(hinted())
   # Windows keep their recorded routes.
   student = microbatches[0].student
   assert (student.expert_ids_MBTA != records.NO_ROUTE).any()
