@@ -129,7 +129,8 @@ class HealthGate:
       )
       for part in costly
     ]
-    rows = len(step.scores) * step.scores[0].logprobs_BT.shape[0]
+    passes = [*step.scores, *step.hinted.scores]
+    rows = sum(scores.logprobs_BT.shape[0] for scores in passes)
     exact = free + auditor.choose(costly, ranks, step.version, rows)
     lost = [p for p in costly if not auditor.knows(p) and auditor.lacks(p)]
     pair = (step.scores, step.others)
