@@ -264,15 +264,6 @@ _TINY, _OLDEST = 1e-30, 99
 _LEAST = 1e-6
 
 
-class _Terms(NamedTuple):
-  """Of each compared token its age, 1 - p, and what changed since."""
-
-  ages_Z: np.ndarray
-  surprise_Z: np.ndarray
-  change_Z: np.ndarray  # of the ratio of probabilities
-  square_Z: np.ndarray  # of the log ratio
-
-
 class Suspicion:
   """Ranks parts by what the trainer's own pass says of a step's trajectories.
 
@@ -283,49 +274,42 @@ class Suspicion:
   def __init__(self, own: Sequence[Score], version: int, layers: int):
     self._version, self._layers = version, layers
     columns = zip(*map(self._terms, own), strict=True)
-    terms = _Terms(*map(np.concatenate, columns))
-    ages_Z = terms.ages_Z
-    changes, surprise, squares, surprise2 = (
-      np.bincount(ages_Z, weights=x_Z, minlength=1)
-      for x_Z in (
-        terms.change_Z,
-        terms.surprise_Z,
-        terms.square_Z,
-        terms.surprise_Z**2,
-      )
-    )
-    self._changes = changes / np.maximum(surprise, _TINY)
-    self._squares = squares / np.maximum(surprise2, _TINY)
+    ages_Z, surprise_Z, change_Z, square_Z = map(np.concatenate, columns)
+
+    def by_age(x_Z, of_Z):
+      sums = [
+        np.bincount(ages_Z, weights=w_Z, minlength=1) for w_Z in (x_Z, of_Z)
+      ]
+      return sums[0] / np.maximum(sums[1], _TINY)
+
+    self._changes = by_age(change_Z, surprise_Z)
+    self._squares = by_age(square_Z, surprise_Z**2)
     self._squares[0] = 0
     stale = sum(int((s.part.consumed_T < version).sum()) for s in own)
     self._differing = sum(int(s.differing_T.sum()) for s in own) / max(stale, 1)
 
-  def _terms(self, score: Score) -> _Terms:
-    part = score.part
+  def _terms(self, score: Score) -> tuple[np.ndarray, ...]:
+    """Ages of tokens, 1 - p, changes of ratios, and squares of log ratios."""
+    part, ratios_Z = score.part, score.log_ratios
     ages_Z = self._version - part.trajectory.policy_version_T[part.compared_T]
     # By the trainer, since a record may lie.
     logprobs_Z = score.logprobs_T[part.compared_T].astype(np.float64)
-    change_Z = np.abs(np.expm1(np.clip(score.log_ratios, -3.0, 1.0)))
-    return _Terms(
-      np.clip(ages_Z, 0, _OLDEST),
-      -np.expm1(np.minimum(logprobs_Z, 0)),
-      change_Z,
-      np.square(score.log_ratios),
-    )
+    change_Z = np.abs(np.expm1(np.clip(ratios_Z, -3.0, 1.0)))
+    surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
+    return np.clip(ages_Z, 0, _OLDEST), surprise_Z, change_Z, ratios_Z**2
 
   def ranks(
     self, score: Score, advantage: float, hints: float
   ) -> tuple[float, float, float]:
     """Returns the ranks of a part of which hints weigh so much.
 
-    How far a false record would change the gradient, where more changed than
-    by the policy's move; the size of the gradient, the larger the less its
-    stale tokens differ from the trained weights than by that move; and that
-    size alone.
+    How far a false record would change the gradient, beyond the policy's move;
+    the size of the gradient, times how much nearer to the trained weights its
+    stale tokens are than by that move; and that size alone.
     """
     ages_Z, surprise_Z, change_Z, square_Z = self._terms(score)
-    due = float((self._changes[ages_Z] * surprise_Z).sum())
-    change = max(float(change_Z.sum()) - due, 0.0)
+    change_Z = change_Z - self._changes[ages_Z] * surprise_Z
+    change = max(float(change_Z.sum()), 0.0)
     if score.part.is_recorded:
       stale = (score.part.consumed_T < self._version).sum()
       differing = score.differing_T.sum() - self._differing * stale
