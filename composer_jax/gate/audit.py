@@ -9,15 +9,16 @@ sharded as the trainer's; a step has about 16 bytes a parameter besides.
 
 A step can afford a share of these tokens, and at least one chain. Three lists
 take turns: parts whose record, if it were false, would change the gradient most
-by what the trainer's own pass saw; stale parts that agree with the trained
-weights more than a stale record can; and parts drawn at random, the likelier
-the more of the gradient they make. What the trained
-version sampled is in the trainer's own pass and needs no other one; hinted
-windows that the policy gradient leaves out are in the lists whatever their age.
+by what the trainer's own pass saw; parts that are nearer to the trained weights
+than the policy's move lets expect; and parts drawn at random, the likelier the
+more of the gradient they make. The gradient is that of rewards and of hints.
+What the trained version sampled is in the trainer's own pass (of hints, in the
+student's) and needs no other one.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class Auditor:
     self._shape = dataclasses.replace(shape, rows=functions.parts)
     self._share, self._seed = share, seed
     self._first: int | None = None  # The first version kept.
+    self._work = 0.0  # Rows that passes may still compute; below 0 a debt.
     self._chains = 0  # How many `choose` has run, so that its lists take turns.
 
   def keep(self, version: int, values: Any) -> None:
@@ -100,13 +102,18 @@ class Auditor:
     parts: Sequence[parts_lib.Part],
     suspicion: Sequence[tuple[float, float, float]],
     key: int,
+    rows: float,
   ) -> list[Score]:
     """Scores parts of the known versions, chain by chain, up to the share.
 
+    That is a share of their tokens, and passes over that share of the step's
+    rows, but for the first chain. A share of 1 is everything.
+
     Args:
       parts: parts that need passes of their own.
-      suspicion: ranks of each part (`suspicion`); the largest goes first.
+      suspicion: ranks of each part (`Suspicion`); the largest goes first.
       key: number that, with the seed, determines what is drawn at random.
+      rows: rows of the step, of which each took a pass and its gradient.
     """
     known = [i for i, part in enumerate(parts) if self.knows(part)]
     # Drawn without replacement, in proportion (Efraimidis and Spirakis 2006).
@@ -120,15 +127,23 @@ class Auditor:
     scores: list[Score] = []
     seen: set[int] = set()
     left = self._share * sum(int(parts[i].compared_T.sum()) for i in known)
-    while len(seen) < len(known) and left > 0:
+    share = self._share if self._share < 1 else math.inf
+    self._work = min(self._work, 0.0) + share * rows
+    while len(seen) < len(known) and left > 0 and (self._work > 0 or not seen):
       turn = self._chains % len(lists)
       self._chains += 1
       rotated = zip(*lists[turn:], *lists[:turn], strict=True)
       order = dict.fromkeys(itertools.chain.from_iterable(rotated))
       waiting = [i for i in order if i not in seen]
+      # No other part may add a pass to those of the first.
+      versions = set(_versions([parts[waiting[0]]]))
+      waiting = [
+        i for i in waiting if versions.issuperset(_versions([parts[i]]))
+      ]
       waiting = waiting[: self._fitting([parts[i] for i in waiting])]
       seen |= set(waiting)
       chosen = [parts[i] for i in waiting]
+      self._work -= self._shape.rows * len(versions)
       scores += self._chain(chosen)
       left -= sum(int(part.compared_T.sum()) for part in chosen)
     return scores
@@ -200,72 +215,110 @@ def measure(scores: Sequence[Score], num_layers: int) -> dict[str, Any]:
   return metrics
 
 
-def free_and_costly(
-  packed: batching.PackedTrajectories,
+def scores_of(
+  trajectories: Sequence[records.Trajectory],
+  places: Sequence[batching.RowSpan],
   scored: Sequence[steps.Scores],
-  others: Sequence[records.Trajectory],
-  version: int,
   *,
+  first: int = 0,
   replay: bool,
-) -> tuple[list[Score], list[Score], list[parts_lib.Part]]:
-  """Divides candidates by what the trainer's own pass says of them.
-
-  Candidates are the trained trajectories, in their order, then `others`.
-
-  Returns:
-    Scores of the trainer's pass: of the parts that the trained version sampled
-    itself, which are exact, and of all trained trajectories. Last, the parts
-    that need passes of their own.
-  """
-  logprobs = comparison.per_token(packed, [s.logprobs_BT for s in scored])
-  differing = comparison.per_token(packed, [s.differing_BT for s in scored])
-  trained = [
+) -> list[Score]:
+  """What the trainer's own pass says of trajectories, numbered from `first`."""
+  logprobs = comparison.per_token(places, [s.logprobs_BT for s in scored])
+  differing = comparison.per_token(places, [s.differing_BT for s in scored])
+  return [
     Score(
       parts_lib.Part(i, t, t.consumed_version_T, t.loss_mask_T, replay), *arrays
     )
     for i, (t, *arrays) in enumerate(
-      zip(packed.trajectories, logprobs, differing, strict=True)
+      zip(trajectories, logprobs, differing, strict=True), first
     )
   ]
+
+
+def free_and_costly(
+  own: Sequence[Score], version: int, *, replay: bool
+) -> tuple[list[Score], list[parts_lib.Part]]:
+  """Divides what the trainer's own pass scored into parts.
+
+  Returns:
+    Scores of the parts that the trained version sampled itself, which are
+    exact, and the parts that need passes of their own.
+  """
   free, costly = [], []
-  for i, t in enumerate([*packed.trajectories, *others]):
+  for score in own:
+    i, t = score.part[:2]
     for part in parts_lib.parts_of(i, t, replay=replay):
       is_own = bool((part.consumed_T == version).all())
-      if is_own and part.is_recorded == replay and i < len(trained):
-        free.append(trained[i]._replace(part=part))
+      if is_own and part.is_recorded == replay:
+        free.append(score._replace(part=part))
       else:
         costly.append(part)
-  return free, trained, costly
+  return free, costly
 
 
-# Log ratio within which a stale token agrees with the trained weights.
-_EQUAL = 1e-5
+# Least divisor, and the age from which on tokens count as one age.
+_TINY, _OLDEST = 1e-30, 99
 
 # Weight of a part that no gradient comes from, among those drawn at random.
 _LEAST = 1e-6
 
 
-def suspicion(
-  score: Score, advantage: float, layers: int
-) -> tuple[float, float, float]:
-  """Ranks of a part, by the trainer's own pass over its trajectory.
+class Suspicion:
+  """Ranks parts by what the trainer's own pass says of a step's trajectories.
 
-  How far a false record would change the gradient, and how much of it agrees
-  with the trained weights although others sampled it: the sum of 1 - p of those
-  tokens, as near-certain ones agree anyway. Last, that sum over all tokens,
-  which is the size of their gradient.
+  A move of the policy changes log p of a token by about (1 - p) times what is
+  common to the tokens of its age.
   """
-  log_ratios_Z = score.log_ratios
-  change = np.abs(np.expm1(np.clip(log_ratios_Z, -3.0, 1.0))).sum()
-  if score.part.is_recorded:
-    change += score.differing_T.sum() / layers
-  # Of the trainer, since a record may lie.
-  logprobs_Z = score.logprobs_T[score.part.compared_T]
-  surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
-  equal = surprise_Z[np.abs(log_ratios_Z) < _EQUAL].sum()
-  size = abs(advantage)
-  return (
-    size * float(change),
-    size * float(equal),
-    size * float(surprise_Z.sum()),
-  )
+
+  def __init__(self, own: Sequence[Score], version: int, layers: int):
+    self._version, self._layers = version, layers
+    columns = zip(*map(self._terms, own), strict=True)
+    ages_Z, surprise_Z, change_Z, square_Z = map(np.concatenate, columns)
+
+    def by_age(x_Z, of_Z):
+      sums = [
+        np.bincount(ages_Z, weights=w_Z, minlength=1) for w_Z in (x_Z, of_Z)
+      ]
+      return sums[0] / np.maximum(sums[1], _TINY)
+
+    self._changes = by_age(change_Z, surprise_Z)
+    self._squares = by_age(square_Z, surprise_Z**2)
+    self._squares[0] = 0
+    stale = sum(int((s.part.consumed_T < version).sum()) for s in own)
+    self._differing = sum(int(s.differing_T.sum()) for s in own) / max(stale, 1)
+
+  def _terms(self, score: Score) -> tuple[np.ndarray, ...]:
+    """Ages of tokens, 1 - p, changes of ratios, and squares of log ratios."""
+    part, ratios_Z = score.part, score.log_ratios
+    ages_Z = self._version - part.trajectory.policy_version_T[part.compared_T]
+    # By the trainer, since a record may lie.
+    logprobs_Z = score.logprobs_T[part.compared_T].astype(np.float64)
+    change_Z = np.abs(np.expm1(np.clip(ratios_Z, -3.0, 1.0)))
+    surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
+    return np.clip(ages_Z, 0, _OLDEST), surprise_Z, change_Z, ratios_Z**2
+
+  def ranks(
+    self, score: Score, advantage: float, hints: float
+  ) -> tuple[float, float, float]:
+    """Returns the ranks of a part of which hints weigh so much.
+
+    How far a false record would change the gradient, beyond the policy's move;
+    the size of the gradient, times how much nearer to the trained weights its
+    stale tokens are than by that move; and that size alone.
+    """
+    ages_Z, surprise_Z, change_Z, square_Z = self._terms(score)
+    change_Z = change_Z - self._changes[ages_Z] * surprise_Z
+    change = max(float(change_Z.sum()), 0.0)
+    if score.part.is_recorded:
+      stale = (score.part.consumed_T < self._version).sum()
+      differing = score.differing_T.sum() - self._differing * stale
+      change += max(float(differing), 0.0) / self._layers
+    surprise = float(surprise_Z.sum())
+    # Of hints a turn has a weight, however many tokens it has.
+    size = abs(advantage) * surprise + hints
+    force = abs(advantage) + hints / (1 + surprise)
+    due = float((self._squares[ages_Z] * surprise_Z**2).sum())
+    seen = float(square_Z[ages_Z > 0].sum())
+    near = (due / max(seen, _TINY)) ** 0.5
+    return force * change, size * near, size

@@ -78,7 +78,7 @@ def _moved(ids_TMA: np.ndarray, by: int) -> np.ndarray:
 
 
 def _rescored(
-  part: parts.Part, versions: Sequence[int]
+  part: parts.Part, versions: Sequence[int], due: float | None
 ) -> Iterator[tuple[str, parts.Part]]:
   """Yields hypotheses and the part to score under each."""
   t = part.trajectory
@@ -100,7 +100,8 @@ def _rescored(
       ('routes not of its tokens', lost_TMA),
     ):
       yield words, changed(expert_ids_TMA=other_TMA)
-  for temperature in (t.temperature * factor for factor in _FACTORS):
+  temperatures = [t.temperature * factor for factor in _FACTORS]
+  for temperature in [due, *temperatures] if due else temperatures:
     words = f'sampled at temperature {temperature:.3g}, not {t.temperature:.3g}'
     yield words, changed(temperature=temperature)
   for version in versions:
@@ -131,20 +132,32 @@ def _refitted(score: audit.Score) -> Iterator[tuple[str, np.ndarray]]:
     yield words, ratios_Z[~is_zero_Z]
 
 
-def explain(auditor: audit.Auditor, score: audit.Score) -> str:
-  """Describes a trajectory's mismatch and the lie that explains it best."""
+def explain(
+  auditor: audit.Auditor, score: audit.Score, temperature: float | None = None
+) -> str:
+  """Describes a trajectory's mismatch and the lie that explains it best.
+
+  `temperature` is the run's, if it is known.
+  """
   part = score.part
+  if auditor.knows(part):
+    # What the trainer's own pass says may be the policy's move.
+    (score,) = auditor.score([part])
   before = float(mismatch.k3(score.log_ratios).mean())
   text = (
     f'mean k3 {before:.3g} over {int(part.compared_T.sum())} tokens of '
     f'versions {sorted(set(part.consumed_T.tolist()))}, '
     f'{int(score.differing_T.sum())} routes differ'
   )
+  ids_TMA = part.trajectory.expert_ids_TMA[:-1]
+  missing = int((ids_TMA == records.NO_ROUTE).any((-2, -1)).sum())
+  if part.is_recorded and missing:
+    text += f', {missing} tokens lack a route'
   if before <= _ROUNDING:
     return f'{text}; its log-probabilities are right'
   left = [(mismatch.k3(r_Z).mean(), words) for words, r_Z in _refitted(score)]
   if auditor.knows(part):
-    cases = list(_rescored(part, sorted(auditor.policies)))
+    cases = list(_rescored(part, sorted(auditor.policies), temperature))
     scores = auditor.score([other for _, other in cases])
     left += [
       (mismatch.k3(s.log_ratios).mean(), words)

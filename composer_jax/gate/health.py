@@ -11,6 +11,7 @@ from composer_jax.core import files, records
 from composer_jax.gate import audit, bands, explain, routes
 from composer_jax.rl import batching, comparison, mismatch
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import batching as hint_batching
 
 # Reasons that a message names.
 _SHOWN = 8
@@ -19,20 +20,30 @@ _SHOWN = 8
 _STOPPED = 'stopped.npz'
 
 
-def _hinted(
-  groups: list[records.Group], trained: batching.PackedTrajectories
-) -> list[tuple[records.Trajectory, int, int]]:
-  """Windows with hints but no policy gradient: each, its group and hints."""
-  known = {id(t) for t in trained.trajectories}
-  hints = [
-    (r.trajectories[h.trajectory], g.group)
-    for g in groups
-    for r in g.rollouts
-    for h in r.hints
-  ]
-  counts = collections.Counter(id(t) for t, _ in hints)
-  hinted = {id(t): (t, g, counts[id(t)]) for t, g in hints}
-  return [found for key, found in hinted.items() if key not in known]
+def _hinted_only(step: comparison.JudgedStep) -> list[hint_batching.Student]:
+  """Windows with hints but no policy gradient, each once.
+
+  Two hints on a turn need two copies of the window: the longest is kept.
+  """
+  known = {id(t) for t in step.trained.trajectories}
+  students = sorted(step.hinted.students, key=lambda s: s.hints[-1].stop)
+  only = {id(s.window): s for s in students if id(s.window) not in known}
+  return list(only.values())
+
+
+def _hint_weights(
+  step: comparison.JudgedStep, windows: list[records.Trajectory]
+) -> list[float]:
+  """About the size of the gradient that hints give to each window.
+
+  With logits l, the norm of the gradient of KL(p || q) by l is at most about
+  sqrt(2 KL); a token of advantage 1 has about 1 - p.
+  """
+  counts = collections.Counter(
+    id(s.window) for s in step.hinted.students for _ in s.hints
+  )
+  unit = step.hint_weight * (2 * step.metrics.get('hint_divergence', 0)) ** 0.5
+  return [unit * counts[id(window)] for window in windows]
 
 
 def _first(messages: list[str]) -> str:
@@ -78,7 +89,7 @@ class HealthGate:
 
   def judge(self, step: comparison.JudgedStep) -> dict[str, Any]:
     """Scores what this step can afford, and compares it with the bands."""
-    # Hinted windows may be of the trained version, which is not always kept.
+    # An explanation may need the trained version, which is not always kept.
     policies = self._auditor.policies
     is_kept = step.version in policies
     policies.setdefault(step.version, step.values)
@@ -90,29 +101,37 @@ class HealthGate:
 
   def _judge(self, step: comparison.JudgedStep) -> dict[str, Any]:
     auditor = self._auditor
-    hinted = _hinted(step.groups, step.trained) if step.hinted else []
-    windows = [*step.trained.trajectories, *(t for t, *_ in hinted)]
-    free, own, costly = audit.free_and_costly(
-      step.trained,
+    own = audit.scores_of(
+      step.trained.trajectories,
+      step.trained.places,
       step.scores,
-      windows[len(step.trained.trajectories) :],
-      step.version,
       replay=self._replay,
     )
-
-    draws = np.random.default_rng(step.version)
-
-    def suspicion(part):
-      if part.index >= len(own):
-        # No pass of the policy gradient has seen these, so they take turns.
-        _, _, count = hinted[part.index - len(own)]
-        return 0.0, count * draws.random(), float(count)
-      score = own[part.index]._replace(part=part)
-      advantage = step.advantages[part.index]
-      return audit.suspicion(score, advantage, self._num_layers)
-
-    ranks = list(map(suspicion, costly))
-    exact = free + auditor.choose(costly, ranks, step.version)
+    students = _hinted_only(step)
+    # Nothing after a window's last hint is trained on.
+    own += audit.scores_of(
+      [hint_batching.until(s.window, s.hints[-1].stop) for s in students],
+      [s.place for s in students],
+      step.hinted.scores,
+      first=len(own),
+      replay=self._replay,
+    )
+    windows = [*step.trained.trajectories, *(s.window for s in students)]
+    advantages = step.advantages + [0.0] * len(students)
+    weights = _hint_weights(step, windows)
+    free, costly = audit.free_and_costly(own, step.version, replay=self._replay)
+    suspicion = audit.Suspicion(own, step.version, self._num_layers)
+    ranks = [
+      suspicion.ranks(
+        own[part.index]._replace(part=part),
+        advantages[part.index],
+        weights[part.index],
+      )
+      for part in costly
+    ]
+    passes = [*step.scores, *step.hinted.scores]
+    rows = sum(scores.logprobs_BT.shape[0] for scores in passes)
+    exact = free + auditor.choose(costly, ranks, step.version, rows)
     lost = [p for p in costly if not auditor.knows(p) and auditor.lacks(p)]
     pair = (step.scores, step.others)
     metrics = {
@@ -133,23 +152,34 @@ class HealthGate:
     if not messages and self._folder is not None:
       (self._folder / _STOPPED).unlink(missing_ok=True)
     if messages and self.stops:
-      groups = [*step.group_ids, *(g for _, g, _ in hinted)]
       worst = explain.worst(breaches, exact, own)
       raise mismatch.OutOfBand(
         f'rl step {step.version + 1}: {_first(messages)}. '
-        f'{self._explained(worst, groups)}Its gradient was not applied, and '
-        'the last checkpoint is intact. To sample its groups anew delete their '
-        'files in groups/ and run the same command again; to go on with them '
-        f'as they are add --config.rl.gate.action=flag.{self._kept(worst)}',
+        f'{self._explained(worst, step, windows)}Its gradient was not applied, '
+        'and the last checkpoint is intact. To sample its groups anew delete '
+        'their files in groups/ and run the same command again; to go on '
+        'with them as they are add --config.rl.gate.action=flag.'
+        f'{self._kept(worst)}',
         step.metrics | metrics,
       )
     return metrics
 
-  def _explained(self, worst: audit.Score | None, groups: list[int]) -> str:
+  def _explained(
+    self,
+    worst: audit.Score | None,
+    step: comparison.JudgedStep,
+    windows: list[records.Trajectory],
+  ) -> str:
     if worst is None:
       return ''
-    reason = explain.explain(self._auditor, worst)
-    return f'Of its groups, {groups[worst.part.index]} is the worst: {reason}. '
+    window = windows[worst.part.index]
+    (group,) = (
+      g.group
+      for g in step.groups
+      if any(t is window for r in g.rollouts for t in r.trajectories)
+    )
+    reason = explain.explain(self._auditor, worst, self._temperature)
+    return f'Of its groups, {group} is the worst: {reason}. '
 
   def _kept(self, worst: audit.Score | None) -> str:
     """Writes the arrays of the worst trajectory, and tells how to see them."""

@@ -8,13 +8,20 @@ import numpy as np
 from composer_jax.core import batches, records
 from composer_jax.rl import batching, mismatch
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import batching as hint_batching
+
+
+class Hinted(NamedTuple):
+  """Windows that hints are trained on, and scores of their microbatches."""
+
+  students: list[hint_batching.Student]
+  scores: list[steps.Scores]
 
 
 class JudgedStep(NamedTuple):
   """A step before its update: the trained policy and what its pass gave.
 
-  `others` are scores without replay where `scores` are with it, or none;
-  `hinted` tells that hints are trained on, too.
+  `others` are scores without replay where `scores` are with it, or none.
   """
 
   version: int
@@ -22,10 +29,10 @@ class JudgedStep(NamedTuple):
   groups: list[records.Group]
   trained: batching.PackedTrajectories
   advantages: list[float]
-  group_ids: list[int]
   scores: list[steps.Scores]
   others: list[steps.Scores]
-  hinted: bool
+  hinted: Hinted
+  hint_weight: float
   metrics: dict[str, Any]
 
 
@@ -42,18 +49,18 @@ class Gate(Protocol):
 
 
 def per_token(
-  packed: batching.PackedTrajectories, arrays: Sequence[Any]
+  places: Sequence[batching.RowSpan], arrays: Sequence[Any]
 ) -> list[np.ndarray]:
-  """The parts of each trajectory of arrays [B, T]; waits for these."""
+  """The part at each place of arrays [B, T]; waits for these."""
   arrays = [np.asarray(array_BT) for array_BT in arrays]
-  return [arrays[p.batch][p.row, p.span] for p in packed.places]
+  return [arrays[p.batch][p.row, p.span] for p in places]
 
 
 def logprobs(
   packed: batching.PackedTrajectories, scores: list[steps.Scores]
 ) -> list[np.ndarray]:
   """logprobs_T of each trajectory; waits for the scores."""
-  return per_token(packed, [s.logprobs_BT for s in scores])
+  return per_token(packed.places, [s.logprobs_BT for s in scores])
 
 
 def ratios(

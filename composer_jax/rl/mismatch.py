@@ -81,9 +81,10 @@ class GateOptions:
       at the price of a wait before the optimizer is dispatched; 'flag' reports
       the step and goes on; 'off' does not check.
     share: share of the stale and hinted tokens that are scored by the weights
-      that sampled them, but at least one chain; 0 for none, 1 for all. Each is
-      in as many passes as its cache has versions, at most `max_staleness + 1`;
-      a pass took 0.44 of a row's training on a CPU.
+      that sampled them, and of the step's rows whose passes this may take, but
+      at least one chain; 0 for none, 1 for all tokens. Each is in as many
+      passes as its cache has versions, at most `max_staleness + 1`; a pass took
+      0.44 of a row's training on a CPU.
     max_kl_exact: largest mean k3, in nats a token, of tokens scored exactly.
     min_exact_agreement: smallest share of replayed routes that the weights
       which made them choose again.

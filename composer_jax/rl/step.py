@@ -83,7 +83,8 @@ class Functions:
     score: (values, batch) -> scores, replaying the batch's routes if any.
     chain: (values, batch, entries) -> (scores, entries): `score` with the cache
       entries of the passes before, None for the first; see `RLBatch.own_BT`.
-    add_hints: (values, teacher, sums, HintBatch) -> (sums, HintStats).
+    add_hints: (values, teacher, sums, HintBatch) -> (sums, HintStats, scores of
+      the student).
     parts: number of device groups over which the rows of a batch are sharded.
   """
 
@@ -93,7 +94,7 @@ class Functions:
   apply: Callable[..., tuple[train_state.TrainState, jax.Array]]
   score: Callable[..., Scores]
   chain: Callable[..., tuple[Scores, Any]]
-  add_hints: Callable[..., tuple[StepSums, distill.HintStats]]
+  add_hints: Callable[..., tuple[StepSums, distill.HintStats, Scores]]
   parts: int
 
 
@@ -112,6 +113,15 @@ def forward(
     expert_ids_MBTA=batch.expert_ids_MBTA,
     cached=cached,
   )
+  return *_scored(model, values, batch, output), output
+
+
+def _scored(
+  model: decoder.Decoder,
+  values: Any,
+  batch: batches.RLBatch,
+  output: decoder.DecoderOutput,
+) -> tuple[Scores, jax.Array]:
   logprobs_BT, entropy_BT = head.target_logprobs(
     values,
     output.hidden_BTD,
@@ -127,7 +137,7 @@ def forward(
     differing_BT=(~output.agrees_MBT).sum(0, dtype=jnp.int32),
     exchanged=output.exchanged,
   )
-  return scores, entropy_BT, output
+  return scores, entropy_BT
 
 
 def _readable(tree: Any, plan: exchange.ExchangePlan | None) -> Any:
@@ -277,16 +287,20 @@ def build(
 
   @jit
   def hint_gradients(values, teacher, batch):
-    grads, stats = distill.gradients(model, values, teacher, batch, hints)
-    return placed(grads), _readable(stats, model.plan)
+    grads, stats, output = distill.gradients(
+      model, values, teacher, batch, hints
+    )
+    scores, _ = _scored(model, values, batch.student, output)
+    stats = _readable(stats, model.plan)
+    return placed(grads), stats, _for_host(scores, model.plan)
 
   @functools.partial(jit, donate_argnums=0)
   def add_grads(sums, grads):
     return sums.replace(grads=add(sums.grads, grads))
 
   def add_hints(values, teacher, sums, batch):
-    grads, stats = hint_gradients(values, teacher, put(batch))
-    return add_grads(sums, grads), stats
+    grads, stats, scores = hint_gradients(values, teacher, put(batch))
+    return add_grads(sums, grads), stats, scores
 
   @functools.partial(jit, donate_argnums=0)
   def apply_own(state, sums, scale):

@@ -111,22 +111,22 @@ def _trained(
   groups: list[records.Group],
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
-) -> tuple[batching.PackedTrajectories, list[float], list[int]]:
-  """Packs what a step trains on; also returns advantages and groups.
+) -> tuple[batching.PackedTrajectories, list[float]]:
+  """Packs what a step trains on; also returns its advantages.
 
   Leaves out trajectories without an advantage, whose gradient is exactly zero:
   once the policy solves most groups, that is most of the work. If none has an
   advantage, keeps all, so that a step always has a batch.
   """
   items = [
-    (t, float(a), g.group)
+    (t, float(a))
     for g, advantages_R in zip(groups, by_group, strict=True)
     for r, a in zip(g.rollouts, advantages_R, strict=True)
     for t in r.trajectories
   ]
   kept = [item for item in items if item[1]] or items
-  trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
-  return batching.pack(trajectories, advantages, shape), advantages, ids
+  trajectories, advantages = (list(x) for x in zip(*kept, strict=True))
+  return batching.pack(trajectories, advantages, shape), advantages
 
 
 def add_hints(
@@ -138,23 +138,26 @@ def add_hints(
   teacher: Any,
   *,
   replay: bool,
-) -> tuple[steps.StepSums, dict[str, int], distill.HintStats | None]:
+) -> tuple[
+  steps.StepSums, dict[str, int], distill.HintStats | None, comparison.Hinted
+]:
   """Adds the gradient of all hints of a step to its sums, which it donates.
 
   Hints count whatever the advantage of their rollout. With `replay` the student
-  takes its recorded routes. Also returns counts of hints, and their statistics
-  on the device (None without hints).
+  takes its recorded routes. Also returns counts of hints, their statistics on
+  the device (None without hints), and the student's windows and scores.
   """
-  microbatches, counts = hint_batching.pack(
+  microbatches, counts, students = hint_batching.pack(
     groups, shape, num_parts=functions.parts
   )
-  total = None
+  total, scores = None, []
   for batch in microbatches:
     if not replay:
       batch = batch.replace(student=comparison.fresh(batch.student))
-    sums, stats = functions.add_hints(values, teacher, sums, batch)
+    sums, stats, scored = functions.add_hints(values, teacher, sums, batch)
+    scores.append(scored)
     total = stats if total is None else jax.tree.map(jnp.add, total, stats)
-  return sums, counts, total
+  return sums, counts, total, comparison.Hinted(students, scores)
 
 
 def compile_ahead(
@@ -213,7 +216,7 @@ def update(
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
   by_group = list(map(advantage.group_advantages, groups, rewards))
-  trained, advantages, ids = _trained(groups, by_group, shape)
+  trained, advantages = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
   if gate is not None:
@@ -231,11 +234,11 @@ def update(
       # Before `apply`, which may take the buffers of `values`.
       others.append(functions.score(values, other))
   assert sums is not None
-  hint_counts, hint_stats = {}, None
+  hint_counts, hint_stats, hinted = {}, None, comparison.Hinted([], [])
   if options.hints.weight:
     if options.hints.teacher == 'ema':
       teacher = {**values, decoder.trained(values): state.teacher}
-    sums, hint_counts, hint_stats = add_hints(
+    sums, hint_counts, hint_stats, hinted = add_hints(
       sums, groups, functions, shape, values, teacher, replay=options.replay
     )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
@@ -263,10 +266,10 @@ def update(
         groups=groups,
         trained=trained,
         advantages=advantages,
-        group_ids=ids,
         scores=scores,
         others=others,
-        hinted=bool(options.hints.weight),
+        hinted=hinted,
+        hint_weight=options.hints.weight,
         metrics=metrics,
       )
       metrics.update(gate.judge(judged))

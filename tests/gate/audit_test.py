@@ -122,8 +122,10 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
   ]
 
   def chosen(step):
-    return [s.part.index for s in auditor.choose(parts, suspicion, step)]
+    scores = auditor.choose(parts, suspicion, step, rows)
+    return [s.part.index for s in scores]
 
+  rows = 60
   seen = [chosen(step) for step in range(40)]
   # Three of the 20 that are known, each of 7 tokens.
   assert all(len(found) == 3 for found in seen)
@@ -133,6 +135,11 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
   assert all(13 in a + b and 19 in a + b for a, b in zip(seen, seen[1:]))
   scored = {i for found in seen for i in found}
   assert len(scored) > 10 and not any(i % 3 == 2 for i in scored)
+  # Passes are bounded by the share of a step's rows: 3 a step of 20.
+  passes.clear()
+  rows = 20
+  seen = [chosen(step) for step in range(40)]
+  assert all(seen) and 110 < len(passes) <= 3 * 40 + 1
   # A share of 1 is everything, though a chain of two versions takes two passes.
   auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=1.0)
   for version in range(4):
@@ -163,7 +170,66 @@ def test_a_step_of_few_rows_affords_a_chain():
       p for i in range(3) for p in parts_lib.parts_of(i, window, replay=True)
     ]
     for step in range(4):
-      assert len(auditor.choose(parts, [(0.0,) * 3] * 3, step)) == count
+      scores = auditor.choose(parts, [(0.0,) * 3] * 3, step, 3)
+      assert len(scores) == count
+
+
+def moved(count, length=40):
+  """Returns scores of windows one version old after the policy moved."""
+  rng = np.random.default_rng(3)
+  scores = []
+  for i in range(count):
+    logprobs_T = -rng.exponential(0.5, length).astype(np.float32)
+    move_T = 0.02 * rng.normal(size=length) * -np.expm1(logprobs_T)
+    labels = np.zeros(length, np.int32)
+    window = labelled(labels, labels, labels)
+    window = dataclasses.replace(
+      window, logprobs_T=(logprobs_T + move_T).astype(np.float32)
+    )
+    (part,) = parts_lib.parts_of(i, window, replay=True)
+    scores.append(audit.Score(part, logprobs_T, np.zeros(length, np.int32)))
+  return scores
+
+
+def ranked(scores, advantages, hints):
+  """Numbers of the windows that lead each of the lists."""
+  suspicion = audit.Suspicion(scores, 1, layers=2)
+  ranks = [
+    suspicion.ranks(*each)
+    for each in zip(scores, advantages, hints, strict=True)
+  ]
+  return [int(np.argmax(column)) for column in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize('noise', [0.0, 3e-5, 3e-4, 3e-3])
+def test_a_record_too_near_to_the_trained_weights_is_suspected(noise):
+  """In any precision: rounding may be as large as the noise."""
+  scores = moved(40)
+  part, trained_T, differing_T = scores[17]
+  noise_T = noise * np.random.default_rng(0).normal(size=len(trained_T))
+  copy = dataclasses.replace(
+    part.trajectory, logprobs_T=(trained_T + noise_T).astype(np.float32)
+  )
+  scores[17] = audit.Score(
+    part._replace(trajectory=copy), trained_T, differing_T
+  )
+  assert ranked(scores, [0.5] * 40, [0.0] * 40)[1] == 17
+  # Not if no gradient comes from it.
+  assert ranked(scores, [0.5] * 17 + [0.0] * 23, [0.0] * 40)[1] != 17
+
+
+def test_hints_count_whatever_the_advantage():
+  scores = moved(20)
+  differing_T = np.full(40, 1, np.int32)
+  scores[7] = scores[7]._replace(differing_T=differing_T)
+  some = [float(i == 7) for i in range(20)]
+  # Of all hinted windows, without any advantage, and of a single one.
+  assert ranked(scores, [0.0] * 20, [1.0] * 20)[0] == 7
+  assert ranked(scores, [0.0] * 20, some) == [7, 7, 7]
+  others = [0.1 * (i != 7) for i in range(20)]
+  assert ranked(scores, others, some)[0] == 7
+  # A trained window weighs both.
+  assert ranked(moved(20), [0.1] * 20, [20 * x for x in some])[2] == 7
 
 
 def policies_of(config, count=3):

@@ -176,6 +176,44 @@ def test_the_worst_trajectory_is_kept_until_a_step_passes(
   assert not list(tmp_path.iterdir())
 
 
+def told(functions, states, groups, **choice):
+  """Returns what a gate says that knows the policies of the states."""
+  gate = health.HealthGate(
+    functions, SHAPE, mismatch.GateOptions(), max_staleness=1, **choice
+  )
+  for version, state in states:
+    gate.keep(version, functions.policy(state))
+  with pytest.raises(mismatch.OutOfBand) as stopped:
+    update.update(
+      copied(states[-1][1]), groups, functions, OPTIONS, SHAPE, gate=gate
+    )
+  return str(stopped.value)
+
+
+def test_missing_routes_are_told_from_the_move_of_the_policy(
+  functions, trained, honest, groups
+):
+  """By exact weights, as any reading of the routes beats newer ones."""
+
+  def lost(t):
+    ids_TMA = t.expert_ids_TMA.copy()
+    ids_TMA[1:-1:5] = records.NO_ROUTE
+    return {'expert_ids_TMA': ids_TMA}
+
+  states = [(60, trained), (61, honest[0])]
+  message = told(functions, states, with_trajectories(groups, lost))
+  assert 'unrecorded is' in message
+  assert 'tokens lack a route; its log-probabilities are right' in message
+
+
+def test_the_temperature_of_the_run_explains_another_one(
+  functions, trained, groups
+):
+  wrong = with_trajectories(groups, lambda t: {'temperature': 0.96})
+  message = told(functions, [(60, trained)], wrong, temperature=0.8)
+  assert 'it fits best if sampled at temperature 0.8, not 0.96' in message
+
+
 def unturned(t):
   """Returns a mask of no token."""
   return {'loss_mask_T': np.zeros(len(t), bool)}

@@ -171,8 +171,8 @@ def test_a_chain_counts_once_whatever_its_windows():
   for form in (group, chained):
     advantages_R = advantage.group_advantages(form, np.array(rewards_R))
     np.testing.assert_allclose(advantages_R, np.array(rewards_R) - 0.3125)
-    packed, _, ids = update._trained([form], [advantages_R], SHAPE)
-    assert len(ids) == sum(len(r.trajectories) for r in form.rollouts)
+    packed, kept = update._trained([form], [advantages_R], SHAPE)
+    assert len(kept) == sum(len(r.trajectories) for r in form.rollouts)
     # Weight of each token in the loss, in order of the rollouts.
     places = iter(packed.places)
     weights.append(

@@ -8,13 +8,21 @@ the same number on both sides, its slot, from the record.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from composer_jax.core import batches, checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.rl import batching
+
+
+class Student(NamedTuple):
+  """A window with hints, and its place in the student's rows."""
+
+  window: records.Trajectory
+  hints: list[turns_lib.Hint]
+  place: batching.RowSpan
 
 
 class _Part:
@@ -73,15 +81,15 @@ def pack(
   shape: batching.BatchShape,
   *,
   num_parts: int = 1,
-) -> tuple[list[batches.HintBatch], dict[str, int]]:
+) -> tuple[list[batches.HintBatch], dict[str, int], list[Student]]:
   """Packs the hints of all rollouts; empty ones are left out.
 
   Groups are sorted by id. `num_parts` groups of devices each hold an equal
   number of the rows.
 
   Returns:
-    Microbatches, and metrics: the number of hints in them, of tokens in their
-    turns, and of hints too long to share a row with their turn.
+    Microbatches, metrics (the number of hints in them, of tokens in their
+    turns, and of hints too long to share a row with their turn), and students.
 
   Raises:
     ValueError: a hint is on tokens that the policy did not sample, or routes
@@ -116,11 +124,18 @@ def pack(
     for i in range(0, len(parts), num_parts)
   ]
   packed_hints = [hint for part in parts for hint in part.hints]
-  return packed, {
+  counts = {
     'hints': len(packed_hints),
     'hint_tokens': sum(h.stop - h.start for h in packed_hints),
     'hints_dropped': dropped,
   }
+  students = []
+  for i, part in enumerate(parts):
+    batch, offset = i // num_parts, i % num_parts * part_shape.rows
+    for place, window in zip(part.places()[0], part.windows, strict=True):
+      place = place._replace(batch=batch, row=offset + place.row)
+      students.append(Student(*window, place))
+  return packed, counts, students
 
 
 def _hints(
@@ -151,7 +166,8 @@ def microbatch(
     unused_places = iter(teacher_places)
     placed_windows = zip(student_places, part.windows, strict=True)
     for place, (window, hints) in placed_windows:
-      batching.write(student, place, _until(window, hints[-1].stop), 0.0)
+      batching.write(student, place, until(window, hints[-1].stop), 0.0)
+      student['loss_weights_BT'][place.row, place.span] = 0.0
       for hint in hints:
         _, row, segment, span = next(unused_places)
         tokens_T = np.insert(
@@ -178,14 +194,13 @@ def microbatch(
   )
 
 
-def _until(window: records.Trajectory, stop: int) -> records.Trajectory:
-  """The window's first tokens, as context; the last one has no route."""
+def until(window: records.Trajectory, stop: int) -> records.Trajectory:
+  """The window's first tokens; the last one has no route."""
   ids_TMA = window.expert_ids_TMA[:stop].copy()
   ids_TMA[-1] = records.NO_ROUTE
-  names = ('tokens_T', 'logprobs_T', *records.VERSIONS)
+  names = ('tokens_T', 'loss_mask_T', 'logprobs_T', *records.VERSIONS)
   return dataclasses.replace(
     window,
     **{name: getattr(window, name)[:stop] for name in names},
-    loss_mask_T=np.zeros(stop, bool),
     expert_ids_TMA=ids_TMA,
   )

@@ -101,16 +101,19 @@ def loss(
   teacher: decoder.Variables,
   batch: batches.HintBatch,
   options: HintLossOptions,
-) -> HintStats:
-  """Returns a microbatch's sums; `loss` has a gradient by `values` alone."""
+) -> tuple[HintStats, decoder.DecoderOutput]:
+  """Returns a microbatch's sums and the decoder's output for the student.
+
+  `loss` has a gradient by `values` alone.
+  """
   written, read = batch.student, batch.teacher
-  student_BTD = model.apply(
+  output = model.apply(
     values,
     written.tokens_BT,
     written.segment_ids_BT,
     written.positions_BT,
     expert_ids_MBTA=written.expert_ids_MBTA,
-  ).hidden_BTD
+  )
   teacher = jax.lax.stop_gradient(teacher)
   with jax.named_scope('teacher'):
     teacher_BTD = model.apply(
@@ -118,13 +121,14 @@ def loss(
     ).hidden_BTD
   name = _unembedding(model.config)
   with jax.named_scope('hints'):
-    return compare(
+    stats = compare(
       model,
       (values['params'][name], teacher['params'][name]),
-      (student_BTD, teacher_BTD),
+      (output.hidden_BTD, teacher_BTD),
       batch,
       options,
     )
+  return stats, output
 
 
 def gradients(
@@ -133,18 +137,18 @@ def gradients(
   teacher: decoder.Variables,
   batch: batches.HintBatch,
   options: HintLossOptions,
-) -> tuple[Any, HintStats]:
-  """Returns the gradient of the student's parameters, and the sums."""
+) -> tuple[Any, HintStats, decoder.DecoderOutput]:
+  """Returns the gradient of the student's parameters, and what `loss` does."""
 
   name = decoder.trained(values)
 
   def loss_function(params):
     student = {**values, name: params}
-    stats = loss(model, student, teacher, batch, options)
-    return stats.loss, stats
+    stats, output = loss(model, student, teacher, batch, options)
+    return stats.loss, (stats, output)
 
-  grads, stats = jax.grad(loss_function, has_aux=True)(values[name])
-  return grads, stats
+  grads, aux = jax.grad(loss_function, has_aux=True)(values[name])
+  return grads, *aux
 
 
 def compare(

@@ -138,9 +138,27 @@ def widened(all_of, i, world, rng, *, is_true):
   return {'loss_mask_T': mask_T, 'logprobs_T': logprobs_T}
 
 
-def trained_logprobs(all_of, i, world, rng):
+def trained_logprobs(all_of, i, world, rng, *, noise=0.0):
+  noise_T = noise * rng.normal(size=len(all_of[i]))
+  return _logprobs(all_of[i], world.true_logprobs[i] + noise_T)
+
+
+def renumbered_experts(all_of, i, world, rng):
   del rng
-  return _logprobs(all_of[i], world.true_logprobs[i])
+  ids_TMA = all_of[i].expert_ids_TMA.copy()
+  ids_TMA[:-1] = (ids_TMA[:-1] + 1) % world.num_experts
+  return {'expert_ids_TMA': ids_TMA}
+
+
+def other_context(all_of, i, world, rng, *, share):
+  """Replaces a share of the tokens that were not sampled."""
+  del world
+  t = all_of[i]
+  places = np.flatnonzero(~t.loss_mask_T)
+  places = rng.permutation(places)[: max(1, round(share * len(places)))]
+  tokens_T = t.tokens_T.copy()
+  tokens_T[places] = rng.permutation(t.tokens_T)[: len(places)]
+  return {'tokens_T': tokens_T}
 
 
 def hidden(all_of, i, world, rng, *, lie):
@@ -193,11 +211,23 @@ CATALOGUE: dict[str, tuple[Change, float]] = {
       ('routes of other layers', routes_of_other_layers),
       ('routes of another trajectory', routes_of_another),
       ('routes of a stale version', stale_routes),
+      ('routes of experts renumbered', renumbered_experts),
       ('random routes', _named(random_routes, share=1.0)),
       ('no routes', _named(missing_routes, share=1.0)),
       ('log-probabilities times 0.5', _named(scaled, by=0.5)),
       ('log-probabilities of a stale version', stale_logprobs),
       ('log-probabilities of the trained version', trained_logprobs),
+      *(
+        (
+          f'log-probabilities of the trained version and noise of {noise}',
+          _named(trained_logprobs, noise=noise),
+        )
+        for noise in (3e-5, 3e-4)
+      ),
+      *(
+        (f'{size:.0%} of context replaced', _named(other_context, share=size))
+        for size in (0.05, 0.2)
+      ),
       ('a temperature of 1.25 times', _named(temperature, by=1.25)),
       ('masks of half of the sampled tokens', narrowed),
       (
@@ -240,14 +270,24 @@ CATALOGUE: dict[str, tuple[Change, float]] = {
 
 
 def tell(
-  groups: list[records.Group], name: str, world: World, seed: int
+  groups: list[records.Group],
+  name: str,
+  world: World,
+  seed: int,
+  *,
+  only: int | None = None,
 ) -> list[records.Group]:
-  """Returns the groups with one lie told in a share of their trajectories."""
+  """Returns the groups with one lie told in a share of their trajectories.
+
+  Or in `only` one of them, by its number.
+  """
   change, share = CATALOGUE[name]
   rng = np.random.default_rng(seed)
   all_of = [r.trajectories[0] for g in groups for r in g.rollouts]
   count = max(1, round(share * len(all_of)))
   told = set(rng.permutation(len(all_of))[:count].tolist())
+  if only is not None:
+    told = {only}
   changed = iter(
     dataclasses.replace(t, **change(all_of, i, world, rng)) if i in told else t
     for i, t in enumerate(all_of)

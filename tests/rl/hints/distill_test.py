@@ -107,7 +107,7 @@ def packed(groups=GROUPS, shape=SHAPE, **kwargs):
 
 
 def only(packing):
-  (batch,), _ = packing
+  (batch,), *_ = packing
   return batch
 
 
@@ -117,9 +117,10 @@ def compiled(options):
 
   def run(values, teacher, batch):
     def loss(teacher):
-      return distill.loss(MODEL, values, teacher, batch, options).loss
+      stats, _ = distill.loss(MODEL, values, teacher, batch, options)
+      return stats.loss
 
-    grads, stats = distill.gradients(MODEL, values, teacher, batch, options)
+    grads, stats, _ = distill.gradients(MODEL, values, teacher, batch, options)
     return grads, stats, jax.grad(loss)(teacher)
 
   return jax.jit(run, compiler_options=compiling.QUICKLY)
@@ -468,7 +469,7 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
   sizes, num_batches, num_parts
 ):
   shape = replayed.shape(CONFIG, **sizes)
-  microbatches, counts = packed(shape=shape, num_parts=num_parts)
+  microbatches, counts, students = packed(shape=shape, num_parts=num_parts)
   expected = [
     (
       tuple(t.tokens_T[: h.start].tolist()),
@@ -489,6 +490,10 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
     'hint_tokens': sum(h.stop - h.start for _, h in hinted()),
     'hints_dropped': 0,
   }
+  for window, hints, (batch, row, _, span) in students:
+    tokens_T = microbatches[batch].student.tokens_BT[row, span]
+    np.testing.assert_array_equal(tokens_T, window.tokens_T[: hints[-1].stop])
+  assert sum(len(s.hints) for s in students) == len(hinted())
   # Windows keep their recorded routes.
   student = microbatches[0].student
   assert (student.expert_ids_MBTA != records.NO_ROUTE).any()
@@ -532,7 +537,7 @@ def recorder(values=VALUES):
       truncated=zero + 1,
       k3=zero + 2,
     )
-    return sums, stats
+    return sums, stats, None
 
   def unused(*_):
     raise AssertionError
@@ -559,16 +564,17 @@ def test_a_step_without_hints_costs_nothing():
     for g in GROUPS
   ]
   sums = object()
-  unchanged, counts, stats = update.add_hints(
+  unchanged, counts, stats, hinted = update.add_hints(
     sums, silent, functions, SHAPE, None, None, replay=True
   )
   assert unchanged is sums and not seen_hints and stats is None
+  assert hinted == ([], [])
   assert counts == {'hints': 0, 'hint_tokens': 0, 'hints_dropped': 0}
 
 
 def test_a_step_adds_and_measures_its_hints():
   functions, seen_hints = recorder()
-  _, counts, stats = update.add_hints(
+  _, counts, stats, _ = update.add_hints(
     None, GROUPS, functions, SHAPE, VALUES, TEACHER, replay=False
   )
   ((teacher, batch),) = seen_hints
@@ -664,10 +670,10 @@ def test_the_gradient_on_a_mesh_is_that_of_one_device(
       else functools.partial(jax.device_put, device=where.variables)
     )
     zeros = jax.tree.map(jnp.zeros_like, put(values)['params'])
-    sums, stats = functions.add_hints(
+    sums, stats, scores = functions.add_hints(
       put(values), put(teacher), nothing_but(zeros), batch
     )
-    totals.append(jax.device_get((sums.grads, stats)))
+    totals.append(jax.device_get((sums.grads, stats, scores.logprobs_BT)))
   assert_close(totals[1], totals[0])
 
 
