@@ -153,7 +153,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     threads=1,  # encoders and decoders; each side has one of two cores
   )
   c.evaluation = dict(episodes=200)  # on each axis, before and after RL
-  c.telemetry = dict(tensorboard=True, wandb=False)
+  c.telemetry = dict(wandb=False)
   c.language = dict(variables='')  # JSON for an import's chat template
   # Sections without a field here; the command line can set all of theirs.
   c.parallel = dict()

@@ -33,10 +33,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     qkv_bias=False,
     out_bias=False,
   )
-  # Ranks of adapters beside the frozen weights of an import.
-  c.adapters = dict(
-    attention=0, dense=0, shared=0, routed=0, router=0, alpha=32.0
-  )
+  c.adapters = {}  # ranks by role, beside the frozen weights of an import
   c.rope = dict(theta=10000.0, interleaved=False, yarn=None)
   c.moe = dict(
     num_experts=8,
