@@ -15,6 +15,7 @@ from composer_jax.core import files
 from composer_jax.hf import imported
 from composer_jax.hf.text import conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.models import config as model_config
 from composer_jax.pipeline import stages
 from composer_jax.tasks.practice import list_functions as practice
 from composer_jax.train.checkpoints import manager
@@ -39,6 +40,7 @@ def write(folder, *, weight=0.5, **changes):
   tokenizer_files.qwen(folder)
   model = tiny.get_config('smoke').model.to_dict()
   model |= {'vocab_size': VOCAB_SIZE, 'remat': True, **changes}
+  model = model_config.ModelConfig.from_dict(model).to_dict()
   (folder / 'model.json').write_text(json.dumps(model))
   (folder / 'hf.json').write_text('{}')
   weights = manager.Checkpoints(folder / 'weights', keep=1)
@@ -142,8 +144,8 @@ def test_only_what_is_not_in_the_weights_may_differ(folder, tmp_path):
   )
   message = (
     r'model .* is not that .*imported\.py:\S+; other '
-    r'configs, such as deletion\.py, have .* own\. Only compute_dtype, remat'
-    r'.*norm_eps is 1e-06 there and 0\.5 in '
+    r'configs, such as deletion\.py, have .* own\. Only adapters\.attention, '
+    r'.*compute_dtype, remat.*norm_eps is 1e-06 there and 0\.5 in '
     r'--config\.model; rope\.theta is 10000\.0 there and 5\.0 in '
     r'--config\.model\.$'
   )

@@ -131,7 +131,7 @@ def _run(config, variables, with_max_logits):
 def _layer(config, params, bias_E, x_BTD):
   """Returns query and keys [B, T, N, .] of one layer, and the next one's x."""
   _, segment_ids_BT, positions_BT = _TOKENS
-  params = layer_stages.prepare(params, config)
+  params = layer_stages.prepare({'params': params}, config)
   query, kept = layer_stages.attention_inputs(
     params, x_BTD, layer_stages.angles(positions_BT, config), config
   )

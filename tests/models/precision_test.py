@@ -88,7 +88,7 @@ def test_norms_and_the_router_multiply_with_float32(config):
   for stack in ('dense_layers', 'moe_layers'):
     params = decoder.abstract(config)[0]['params'][stack]
     prepared = jax.eval_shape(
-      functools.partial(layer.prepare, config=config), params
+      functools.partial(layer.prepare, config=config), {'params': params}
     )
     for name, x in trees.flatten_names(prepared).items():
       is_wide = 'norm' in name or name.endswith('router')
@@ -107,7 +107,7 @@ def mixture(params, x_BTD, config):
   bias_E = None
   if config.moe.router == 'sigmoid':
     bias_E = jnp.zeros(config.moe.num_experts)
-  params = layer.prepare(params, config)
+  params = layer.prepare({'params': params}, config)
   a = config.attention
   width = getattr(a, 'value_dim', None) or a.head_dim
   shape = (*x_BTD.shape[:2], a.num_heads, width)

@@ -79,7 +79,7 @@ def _max_logits(config, params):
   segment_ids_BT = jnp.ones((B, T), jnp.int32)
 
   def layer(params):
-    params = layer_stages.prepare(params, config)
+    params = layer_stages.prepare({'params': params}, config)
     query, kept = layer_stages.attention_inputs(
       params, x_BTD, layer_stages.angles(positions_BT, config), config
     )

@@ -345,7 +345,7 @@ def check_one_line(code, text, lines, message):
     (
       'plan',
       ['--what=weather'],
-      "'weather' is not one of ['compile', 'muon', 'params'",
+      "'weather' is not one of ['compile', 'memory', 'muon', 'params'",
     ),
     (
       'plan',

@@ -203,7 +203,9 @@ def test_silence_ends_every_wait():
     box.close()
 
 
-def test_an_end_that_reads_nothing_blocks_nobody():
+def test_an_end_that_reads_nothing_blocks_nobody(monkeypatch):
+  monkeypatch.setattr(protocol, '_QUICK_S', 0.3)
+
   def serve(end):
     stream = end.makefile('rb')
     header, _ = messages.decode(stream.read)
