@@ -106,27 +106,30 @@ def _imported(
   job: jobs.Job, placement: placements.Placement | None = None
 ) -> Any:
   """Returns the variables of the import, with adapters that change nothing."""
-  like, model = _like(job, placement or job.placement), job.spec.model
-  assert job.systems.initial is not None
-  adapters = like.pop('adapters', None)
-  imported = job.systems.initial.variables(like)
-  if adapters is None:
+  like = _like(job, placement or job.placement)
+  imported = _base(job.systems, like)
+  if 'adapters' not in like:
     return imported
   make = jax.jit(
-    functools.partial(decoder.init_adapters, model),
-    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, adapters),
+    functools.partial(decoder.init_adapters, job.spec.model),
+    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like['adapters']),
   )
   return {**imported, 'adapters': make(jax.random.key(job.spec.seed))}
+
+
+def _base(systems: seams.Systems, like: Any) -> Any:
+  """Returns what the import has of the variables that `like` describes."""
+  assert systems.initial is not None
+  return systems.initial.variables(
+    {name: tree for name, tree in like.items() if name != 'adapters'}
+  )
 
 
 def with_base(systems: seams.Systems, variables: Any, like: Any) -> Any:
   """Returns variables with the frozen parameters of a model with adapters."""
   if decoder.trained(variables) == 'params':
     return variables
-  assert systems.initial is not None
-  kept = {name: tree for name, tree in like.items() if name != 'adapters'}
-  base = systems.initial.variables(kept)
-  return {**variables, 'params': base['params']}
+  return {**variables, 'params': _base(systems, like)['params']}
 
 
 def _train(
@@ -278,9 +281,9 @@ def evaluate(job: jobs.Job, stage: str) -> None:
     # By all, since processes read together; to a device of their own.
     variables = load_variables(job, stage, job.single)
     if processes.is_first():
-      name = decoder.trained(variables)
-      values = {name: jax.jit(train_state.policy_values)(variables[name])}
-      engine = make_engine(job.spec, variables | values, 0)
+      trained = decoder.trained(variables)
+      values = jax.jit(train_state.policy_values)(variables[trained])
+      engine = make_engine(job.spec, variables | {trained: values}, 0)
       with job.runner() as runner:
         for name in due:
           _evaluate(job, stage, name, names[name], engine, runner)
