@@ -75,26 +75,21 @@ def _fit(config: dict[str, Any], module: str) -> None:
   """Adapts a run to the devices found, or asks if it is for others."""
   import jax
 
-  devices = jax.devices()
-  rl = config.get('rl')
+  devices, rl = jax.devices(), config.get('rl')
+  rl = rl if isinstance(rl, dict) else {'placement': ''}  # Refused later.
+  divides = rl.get('placement', 'processes') == 'processes'
+  divides = divides and module.rpartition('.')[2] in _WITH_RL
   if devices[0].platform == 'cpu':
     if config.get('accelerator'):
       _ask()
-  elif not (
-    isinstance(rl, dict)
-    and module.rpartition('.')[2] in _WITH_RL
-    and rl.get('placement', 'processes') == 'processes'
-  ):
-    pass
-  elif processes.count() > 1:
+  elif divides and processes.count() > 1:
     raise ValueError(
       "--config.rl.placement must be 'colocated' where several processes "
       f"(--launch) share accelerators; got 'processes', on {len(devices)} "
-      f'devices of {processes.count()} processes: the rollout worker would be '
-      'one more process on devices that the trainer holds. Set '
-      '--config.rl.placement=colocated.'
+      f'devices of {processes.count()} processes, which leave none to a '
+      'rollout worker. Set --config.rl.placement=colocated.'
     )
-  elif len(devices) == 1:
+  elif divides and len(devices) == 1:
     # Each of two processes would preallocate the device.
     rl['placement'] = 'colocated'
     print(

@@ -96,15 +96,7 @@ def test_a_job_struck_at_many_moments_ends_bit_for_bit_the_same(tmp_path):
   command += ['-m', 'experiments.composer', *jobs.arguments(workdir, *SMALL)]
   with programs.zygote() as zygote, log.open('a') as out:
     pid = zygote.start(
-      [
-        '-c',
-        trainer_test.FORKED,
-        'local:2x1',
-        str(workdir),
-        '',
-        '50',
-        *command,
-      ],
+      command,
       env=jobs.environment(),
       out=out.fileno(),
       err=out.fileno(),

@@ -165,6 +165,7 @@ def wait_for(condition, pid):
   """Returns what the condition gives once that is true; `pid` must not end."""
   process = psutil.Process(pid)
   while not (found := condition()):
+    assert process.is_running(), 'it ended'
     assert process.status() != psutil.STATUS_ZOMBIE, 'it ended'
     time.sleep(0.02)
   return found
