@@ -95,9 +95,10 @@ def restore(workdir, step):
     return checkpoints.restore(step, like(workdir, step))[0]
 
 
-def flip_bit(path):
+def flip_bit(path, share):
+  """Flips a bit of a file, so far from its beginning."""
   data = bytearray(path.read_bytes())
-  data[len(data) // 2] ^= 1
+  data[int(len(data) * share)] ^= 1
   path.write_bytes(data)
 
 
@@ -148,10 +149,13 @@ def test_a_flipped_bit_is_seen_whichever_process_wrote_it(killed, tmp_path):
     copied = tmp_path / str(process)
     shutil.copytree(workdir / 'checkpoints', copied / 'checkpoints')
     folder = copied / f'checkpoints/cpt/{step}/state/ocdbt.process_{process}'
-    flip_bit(max(folder.glob('d/*'), key=lambda path: path.stat().st_size))
-    with pytest.raises(manager.DamagedCheckpoint, match=f'step {step}'):
-      restore(copied, step)
-  assert restore(workdir, step)
+    largest = max(folder.glob('d/*'), key=lambda path: path.stat().st_size)
+    for share in np.arange(1, 8) / 8:
+      flip_bit(largest, share)
+      with pytest.raises(manager.DamagedCheckpoint, match=f'step {step}'):
+        restore(copied, step)
+      flip_bit(largest, share)
+    assert restore(copied, step)
 
 
 def members(log, pid, start=1, of=0):
