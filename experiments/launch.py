@@ -24,6 +24,8 @@ _BOUND = 'config.json'  # as in train.workdir, which is imported later
 # Beginning of the messages of XLA and of its services: the name of a status.
 _FROM_XLA = re.compile('[A-Z]+(_[A-Z]+)*: ')
 
+_WITH_RL = ('composer', 'rl')  # Programs that train by RL.
+
 _CONFIG = start.define_config(
   'configs/composer/tiny.py',
   'A config file, with `:argument` where it takes one. Override any field: '
@@ -69,20 +71,25 @@ def _num_devices(
   return math.prod(size for size in sizes if type(size) is int)
 
 
-def _fit(config: dict[str, Any]) -> None:
+def _fit(config: dict[str, Any], module: str) -> None:
   """Adapts a run to the devices found, or asks if it is for others."""
   import jax
 
-  devices = jax.devices()
-  rl = config.get('rl')
+  devices, rl = jax.devices(), config.get('rl')
+  rl = rl if isinstance(rl, dict) else {'placement': ''}  # Refused later.
+  divides = rl.get('placement', 'processes') == 'processes'
+  divides = divides and module.rpartition('.')[2] in _WITH_RL
   if devices[0].platform == 'cpu':
     if config.get('accelerator'):
       _ask()
-  elif (
-    len(devices) == 1
-    and isinstance(rl, dict)
-    and rl.get('placement', 'processes') == 'processes'
-  ):
+  elif divides and processes.count() > 1:
+    raise ValueError(
+      "--config.rl.placement must be 'colocated' where several processes "
+      f"(--launch) share accelerators; got 'processes', on {len(devices)} "
+      f'devices of {processes.count()} processes, which leave none to a '
+      'rollout worker. Set --config.rl.placement=colocated.'
+    )
+  elif divides and len(devices) == 1:
     # Each of two processes would preallocate the device.
     rl['placement'] = 'colocated'
     print(
@@ -110,7 +117,7 @@ def _check_meshes(
   """Refuses a mesh that has not as many devices of each process."""
   total, emulated = place.total or 1, None if place.is_ray else place.devices
   meshes: dict[str, Any] = {'mesh': config}
-  if module.rpartition('.')[2] in ('composer', 'rl'):
+  if module.rpartition('.')[2] in _WITH_RL:
     meshes['rl.mesh'] = config.get('rl')
   for name, section in meshes.items():
     size = _num_devices(section)
@@ -175,8 +182,9 @@ def _end_member(error: BaseException) -> None:
   """Ends one of several processes, whose exit would wait for the others."""
   code, cause = processes.REFUSED, error
   while cause is not None and code != processes.LOST:
-    # Of another class at each place where a collective or a barrier fails.
-    if _FROM_XLA.match(str(cause)):
+    # Of another class at each place where a collective or a barrier fails. In
+    # a message or a group another process was waited for in vain.
+    if isinstance(cause, TimeoutError) or _FROM_XLA.match(str(cause)):
       code = processes.LOST
     cause = cause.__cause__ or cause.__context__
   sys.stdout.flush()
@@ -232,7 +240,7 @@ def main(run: Callable[..., None]) -> None:
         processes.join(ticket)
       if not is_worker:
         wiring.spec_of(config)  # What is wrong anywhere comes first.
-        _fit(config)
+        _fit(config, module)
       spec = wiring.spec_of(config)
       systems = wiring.systems_of(spec)
       run(spec, systems, workdir, role=_ROLE.value, command=command)

@@ -46,7 +46,11 @@ class _Member:
   """A process, and when it last made progress."""
 
   def __init__(
-    self, spawn: Callable[..., Any], ticket: processes.Ticket, **start: Any
+    self,
+    spawn: Callable[..., Any],
+    clock: Callable[[], float],
+    ticket: processes.Ticket,
+    **start: Any,
   ):
     self.number, self._start_s = ticket.process, ticket.start_s
     folder, self._beat = pathlib.Path(ticket.folder), pathlib.Path(ticket.beat)
@@ -55,7 +59,7 @@ class _Member:
     self._beat.touch()
     # Until it has joined the others, for whom it may wait long.
     self._changed, self._has_joined = self._beat.stat().st_mtime_ns, False
-    self._since = time.monotonic()
+    self._clock, self._since = clock, clock()
     with contextlib.ExitStack() as stack:
       out = stack.enter_context(self.log.open('ab')) if self.log else None
       self.process = spawn(
@@ -68,7 +72,7 @@ class _Member:
       )
 
   def is_stalled(self, stall_s: float) -> bool:
-    now, changed = time.monotonic(), self._beat.stat().st_mtime_ns
+    now, changed = self._clock(), self._beat.stat().st_mtime_ns
     if changed != self._changed:
       self._changed, self._since, self._has_joined = changed, now, True
     limit_s = stall_s if self._has_joined else stall_s + self._start_s
@@ -85,6 +89,7 @@ class Gang:
     shared: dict[str, Any],
     environment: dict[str, str],
     spawn: Callable[..., Any] = subprocess.Popen,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Starts them.
 
@@ -92,6 +97,7 @@ class Gang:
       shared: fields of a `Ticket` that all processes share.
       environment: variables to add.
       spawn: starts a process, with the arguments of `subprocess.Popen`.
+      clock: function that returns the seconds by which stalls are found.
     """
     self._beats = tempfile.mkdtemp(prefix='composer_jax_')
     self._members: list[_Member] = []
@@ -102,7 +108,7 @@ class Gang:
       ticket = processes.Ticket(**shared, process=number, beat=beat)
       parent = {controller.PARENT: str(os.getpid())}
       env = {**os.environ, **environment, **ticket.to_environment(), **parent}
-      self._members.append(_Member(spawn, ticket, args=command, env=env))
+      self._members.append(_Member(spawn, clock, ticket, args=command, env=env))
 
   def is_done(self) -> bool:
     """Returns true once all processes ended well."""
@@ -159,7 +165,7 @@ class Gang:
 
 def _ending(code: int) -> str:
   if code == processes.LOST:
-    return 'lost the others'
+    return 'lost another process'
   if code < 0:
     return f'died by {signal.Signals(-code).name}'
   return f'ended with an error (exit code {code})'

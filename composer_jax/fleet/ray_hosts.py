@@ -98,7 +98,7 @@ def run(place: hosts_lib.Hosts, command: list[str]) -> str | None:
       where = strategies.PlacementGroupSchedulingStrategy(group, index)
       number, hosts = hosts_lib.VARIABLES[0]
       variables = {number: str(index), hosts: str(count)}
-      if place.devices:
+      if place.devices and not options['num_gpus']:
         variables[hosts_lib.DEVICES] = str(place.devices)
       placed = actor.options(scheduling_strategy=where)
       actors.append(placed.remote(command, os.getcwd(), variables))

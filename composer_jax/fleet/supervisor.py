@@ -109,8 +109,9 @@ class Supervisor:
     own_identity: dict[str, Any],
     say: Callable[[str], None],
     spawn: Callable[..., Any] = subprocess.Popen,
+    clock: Callable[[], float] = time.monotonic,
   ):
-    self._spawn = spawn
+    self._spawn, self._clock = spawn, clock
     self._command, self._hosts, self._options = command, hosts, options
     self._folder, self._identity = workdir / FOLDER, own_identity
     self._restarts = Restarts(options.restarts, options.refill_s)
@@ -251,8 +252,12 @@ class Supervisor:
       start_s=self._options.start_s,
     )
     # Or a restart would compile everything again.
-    cache = {_CACHE: os.environ.get(_CACHE, str(self._folder / 'compiled'))}
-    gang = gangs.Gang(self._command, hosts, shared, cache, self._spawn)
+    added = {_CACHE: os.environ.get(_CACHE, str(self._folder / 'compiled'))}
+    if hosts.devices:  # Emulated, whatever this machine has.
+      added['JAX_PLATFORMS'] = 'cpu'
+    gang = gangs.Gang(
+      *(self._command, hosts, shared, added, self._spawn, self._clock)
+    )
     self._say(
       f'start {start["epoch"]}: {hosts.total} processes at {address}, here '
       f'{gang.pids()}'

@@ -1,15 +1,19 @@
 """Starts, watches and restarts the rollout process of a run."""
 
 import contextlib
+import ctypes
 import os
 import pathlib
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 # Environment variable with the process id of a worker's parent.
 PARENT = 'COMPOSER_JAXPARENT'
+_PR_SET_PDEATHSIG = 1  # In <sys/prctl.h>.
 
 
 class RolloutProcess:
@@ -102,6 +106,9 @@ def die_with_parent() -> None:
   parent = int(os.environ.get(PARENT, '0'))
   if not parent:
     return
+  if sys.platform == 'linux':
+    # Also while this process is stopped, or a library holds the lock of Python.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
   def watch():
     # Not os.getppid() at the start: the parent may have died while this process

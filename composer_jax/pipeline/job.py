@@ -278,7 +278,9 @@ def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # import, followers of the run the place of the store.
   current = {name: config[name] for name in ('initial', 'delta', 'tasks')}
   # Through JSON, so that tuples compare equal to the lists of the file.
-  if stored != (updated := stored | json.loads(json.dumps(current))):
+  updated = stored | json.loads(json.dumps(current))
+  # Those of process 0: on each host they may lie elsewhere.
+  if stored != updated and processes.is_first():
     files.write_json(path, updated)
 
 

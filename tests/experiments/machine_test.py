@@ -10,11 +10,12 @@ from tests import programs
 FIT = """
 import sys, types
 import jax
+from composer_jax.core import processes
 from experiments import launch
 def devices(kind, count):
   jax.devices = lambda: [types.SimpleNamespace(platform=kind)] * count
-def fitted(**config):
-  launch._fit(config)
+def fitted(module='experiments.composer', **config):
+  launch._fit(config, module)
   return config.get('rl')
 devices('gpu', 1)
 assert fitted(rl={}) == {'placement': 'colocated'}
@@ -22,6 +23,13 @@ assert fitted(rl={'placement': 'colocated'}) == {'placement': 'colocated'}
 assert fitted(rl={}, accelerator=True) == {'placement': 'colocated'}
 devices('gpu', 2)
 assert fitted(rl={}) == {}
+processes._self.count = 2
+try:
+  fitted(rl={})
+except ValueError as error:
+  print(error)
+assert fitted(rl={'placement': 'colocated'}) == {'placement': 'colocated'}
+assert fitted('experiments.pretrain', rl={}) == {}
 devices('cpu', 1)
 assert fitted(rl={}) == {}
 sys.stdin = types.SimpleNamespace(isatty=lambda: True, readline=lambda: 'y\\n')
@@ -36,6 +44,10 @@ def test_one_device_is_taken_in_turns_and_a_cpu_is_asked_about():
   assert done.returncode == 1, done.stderr
   assert done.stderr.startswith('error: This config is for a GPU or TPU')
   assert done.stdout.count('take turns') == 2
+  assert (
+    "--config.rl.placement must be 'colocated' where several processes "
+    "(--launch) share accelerators; got 'processes', on 2 devices of 2 "
+  ) in done.stdout
   assert done.stdout.endswith('Go on? [y/N] ')
 
 

@@ -1,7 +1,8 @@
 """Runs a main under a supervisor whose processes are forks of this one.
 
 `tests.programs` runs it in a process that has imported what mains need, so that
-several processes cost as much to start as one.
+several processes cost as much to start as one. No process is ended for being
+slow: time in which one counts as stalled passes only while one is stopped.
 """
 
 import atexit
@@ -11,7 +12,10 @@ import os
 import pathlib
 import signal
 import sys
+import time
 import traceback
+
+import psutil
 
 from composer_jax.core import processes
 from composer_jax.fleet import hosts, supervisor
@@ -19,12 +23,33 @@ from composer_jax.train.checkpoints import manager
 from tests import zygote
 
 _LAST = 3
+_STALL_S = 1e6
+
+
+class Clock:
+  """Real time, which flies while a process is stopped.
+
+  Attributes:
+    forks: processes that may be stopped.
+  """
+
+  def __init__(self):
+    self.forks: list[Fork] = []
+    self._ahead_s = 0.0
+
+  def __call__(self):
+    if any(fork.is_stopped() for fork in self.forks):
+      self._ahead_s += _STALL_S
+    return time.monotonic() + self._ahead_s
 
 
 class Fork:
   """Of `subprocess.Popen` what a gang uses."""
 
-  def __init__(self, args, *, victim, env, stdout=None, stderr=None, **unused):
+  def __init__(
+    self, args, *, victim, clock, env, stdout=None, stderr=None, **unused
+  ):
+    clock.forks.append(self)
     self.returncode = None
     sys.stdout.flush()
     self.pid = os.fork()
@@ -54,6 +79,11 @@ class Fork:
         self.returncode = os.waitstatus_to_exitcode(status)
     return self.returncode
 
+  def is_stopped(self):
+    if self.returncode is not None:
+      return False
+    return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
   def wait(self):
     if self.returncode is None:
       _, status = os.waitpid(self.pid, 0)
@@ -74,20 +104,22 @@ def _die_before_saving(last: int) -> None:
 
 
 def run(
-  launch: str, workdir: str, victim: str, *command: str, **options
+  launch: str, workdir: str, victim: str, restarts: str, *command: str
 ) -> None:
   """Runs `python COMMAND` as --launch says; ends the program as a main does.
 
   Process number `victim` dies before it saves its third step; '' for none.
   """
+  clock = Clock()
   kept = supervisor.Supervisor(
     [sys.executable, *command],
     hosts.parse(launch),
-    supervisor.SupervisorOptions(launch=launch, **options),
+    supervisor.SupervisorOptions(restarts=int(restarts), stall_s=_STALL_S),
     workdir=pathlib.Path(workdir),
     own_identity={},
     say=lambda text: print(f'[fleet] {text}', flush=True),
-    spawn=functools.partial(Fork, victim=int(victim or -1)),
+    spawn=functools.partial(Fork, victim=int(victim or -1), clock=clock),
+    clock=clock,
   )
   reason = kept.run()
   sys.exit(reason and f'error: {reason}')

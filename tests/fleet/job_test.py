@@ -17,7 +17,13 @@ from tests.fleet import trainer_test
 
 pytestmark = pytest.mark.slow
 
-RL_OF_TWO = '--config.rl.mesh.replica=2'
+SMALL = (
+  *trainer_test.QUICK,
+  '--config.sft.optimizer=adam',
+  '--config.evaluation.episodes=4',
+  '--config.rl.steps=3',
+  '--config.rl.mesh.replica=2',
+)
 HSDP = (
   '--config.layout=hsdp',
   '--config.mesh.replica=2',
@@ -84,31 +90,34 @@ def test_eight_devices_compute_the_same_however_they_are_divided(
 def test_a_job_struck_at_many_moments_ends_bit_for_bit_the_same(tmp_path):
   """Each moment takes another process, by SIGKILL or by SIGSTOP."""
   workdir, log = tmp_path / 'struck', tmp_path / 'log'
-  flags = ['--launch=local:2x1', '--stall_s=180', '--restarts=50']
   blows = itertools.cycle([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
   moments = [m for m in kill_test.STRIKES if not m.worker]
-  with process(
-    'experiments.composer',
-    *jobs.arguments(workdir, RL_OF_TWO, *flags),
-    log=log,
-  ) as supervisor:
+  command = ['-c', trainer_test.FORKED, 'local:2x1', str(workdir), '', '50']
+  command += ['-m', 'experiments.composer', *jobs.arguments(workdir, *SMALL)]
+  with programs.zygote() as zygote, log.open('a') as out:
+    pid = zygote.start(
+      command,
+      env=jobs.environment(),
+      out=out.fileno(),
+      err=out.fileno(),
+      imports=trainer_test.IMPORTS,
+    )
     for number, (moment, blow) in enumerate(zip(moments, blows, strict=False)):
-      trainer_test.wait_for(
-        lambda moment=moment: moment.is_due(workdir), within_s=3600
-      )
-      # A slow compilation may have been taken for a stall before.
-      starts = log.read_text().count('[fleet] start ')
-      os.kill(trainer_test.members(log, starts)[number % 2], blow)
-      print(f'{moment.name}: {blow.name} of process {number % 2}')
-      trainer_test.wait_for(
-        lambda starts=starts: f'[fleet] start {starts + 1}:' in log.read_text(),
-        within_s=3600,
-      )
-    assert supervisor.wait() == 0, log.read_text()[-3000:]
+      trainer_test.wait_for(lambda m=moment: m.is_due(workdir), pid)
+      victim = trainer_test.members(log, pid, number + 1)[number % 2]
+      os.kill(victim, blow)
+      print(f'{moment.name}: {blow.name} of process {number % 2}', flush=True)
+      again = f'[fleet] start {number + 2}:'
+      trainer_test.wait_for(lambda t=again: t in log.read_text(), pid)
+    assert zygote.exit_code() == 0, log.read_text()[-3000:]
+  # No start but those after a blow.
+  assert log.read_text().count('[fleet] start ') == 1 + len(moments)
   straight = tmp_path / 'straight'
-  done = jobs.run(straight, RL_OF_TWO)
+  done = jobs.run(straight, *SMALL)
   assert done.returncode == 0, done.stderr
   kill_test.assert_same(workdir, straight)
+  trained = [r for r in jobs.metrics(straight) if r['stage'] == 'rl']
+  assert any(r['grad_norm'] > 0 for r in trained)
 
 
 def supervise(log, workdir, *more, host, count=2):
@@ -138,8 +147,9 @@ def test_a_lost_host_that_comes_back_joins_again(tmp_path):
     )
     logs[1].unlink()
     with supervise(logs[1], workdir, host=1) as second:
-      trainer_test.members(logs[1], of=1)
-      trainer_test.wait_for((workdir / 'checkpoints' / 'cpt' / '1').exists)
+      trainer_test.members(logs[1], second.pid, of=1)
+      saved = workdir / 'checkpoints' / 'cpt' / '1'
+      trainer_test.wait_for(saved.exists, second.pid)
       second.kill()
     with supervise(logs[1], workdir, host=1) as second:
       assert (first.wait(), second.wait()) == (0, 0), logs[0].read_text()
@@ -171,8 +181,9 @@ def test_ray_replaces_a_host_whose_node_is_lost(cluster, tmp_path):
   with process(
     module, *flags, '--launch=ray:2x1', log=log, RAY_ADDRESS=cluster.address
   ) as driver:
-    trainer_test.wait_for((workdir / 'checkpoints' / 'cpt' / '1').exists)
-    member = trainer_test.members(log, of=1)[1]
+    saved = workdir / 'checkpoints' / 'cpt' / '1'
+    trainer_test.wait_for(saved.exists, driver.pid)
+    member = trainer_test.members(log, driver.pid, of=1)[1]
     ancestors = {parent.pid for parent in psutil.Process(member).parents()}
     (raylet,) = ancestors & nodes.keys()
     cluster.remove_node(nodes[raylet])

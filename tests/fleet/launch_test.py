@@ -2,6 +2,7 @@
 
 import pytest
 
+from composer_jax.core import processes
 from tests import programs
 from tests.e2e import jobs
 
@@ -43,3 +44,18 @@ def test_a_wrong_launch_is_told(module, flags, message, tmp_path):
   assert done.returncode == 1
   assert message in done.stderr
   assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+  'error, code',
+  [
+    ("ValueError('a bad value')", processes.REFUSED),
+    ("OSError(28, 'No space left on device')", processes.REFUSED),
+    # A rollout worker or a peer that hangs.
+    ("TimeoutError('No group finished in 300 s')", processes.LOST),
+    ("RuntimeError('UNKNOWN: Gloo all-reduce failed')", processes.LOST),
+  ],
+)
+def test_only_what_another_process_did_is_worth_a_restart(error, code):
+  text = f'from experiments import launch; launch._end_member({error})'
+  assert programs.run_code(text).returncode == code

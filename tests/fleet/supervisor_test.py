@@ -38,6 +38,8 @@ if order == 'refuse':
   sys.exit(1)
 while order == 'work':
   beat.write_bytes(b''); os.utime(beat); time.sleep(0.02)
+if order == 'emulate':
+  sys.exit(os.environ.get('JAX_PLATFORMS') != 'cpu')
 if order == 'hang':
   time.sleep(1000)
 if order == 'lost':
@@ -86,6 +88,13 @@ def test_a_trainer_that_ends_well_is_started_once(start):
   assert len(said) == 1 and said[0].startswith('start 1: 2 processes at ')
   # The same command goes on, with a start of another number.
   assert start({})[1][0].startswith('start 2: ')
+
+
+def test_emulated_devices_are_those_of_a_cpu(start, monkeypatch):
+  """Also where there are accelerators, on which two processes would meet."""
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
+  assert start({'*/0': 'emulate'}, hosts.Hosts(devices=2))[0] is None
+  assert start({'*/0': 'emulate'}, hosts.Hosts())[0] is not None
 
 
 @pytest.mark.parametrize('victim', [0, 1])

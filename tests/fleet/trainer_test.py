@@ -7,6 +7,7 @@ import time
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from composer_jax.telemetry import writer as writers
@@ -15,11 +16,11 @@ from tests import programs
 from tests.e2e import jobs
 
 IMPORTS = (*programs.IMPORTS, 'tensorboardX')
+# Arguments are those of `forked.run`.
 FORKED = """
 import sys
 from tests.fleet import forked
-launch, workdir, victim, *command = sys.argv[1:]
-forked.run(launch, workdir, victim, *command, restarts=0)
+forked.run(*sys.argv[1:])
 """
 # The smoke job's pretraining, shorter: every process compiles it.
 QUICK = (
@@ -47,16 +48,24 @@ def gang(launch, workdir, *more, victim=''):
     launch,
     str(workdir),
     str(victim),
+    '0',
     *arguments(workdir, *more),
     env=jobs.environment(),
     imports=IMPORTS,
+    timeout_s=jobs.TIMEOUT_S,
   )
 
 
 def run_alone(workdir, *more):
   """Runs the same main as a single process."""
   _, module, *flags = arguments(workdir, *more)
-  return programs.run(module, *flags, env=jobs.environment(), imports=IMPORTS)
+  return programs.run(
+    module,
+    *flags,
+    env=jobs.environment(),
+    imports=IMPORTS,
+    timeout_s=jobs.TIMEOUT_S,
+  )
 
 
 def rows(path):
@@ -86,9 +95,10 @@ def restore(workdir, step):
     return checkpoints.restore(step, like(workdir, step))[0]
 
 
-def flip_bit(path):
+def flip_bit(path, share):
+  """Flips a bit of a file, so far from its beginning."""
   data = bytearray(path.read_bytes())
-  data[len(data) // 2] ^= 1
+  data[int(len(data) * share)] ^= 1
   path.write_bytes(data)
 
 
@@ -139,22 +149,27 @@ def test_a_flipped_bit_is_seen_whichever_process_wrote_it(killed, tmp_path):
     copied = tmp_path / str(process)
     shutil.copytree(workdir / 'checkpoints', copied / 'checkpoints')
     folder = copied / f'checkpoints/cpt/{step}/state/ocdbt.process_{process}'
-    flip_bit(max(folder.glob('d/*'), key=lambda path: path.stat().st_size))
-    with pytest.raises(manager.DamagedCheckpoint, match=f'step {step}'):
-      restore(copied, step)
-  assert restore(workdir, step)
+    largest = max(folder.glob('d/*'), key=lambda path: path.stat().st_size)
+    for share in np.arange(1, 8) / 8:
+      flip_bit(largest, share)
+      with pytest.raises(manager.DamagedCheckpoint, match=f'step {step}'):
+        restore(copied, step)
+      flip_bit(largest, share)
+    assert restore(copied, step)
 
 
-def members(log, start=1, of=0):
+def members(log, pid, start=1, of=0):
   """Waits for a start; returns process ids by number, of a host from `of`."""
   pattern = re.compile(rf'start {start}: .* here {{({of}: .*)}}')
-  found = wait_for(lambda: pattern.search(log.read_text()))
+  found = wait_for(lambda: pattern.search(log.read_text()), pid)
   return dict(map(int, pair.split(':')) for pair in found[1].split(','))
 
 
-def wait_for(condition, within_s=600):
-  deadline = time.monotonic() + within_s
+def wait_for(condition, pid):
+  """Returns what the condition gives once that is true; `pid` must not end."""
+  process = psutil.Process(pid)
   while not (found := condition()):
-    assert time.monotonic() < deadline
+    assert process.is_running(), 'it ended'
+    assert process.status() != psutil.STATUS_ZOMBIE, 'it ended'
     time.sleep(0.02)
   return found

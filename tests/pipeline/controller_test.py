@@ -82,10 +82,18 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-  'sleep_s', [0, pytest.param(1, marks=pytest.mark.slow)]
+  'sleep_s, stops',
+  [
+    (0, False),
+    pytest.param(
+      *(0, True),
+      marks=pytest.mark.skipif(sys.platform != 'linux', reason='by prctl'),
+    ),
+    pytest.param(1, False, marks=pytest.mark.slow),
+  ],
 )
-def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
-  """The run is killed while the worker serves, or while it still imports."""
+def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s, stops):
+  """The run is killed while the worker serves, is stopped, or still imports."""
   log = tmp_path / 'worker.log'
   code = _SLOW_WORKER.format(sleep_s=sleep_s)
   parent = subprocess.Popen(
@@ -99,6 +107,8 @@ def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
   while not sleep_s and 'alive' not in log.read_text():
     assert time.monotonic() < deadline
     time.sleep(0.02)
+  if stops:
+    worker.suspend()
   parent.kill()
   parent.wait()
   _, alive = psutil.wait_procs([worker], timeout=30)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from composer_jax import wiring
-from composer_jax.core import files
+from composer_jax.core import files, processes
 from composer_jax.models import decoder
 from composer_jax.optim import groups
 from configs.composer import gpu, imported, tiny
@@ -135,6 +135,20 @@ def test_a_run_goes_on_with_bundles_of_another_kind_elsewhere(tmp_path):
     assert delta == json.loads(
       json.dumps(dataclasses.asdict(spec.systems['delta']))
     )
+
+
+def test_where_files_lie_on_another_host_is_not_written_down(
+  tmp_path, monkeypatch
+):
+  options = {'sandbox__level': 'static', 'telemetry__tensorboard': False}
+  with runs.open_run(make(**options), tmp_path):
+    pass
+  before = (tmp_path / 'config.json').read_bytes()
+  second = processes._Membership(index=1, folder=tmp_path / 'fleet')
+  monkeypatch.setattr(processes, '_self', second)
+  with runs.open_run(make(**options, delta__store='s3://x/y'), tmp_path):
+    pass
+  assert (tmp_path / 'config.json').read_bytes() == before
 
 
 def test_two_lines_switch_a_stage_to_muon():

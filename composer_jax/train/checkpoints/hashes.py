@@ -4,7 +4,7 @@ A block is named by its bounds in the whole array, '0:4,8:16'; '' for a scalar.
 """
 
 import json
-import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import blake3
@@ -57,48 +57,59 @@ def joined(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
   return {n: record | {'shards': shards[n]} for n, record in records.items()}
 
 
-def matches(array: jax.Array, shards: dict[str, str]) -> bool:
-  """Verifies every recorded block that the shards of this process cover.
+def _gathered(array: jax.Array, block: weights.Index) -> np.ndarray:
+  """Returns a block of several shards, in every process that has some."""
+  starts, stops = zip(*block, strict=True)
+  sizes = [stop - start for start, stop in block]
+  cut = jax.lax.dynamic_slice(array, starts, sizes)
+  if array.is_fully_addressable:
+    return np.asarray(cut)
+  return multihost_utils.process_allgather(cut, tiled=True)
 
-  On another mesh a block is cut out of a shard or assembled from several. No
-  process verifies a block that only shards of several processes cover.
+
+def matches(
+  array: jax.Array,
+  shards: dict[str, str],
+  gather: Callable[..., np.ndarray] = _gathered,
+) -> bool:
+  """Verifies every recorded block; all processes call this alike.
+
+  On another mesh a block is cut out of a shard, by the processes that hold it.
+  One that lies in no single shard is brought together by all of them.
   """
   # One of several equal replicas.
   held = {
     weights.shard_index(s.index, array.shape): s.data
     for s in array.addressable_shards
   }
-  blocks = ((_block(index_of(name), held), shards[name]) for name in shards)
-  return all(
-    block is None or _hash(block) == expected for block, expected in blocks
-  )
+  everywhere = {
+    weights.shard_index(place, array.shape)
+    for place in array.sharding.devices_indices_map(array.shape).values()
+  }
+  for name, expected in shards.items():
+    block = index_of(name)
+    if own := _around(block, held):
+      found = _cut(held[own[0]], _within(block, own[0]))
+    elif _around(block, everywhere):
+      continue  # Others hold it.
+    else:
+      found = gather(array, block)
+    if _hash(found) != expected:
+      return False
+  return True
 
 
-def _block(
-  block: weights.Index, held: dict[weights.Index, jax.Array]
-) -> np.ndarray | None:
-  """Returns a block of an array, None if the shards do not cover it."""
-  parts = []
-  for index, shard in held.items():
-    shared = tuple(
-      (max(a, c), min(b, d))
-      for (a, b), (c, d) in zip(block, index, strict=True)
-    )
-    if all(start < stop for start, stop in shared):
-      parts.append((shared, _within(shared, index), shard))
-  # Shards of one array do not overlap.
-  if not parts or sum(_size(part) for part, _, _ in parts) < _size(block):
-    return None
-  if len(parts) == 1:
-    return _cut(parts[0][2], parts[0][1])
-  whole = np.empty([stop - start for start, stop in block], parts[0][2].dtype)
-  for shared, there, shard in parts:
-    whole[_within(shared, block)] = _cut(shard, there)
-  return whole
-
-
-def _size(index: weights.Index) -> int:
-  return math.prod(stop - start for start, stop in index)
+def _around(
+  block: weights.Index, places: Collection[weights.Index]
+) -> list[weights.Index]:
+  """Returns the places, of shards, that contain a block whole."""
+  if block in places:
+    return [block]
+  return [
+    place
+    for place in places
+    if all(c <= a and b <= d for (a, b), (c, d) in zip(block, place))
+  ]
 
 
 def _within(part: weights.Index, of: weights.Index) -> tuple[slice, ...]:
