@@ -39,12 +39,6 @@ _VERSION = flags.DEFINE_integer(
 _TIER = flags.DEFINE_string(
   'tier', 'small', 'Tier of compression: small or fast.'
 )
-_DTYPE = flags.DEFINE_string(
-  'dtype',
-  None,
-  'Dtype in which --source is read: bfloat16 (default for our runs), float16 '
-  'or float32; other checkpoints are read as they are.',
-)
 _DAYS = flags.DEFINE_float(
   'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
 )
@@ -55,14 +49,11 @@ _OUT = flags.DEFINE_string(
 )
 _PLACE = (_STORE, _RUN, _KEY)
 _NAMED = (_RUN, _KEY)  # have defaults
-_FLAGS = (
-  *(*_PLACE, _SOURCE, _VERSION, _TIER, _DTYPE, _DAYS, _OUT),
-  *(_BASE, _NEW),
-)
+_FLAGS = (*_PLACE, _SOURCE, _VERSION, _TIER, _DAYS, _OUT, _BASE, _NEW)
 # The flags that a command needs, and those that it may have.
 _COMMANDS = {
-  'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _DTYPE, _TIER, _DAYS)),
-  'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _DTYPE, _TIER)),
+  'publish': ((_SOURCE, _STORE), (*_NAMED, _VERSION, _TIER, _DAYS)),
+  'diff': ((_BASE, _NEW, _OUT), (*_NAMED, _TIER)),
   'apply': ((_STORE, _OUT), (*_NAMED, _VERSION)),
 }
 

@@ -6,13 +6,10 @@ one. What a killed publisher leaves behind is unreachable and `gc` removes it.
 Publishing the same weights under the same version again changes nothing, unless
 the last version was damaged: then it is written anew, as a keyframe.
 
-Every version but the first is one delta to the version before. Further
-keyframes are written when the delta of their version is out: who follows
-closely never waits for them nor reads them. A store that forgot something that
-is listed gets a keyframe at once.
-
-One publisher at a time writes to a run; a second one is noticed at its next
-move of the pointer.
+Every version but the first is one delta to the version before. A further
+keyframe follows the delta of its version, so that receivers that follow closely
+never wait for it. A store that forgot something that is listed gets one at
+once. A second publisher of a run is noticed at its next move of the pointer.
 """
 
 import contextlib
@@ -61,23 +58,19 @@ class BundleOptions:
       raise ValueError(
         f'tier is {self.tier!r}; it must be one of {", ".join(coding.TIERS)}.'
       )
-    for name in ('keyframe_every', 'keep', 'threads'):
-      if getattr(self, name) < 1:
+    least = dict(keyframe_every=1, keep=1, threads=1, expires_s=0)
+    for name, value in least.items():
+      if getattr(self, name) < value:
         raise ValueError(
-          f'BundleOptions.{name} must be at least 1; got {getattr(self, name)}.'
+          f'{name} must be at least {value}; got {getattr(self, name)}.'
         )
-    if self.expires_s < 0:
-      raise ValueError(
-        f'expires_s is {self.expires_s}; it must be positive, or 0 for never.'
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BundleInfo:
-  """What one version cost.
+  """Cost of one version.
 
   Attributes:
-    version: policy version.
     kind: manifest.KEY or manifest.DELTA.
     target_id: identity of the weights.
     base_id: identity of the version before; '' for a keyframe.
@@ -85,7 +78,7 @@ class BundleInfo:
     full_bytes: bytes of the weights, uncompressed.
     changed: elements that differ from the version before; all of them in a
       keyframe; 0, like what follows, if the version had been published before.
-    elements: elements of the weights.
+    elements: number of elements of the weights.
     cut_bytes: bytes of chunks that had to be completed from several blocks.
     encode_s: seconds from the call until all chunks were encoded.
     upload_s: seconds from then until the pointer had moved.
@@ -109,15 +102,12 @@ class BundleInfo:
 class BundleWriter:
   """Publishes one run; goes on from the last version the store committed.
 
-  A trainer that resumes from a checkpoint of version v calls `rewind(v)` and
-  publishes v: if the weights of later published versions differ from what it
-  will train now, they are void; if it trains bit for bit the same, the same
-  identities appear again. A damaged pointer, index or manifest ends the chain,
-  and a keyframe starts another.
+  A trainer that resumes from a checkpoint of version v calls `rewind(v)`, which
+  makes later versions void, and publishes v. A damaged pointer, index or
+  manifest ends the chain, and a keyframe starts another.
 
   Of several processes each has one, with its `peers`. All call `publish` and
-  `rewind` alike, each with its own blocks; `gc` does something in process 0
-  only.
+  `rewind` alike, each with its own blocks; `gc` works in process 0 alone.
   """
 
   def __init__(
@@ -160,13 +150,12 @@ class BundleWriter:
 
     Args:
       blocks: all blocks of all tensors that this process has; copied.
-      version: above the last one, or one published before.
+      version: policy version above the last one, or one published before.
 
     Raises:
       ValueError: other weights stand under this version, another publisher
         moved the pointer, or blocks disagree, overlap or leave holes.
-      OSError: the store is full or refuses; what was committed stays, and
-        publishing this version again is the cure once there is room.
+      OSError: the store is full or refuses; what was committed stays.
     """
     version = operator.index(version)  # a numpy integer will do
     started = time.monotonic()
@@ -174,7 +163,7 @@ class BundleWriter:
       try:
         again = self._agree(lambda: self._begin(version))
         table = self._stage(blocks, again)
-        info = self._team.lead(lambda: self._published(version, table, again))
+        info = self._agree(lambda: self._published(version, table, again))
         if info is None:
           self._base = None
           cut_bytes = table.cut_bytes
@@ -190,10 +179,9 @@ class BundleWriter:
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow.
 
-    The newest listed version up to `version` becomes the last one and receivers
-    go back to it. Does nothing if no later version was published. If all listed
-    versions are later, the next publish starts a chain afresh with a keyframe,
-    and until then receivers keep what they have.
+    The newest listed version up to `version` becomes the last one. If all are
+    later, the next publish starts a chain afresh with a keyframe, and until
+    then receivers keep what they have.
     """
 
     def rewind() -> None:
@@ -208,36 +196,27 @@ class BundleWriter:
     """Deletes what no run of the store needs; returns bytes freed.
 
     Of this run, bundles before the last `keep` versions (None: as the options
-    say) leave the index as `run.pruned` says; of others, only what no index
-    names goes. A resumed trainer can rewind only to a version that is listed,
-    so `keep` should span its checkpoints.
-
-    Raises:
-      ValueError, OSError: something that would have to be followed is damaged
-        or missing; nothing is deleted.
+    say) leave the index as `run.pruned` says. A resumed trainer can rewind only
+    to a version that is listed, so `keep` should span its checkpoints. If
+    something that has to be followed is damaged, nothing is deleted.
     """
     keep = self._options.keep if keep is None else keep
     if keep < 1:
       raise ValueError(f'keep must be at least 1, not {keep}.')
     if not self._team.leads:
       return 0
-    self._make_sure()
+    self._run.make_sure()
     edges = runs.pruned(self._run.edges, keep)
     if edges != self._run.edges:
       self._run.check_alone()
       self._run.point(edges)
     return self._run.collect(self._options.grace_s)
 
-  def _make_sure(self) -> None:
-    """Asks the store where the run stands, if a failure left that open."""
-    if self._run.is_unsure:
-      self._run.open()
-
   def _agree(self, decide: Callable[[], Any]) -> Any:
     """Returns what process 0 decides, and takes over where the run stands."""
 
     def lead() -> Any:
-      self._make_sure()
+      self._run.make_sure()
       decision = decide()
       head = self._run.head
       return decision, head and dataclasses.asdict(head)
@@ -264,7 +243,7 @@ class BundleWriter:
       if self._team.count > 1:
         # A host may have no room for more than its part.
         blocks = tuple(blocks)
-        wanted = chunking.regions(blocks)
+        wanted = chunking.wanted_by(blocks)
       self._base = self._read_base(wanted)
     cutter = chunking.Cutter()
 
@@ -298,28 +277,24 @@ class BundleWriter:
     except OSError as error:
       data = b'!' + str(error).encode()
     found = self._team.exchange(data)
-    failed = [part[1:].decode() for part in found if part[:1] == b'!']
+    failed = [one[1:].decode() for one in found if one[:1] == b'!']
     if failed:
       raise OSError('; '.join(failed))
-    tables = [chunking.ChunkTable.from_bytes(part[1:]) for part in found]
+    tables = [chunking.ChunkTable.from_bytes(one[1:]) for one in found]
     return chunking.merge(tables)
 
   def _read_base(
     self, wanted: rebuild.Wanted | None
   ) -> chunking.HostWeights | None:
     """Reads what is wanted of the last version; None if it is damaged."""
-    assert self._run.head is not None
+    head, threads = self._run.head, self._options.threads
+    assert head is not None
     try:
-      held = follower.load(
-        self._store,
-        self._run.head,
-        wanted=wanted,
-        threads=self._options.threads,
-      )
+      held = follower.load(self._store, head, wanted=wanted, threads=threads)
     except (ValueError, OSError) as error:
       _log.warning(
         '%s: version %d cannot be rebuilt, so the next one is a keyframe: %s',
-        *(self._run.run_id, self._run.head.version, error),
+        *(self._run.run_id, head.version, error),
       )
       return None
     return chunking.weights_of(held)
@@ -335,39 +310,32 @@ class BundleWriter:
     if not again:
       fits = run.head is not None and table.base_id == run.head.target_id
       return {} if fits and table.specs == run.specs else None
-    edge = self._check_same(version, table.target_id)
+    edge = self._same(version, table.target_id)
     if version == self.version and not self._heal():
       return None
     bundle = rebuild.read_manifest(self._store, edge)
-    return dict(
-      version=version,
-      kind=bundle.kind,
-      target_id=bundle.target_id,
-      base_id=bundle.base_id,
-      bytes=edge.bytes,
-      full_bytes=bundle.full_bytes,
-      elements=table.elements,
-    )
+    return _info(edge, bundle, elements=table.elements)
 
-  def _check_same(self, version: int, target_id: str) -> manifest.Edge:
+  def _same(self, version: int, target_id: str) -> manifest.Edge:
     """Returns the bundle of a version that has these weights."""
     run = self._run
-    assert run.head is not None
     edge = runs.head_of(run.edges, version)
+    if edge is not None and edge.target == target_id[:16]:
+      return edge
     if edge is None:
       oldest = min(edge.version for edge in run.edges)
-      raise ValueError(
+      problem = (
         f'version {version} of run {run.run_id!r} is neither new (the last is '
-        f'{run.head.version}) nor kept (the oldest is {oldest}). A trainer '
-        'resumed from checkpoint v calls rewind(v) first.'
+        f'{self.version}) nor kept (the oldest is {oldest})'
       )
-    if target_id[:16] != edge.target:
-      raise ValueError(
+    else:
+      problem = (
         f'run {run.run_id!r} has published version {version} with other '
-        f'weights ({edge.target}, now {target_id[:16]}). A trainer resumed '
-        'from checkpoint v calls rewind(v) first.'
+        f'weights ({edge.target}, now {target_id[:16]})'
       )
-    return edge
+    raise ValueError(
+      f'{problem}. A trainer resumed from checkpoint v calls rewind(v) first.'
+    )
 
   def _heal(self) -> bool:
     """Reads the last version as a receiver would; heals pointer and index.
@@ -379,49 +347,41 @@ class BundleWriter:
     assert run.head is not None
     try:
       rebuild.read_manifest(self._store, run.head)
+      if self._read_base(None) is not None:
+        return True
+      run.start_afresh('its last version is damaged.')
     except (ValueError, OSError) as error:
       run.start_afresh(error)
-      return False
-    if self._read_base(None) is None:
-      run.start_afresh('its last version is damaged.')
-      return False
-    return True
+    return False
 
   def _commit(
     self, version: int, table: chunking.ChunkTable, started: float
   ) -> dict[str, Any]:
     encoded = time.monotonic()
 
-    def point() -> tuple[dict[str, Any], dict[str, Any], bool]:
-      run = self._run
-      edge = run.write(table, version, run.head if table.base_id else None)
+    def point() -> tuple[dict[str, Any], bool]:
+      run, keyframe_every = self._run, self._options.keyframe_every
+      base = run.head if table.base_id else None
+      edge, bundle = run.write(table, version, base)
       edges = *run.edges, edge
       frames = [e.version for e in edges if e.kind == manifest.KEY]
-      due = version - max(frames, default=-1) >= self._options.keyframe_every
-      run.point(runs.pruned(edges, self._options.keep), edge, table)
-      run.specs = table.specs
-      self._take_over(table.target_id)
+      due = not frames or version - max(frames) >= keyframe_every
+      run.point(runs.pruned(edges, self._options.keep), edge, bundle)
+      self._take_over(bundle.target_id)
       _log.info('%s: version %d, %s', run.run_id, version, edge.kind)
-      info = BundleInfo(
-        version=version,
-        kind=edge.kind,
-        target_id=table.target_id,
-        base_id=table.base_id,
-        bytes=edge.bytes,
-        full_bytes=table.full_bytes,
+      info = _info(
+        edge,
+        bundle,
         changed=table.changed,
         elements=table.elements,
         cut_bytes=table.cut_bytes,
         encode_s=encoded - started,
         upload_s=time.monotonic() - encoded,
       )
-      due = due or not frames or self._has_lost()
-      assert run.head is not None
-      return dataclasses.asdict(info), dataclasses.asdict(run.head), due
+      return info, due or self._has_lost()
 
-    info, head, due = self._team.lead(point)
-    self._run.head = manifest.Pointer(**head)
-    self._take_over(head['target_id'])
+    info, due = self._agree(point)
+    self._take_over(info['target_id'])
     added = self._add_keyframe() if due else 0
     return self._team.lead(lambda: info | {'keyframe_bytes': added})
 
@@ -451,21 +411,27 @@ class BundleWriter:
   def _add_keyframe(self) -> int:
     """Writes a keyframe of the head, listed by a second move of the pointer.
 
-    Where the store has no room for it, the version is committed all the same,
-    and the next one gets a keyframe.
-
-    Returns:
-      Its bytes; 0 in other processes than the first.
+    Returns its bytes, 0 in other processes than the first. Where the store has
+    no room for it, the next version gets one.
     """
     run = self._run
     assert run.head is not None
     with _forgiven(run.head.version):
       table = self._keyframe()
       if self._team.leads:
-        edge = run.write(table, run.head.version, None)
+        edge, _ = run.write(table, run.head.version, None)
         run.point(runs.pruned((*run.edges, edge), self._options.keep))
         return edge.bytes
     return 0
+
+
+def _info(
+  edge: manifest.Edge, bundle: manifest.Manifest, **costs
+) -> dict[str, Any]:
+  """Returns fields of a BundleInfo, as JSON carries them between processes."""
+  names = ('version', 'kind', 'target_id', 'base_id', 'full_bytes')
+  fields = {name: getattr(bundle, name) for name in names}
+  return {**fields, 'bytes': edge.bytes, **costs}
 
 
 @contextlib.contextmanager

@@ -14,17 +14,15 @@ import re
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
 from composer_jax.core import trees
-from composer_jax.hf.tensors import layout
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 
-# How the tensors of a checkpoint become those of a bundle.
-DTYPES = tuple(layout.DTYPES)
 # The folder of an orbax checkpoint, under the names that its savers give it.
 _ITEMS = ('', 'default', manager.STATE)
 _TREE = '_METADATA'
@@ -37,16 +35,10 @@ def write(named: dict[str, np.ndarray], folder: pathlib.Path | str) -> None:
   """Writes a checkpoint of nested dictionaries, which orbax alone reads.
 
   Arrays without elements are left out, since orbax refuses them.
-
-  Raises:
-    ValueError: the folder is not empty, or orbax cannot hold such a tree.
   """
   folder = pathlib.Path(folder).absolute()
   if folder.exists() and any(folder.iterdir()):
-    raise ValueError(
-      f'{folder} is not empty; a checkpoint is written into a folder of its '
-      'own. Name another.'
-    )
+    raise ValueError(f'{folder} is not empty; name another folder.')
   nested = _nested(named)
   saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
   with saver, manager.one_at_a_time:
@@ -93,34 +85,31 @@ def _nested(named: dict[str, np.ndarray]) -> dict[str, Any]:
   return nested
 
 
-def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
+def read(source: str) -> dict[str, np.ndarray]:
   """Returns the weights of a checkpoint, whole.
+
+  Those of our runs, which hold float32 masters, are read as the policy is
+  served, in bfloat16; others as they are.
 
   Args:
     source: WORKDIR:STAGE for what a finished stage exported; a folder of
       numbered checkpoints for the latest; one of them; or any orbax checkpoint.
-    dtype: dtype that floating-point tensors are cast to. None is that of
-      policies (bfloat16 of float32 masters) for checkpoints of ours, and leaves
-      others as they are.
 
   Raises:
-    ValueError: there is no checkpoint, it is damaged, or the dtype is unknown.
+    ValueError: there is no checkpoint, or it is damaged.
     OSError: the system refuses to read it.
   """
-  if dtype is not None and dtype not in DTYPES:
-    raise ValueError(f'dtype {dtype!r} is not one of {", ".join(DTYPES)}.')
   folder = _find(source)
-  if (folder / manager.STATE).is_dir() and folder.name.isdecimal():
-    arrays = _variables(_read_ours(folder))
-    if dtype is None:
-      # As `decoder.policy`, whose selection bias stays float32.
-      return {
-        n: _cast(a, 'bfloat16') if n.startswith('params/') else a
-        for n, a in arrays.items()
-      }
-  else:
-    arrays = _named_plain(folder)
-  return {n: _cast(a, dtype) if dtype else a for n, a in arrays.items()}
+  if not (folder / manager.STATE).is_dir() or not folder.name.isdecimal():
+    return _named_plain(folder)
+  arrays = _variables(_read_ours(folder))
+  # As `decoder.policy`, whose selection bias stays float32.
+  return {
+    name: array.astype(ml_dtypes.bfloat16)
+    if name.startswith('params/') and array.dtype == np.float32
+    else array
+    for name, array in arrays.items()
+  }
 
 
 def check_local(what: str, path: str | os.PathLike) -> None:
@@ -199,8 +188,3 @@ def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return arrays
   kept = ('params', 'selection_bias')
   return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}
-
-
-def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
-  is_float = array.dtype in (*layout.DTYPES.values(), np.dtype(np.float64))
-  return array.astype(layout.DTYPES[dtype], copy=False) if is_float else array

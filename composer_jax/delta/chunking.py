@@ -1,19 +1,22 @@
 """From the blocks of one process to encoded chunks in packs, and to manifests.
 
+A block is what a process holds of an array, a chunk a cell of the array's grid,
+a cut what a block holds of a chunk; a blob is a chunk encoded, a pack a stored
+object of blobs.
+
 Blocks are what a process holds of sharded arrays. Shards of the shipped layouts
 are made of whole chunks, which pass through as views. A chunk that is cut
-between blocks waits here until all of it is there, which may come from another
+between blocks waits here until all of it is there, perhaps from another
 process; only such chunks are copied, and their bytes are counted.
 
-What is made depends on the weights, the base and the tier alone: chunks are
-encoded in any order by any number of threads, and packed in one.
+What is made depends on the weights, the base and the tier alone, not on the
+threads: chunks are packed in one order.
 """
 
 import contextlib
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ from composer_jax.delta.store import objects
 PACK_BYTES = 8 * 2**20
 # Packs on their way; more would only hold memory.
 _UPLOADS = 4
-# Of a process's part of a tensor: the number of a chunk and its row.
+# Number of a chunk, and its row of the manifest.
 _ROW = np.dtype([('number', '<u4'), *manifest.CHUNK.descr])
 # In place of a codec, of a chunk that is hashed and not encoded.
 _UNCODED = 255
@@ -57,9 +60,7 @@ class Cutter:
   def add(self, block: AnyBlock) -> Iterator[tuple[Key, np.ndarray]]:
     """Yields the chunks that a block holds whole, as views, or completes.
 
-    Raises:
-      ValueError: names the tensor whose blocks disagree or overlap or have a
-        dtype that bundles do not carry.
+    A ValueError names a tensor whose blocks disagree or overlap.
     """
     name, dtype, shape, index, values = block
     shape = tuple(shape)
@@ -71,16 +72,16 @@ class Cutter:
     for number in grid.intersecting(index):
       chunk = grid.chunk(number)
       shared = identity.shared(chunk, index)
-      part = values[identity.within(shared, index)]
+      inside = values[identity.within(shared, index)]
       if shared == chunk:
         self._finish(name, number, index)
-        yield (name, number), part
+        yield (name, number), inside
       else:
-        yield from self.add_cut(((name, number), shared, part))
+        yield from self.add_cut(((name, number), shared, inside))
 
   def add_cut(self, cut: Cut) -> Iterator[tuple[Key, np.ndarray]]:
     """Yields the chunk that a cut completes, if it does."""
-    key, index, part = cut
+    key, index, inside = cut
     dtype, shape = self.specs[key[0]]
     chunk = identity.of(shape).chunk(key[1])
     if key not in self._waiting:
@@ -91,7 +92,7 @@ class Cutter:
     at = identity.within(index, chunk)
     if self._done[key[0]][key[1]] or not missing[at].all():
       raise _overlap(key[0], index)
-    values[at], missing[at] = part, False
+    values[at], missing[at] = inside, False
     # A copy of its own: the block is gone before the cut is sent on.
     cuts.append((key, index, values[at]))
     if not missing.any():
@@ -119,7 +120,11 @@ class Cutter:
     return set(self._waiting)
 
   def _check(self, name, dtype, shape, index, values) -> None:
-    identity.check_dtype(name, dtype)
+    if values.dtype != identity.DTYPES.get(dtype):
+      raise ValueError(
+        f'{name}: dtype {dtype!r} of an array with a block of dtype '
+        f'{values.dtype}; bundles carry {sorted(identity.DTYPES)}.'
+      )
     seen = self.specs.setdefault(name, (dtype, shape))
     if seen != (dtype, shape):
       raise ValueError(
@@ -128,10 +133,6 @@ class Cutter:
       )
     if name not in self._done:
       self._done[name] = np.zeros(identity.of(shape).num_chunks, bool)
-    if values.dtype != identity.DTYPES[dtype]:
-      raise ValueError(
-        f'{name}: a block of dtype {values.dtype} of an array of {dtype}.'
-      )
     inside = len(index) == len(shape) and all(
       0 <= start <= stop <= length
       for (start, stop), length in zip(index, shape, strict=True)
@@ -167,8 +168,8 @@ def _check_whole(name: str, shape: tuple[int, ...], numbers: Any) -> None:
     )
 
 
-def regions(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
-  """Says which part of weights these blocks are."""
+def wanted_by(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
+  """Says where in the weights these blocks are."""
   found: dict[tuple, list[identity.Index]] = {}
   for name, dtype, shape, index, _ in blocks:
     inside = identity.shared(index, tuple((0, n) for n in shape))
@@ -196,32 +197,31 @@ def identify(blocks: Iterable[AnyBlock]) -> tuple[str, int, int]:
 # Encoding.
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class HostWeights:
-  """What one process has on the host of a version's weights.
+  """Part of a version's weights that one process has on the host.
 
   Chunks that did not change between versions are the same array in both.
 
   Attributes:
-    target_id: identity of the whole weights; '' until it is known.
     specs: {name: (dtype, shape)} of its tensors.
-    chunks: flat values by chunk.
-    posts: hash of each chunk.
+    target_id: identity of the whole weights; '' until it is known.
+    chunks: flat values and hash of each chunk.
   """
 
+  specs: manifest.Specs
   target_id: str = ''
-  specs: manifest.Specs = dataclasses.field(default_factory=dict)
-  chunks: dict[Key, np.ndarray] = dataclasses.field(default_factory=dict)
-  posts: dict[Key, bytes] = dataclasses.field(default_factory=dict)
+  chunks: dict[Key, tuple[np.ndarray, bytes]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 def weights_of(held: rebuild.Held) -> HostWeights:
   """Takes verified weights, whole or a part."""
-  made = HostWeights(target_id=held.target_id, specs=held.specs)
+  made = HostWeights(held.specs, held.target_id)
   for name, tensor in held.tensors.items():
     for at, number in enumerate(tensor.numbers.tolist()):
-      made.chunks[name, number] = tensor.values(at)
-      made.posts[name, number] = tensor.posts[at].tobytes()
+      made.chunks[name, number] = tensor.values(at), tensor.posts[at].tobytes()
   return made
 
 
@@ -254,34 +254,32 @@ class Encoder:
 
     The specs may grow with the items.
     """
-    made = HostWeights(specs=specs)
+    made = HostWeights(specs)
 
     def work(item: tuple[Key, np.ndarray]) -> _Coded:
       key, values = item
       spec = specs[key[0]]
       if base and key in base.chunks and base.specs.get(key[0]) == spec:
-        return self._encode(key, values, base.chunks[key])
+        return self._encode(key, values, base.chunks[key][0])
       return _keep(key, values)
 
-    def kept() -> Iterator[_Coded]:
-      with contextlib.closing(
-        rebuild.in_order(work, items, self.threads)
-      ) as coded:
-        for one in coded:
-          made.chunks[one.key], made.posts[one.key] = one.values, one.post
-          yield one
-
-    # Blobs are few bytes beside weights, unlike those of a keyframe.
-    table = self._table(sorted(kept(), key=lambda one: one.key))
-    return made, dataclasses.replace(
-      table, base_id=base.target_id if base and table.is_coded else ''
-    )
+    with contextlib.closing(
+      rebuild.in_order(work, items, self.threads)
+    ) as coded:
+      # Blobs are few bytes beside weights, unlike those of a keyframe.
+      found = sorted(coded, key=lambda one: one.key)
+    made.chunks |= {one.key: (one.values, one.post) for one in found}
+    table = self._table(found)
+    if base and all(one.codec != _UNCODED for one in found):
+      table = dataclasses.replace(table, base_id=base.target_id)
+    return made, table
 
   def encode_key(self, weights: HostWeights) -> 'ChunkTable':
     """Encodes weights to stand alone."""
 
     def work(key: Key) -> _Coded:
-      return self._encode(key, weights.chunks[key], None, weights.posts[key])
+      values, post = weights.chunks[key]
+      return self._encode(key, values, None, post)
 
     # Closed here where a pack fails, its threads with it: whoever drops the
     # error later may be one of them, or hold what they wait for.
@@ -316,13 +314,12 @@ class Encoder:
 
   def _table(self, coded: Iterable[_Coded]) -> 'ChunkTable':
     """Uploads packs of the blobs, which come in the order of their keys."""
-    parts: dict[str, list[tuple]] = {}
+    rows: dict[str, list[tuple]] = {}
     lengths: list[int] = []
     changed = elements = 0
-    is_coded = True
 
     def packs() -> Iterator[bytes]:
-      nonlocal changed, elements, is_coded
+      nonlocal changed, elements
       pack = bytearray()
       for (name, number), codec, blob, post, values, count in coded:
         if pack and len(pack) + len(blob) > PACK_BYTES:
@@ -331,10 +328,9 @@ class Encoder:
           pack.clear()
         place = len(lengths) if blob else manifest.NO_PACK
         row = number, codec, place, len(blob), np.frombuffer(post, np.uint8)
-        parts.setdefault(name, []).append(row)
+        rows.setdefault(name, []).append(row)
         pack += blob
         changed, elements = changed + count, elements + values.size
-        is_coded &= codec != _UNCODED
       if pack:
         lengths.append(len(pack))
         yield bytes(pack)
@@ -344,8 +340,7 @@ class Encoder:
       changed=changed,
       elements=elements,
       packs=tuple(zip(names, lengths, strict=True)),
-      rows={name: np.array(part, _ROW) for name, part in parts.items()},
-      is_coded=is_coded,
+      rows={name: np.array(found, _ROW) for name, found in rows.items()},
     )
 
 
@@ -383,18 +378,17 @@ def from_bytes(data: bytes) -> tuple[Any, list[np.ndarray]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkTable:
-  """What one process, or all of them, made of a bundle.
+  """Part of a bundle that one process, or all of them, made.
 
   Attributes:
     specs: {name: (dtype, shape)} of the tensors of which it has blocks.
-    base_id: identity of what every chunk was encoded against; '' if they were
-      not, and the rows hold hashes alone or stand alone.
-    changed: elements that differ from the base.
-    elements: elements of all its chunks.
+    base_id: identity of the weights that every chunk was encoded against; ''
+      if the rows stand alone, or hold hashes alone.
+    changed: number of elements that differ from the base.
+    elements: number of elements of all its chunks.
     cut_bytes: bytes of chunks that no block held whole.
     packs: (sha256, bytes) of the objects that hold its blobs.
     rows: {name: numbers of chunks, ascending, and their rows}.
-    is_coded: whether all its chunks were encoded.
   """
 
   specs: manifest.Specs = dataclasses.field(default_factory=dict)
@@ -404,7 +398,6 @@ class ChunkTable:
   cut_bytes: int = 0
   packs: tuple[tuple[str, int], ...] = ()
   rows: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  is_coded: bool = True
 
   def to_bytes(self) -> bytes:
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -426,56 +419,44 @@ class ChunkTable:
   def tensors(self) -> tuple[manifest.Tensor, ...]:
     """Tensors of the manifest, of a table of all processes."""
     tensors = []
-    for name, (dtype, shape) in sorted(self.specs.items()):
-      rows = self.rows[name]
-      chunks = np.empty(len(rows), manifest.CHUNK)
+    for name, spec in sorted(self.specs.items()):
+      chunks = np.empty(len(self.rows[name]), manifest.CHUNK)
       for field in manifest.CHUNK.names or ():
-        chunks[field] = rows[field]
-      tensors.append(
-        manifest.Tensor(name=name, dtype=dtype, shape=shape, chunks=chunks)
-      )
+        chunks[field] = self.rows[name][field]
+      tensors.append(manifest.Tensor(name, *spec, chunks))
     return tuple(tensors)
 
   @property
   def target_id(self) -> str:
     return identity.root({t.name: t.node for t in self.tensors})
 
-  @property
-  def full_bytes(self) -> int:
-    return sum(
-      math.prod(shape) * identity.DTYPES[dtype].itemsize
-      for dtype, shape in self.specs.values()
-    )
-
 
 def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
   """Puts the tables of all processes together.
 
-  Raises:
-    ValueError: names the tensor of which chunks are missing or there twice, or
-      about which processes disagree.
+  A ValueError names a tensor of which chunks are missing or there twice.
   """
   specs: manifest.Specs = {}
-  parts: dict[str, list[np.ndarray]] = {}
+  rows: dict[str, list[np.ndarray]] = {}
   packs: list[tuple[str, int]] = []
   for table in tables:
     for name, spec in table.specs.items():
-      parts.setdefault(name, [np.empty(0, _ROW)])
+      rows.setdefault(name, [np.empty(0, _ROW)])
       if specs.setdefault(name, spec) != spec:
         raise ValueError(
           f'{name}: one process has blocks of {spec} and another of '
           f'{specs[name]}.'
         )
-    for name, part in table.rows.items():
-      moved = part.copy()
+    for name, found in table.rows.items():
+      moved = found.copy()
       moved['pack'][moved['pack'] != manifest.NO_PACK] += len(packs)
-      parts[name].append(moved)
+      rows[name].append(moved)
     packs += table.packs
-  rows = {}
+  merged = {}
   for name, (_, shape) in specs.items():
-    found = np.concatenate(parts[name])
+    found = np.concatenate(rows[name])
     _check_whole(name, shape, found['number'])
-    rows[name] = found[np.argsort(found['number'])]
+    merged[name] = found[np.argsort(found['number'])]
   # A process that had to ask the store where the run stands may have no base.
   bases = {table.base_id for table in tables}
   return ChunkTable(
@@ -485,5 +466,5 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
     elements=sum(table.elements for table in tables),
     cut_bytes=sum(table.cut_bytes for table in tables),
     packs=tuple(packs),
-    rows=rows,
+    rows=merged,
   )

@@ -16,7 +16,6 @@ def publish(
   run: str,
   key: str | os.PathLike,
   version: int | None = None,
-  dtype: str | None = None,
   tier: str = 'small',
   expires_days: float = 365.0,
 ) -> str:
@@ -25,13 +24,9 @@ def publish(
   As all commands it returns what was done in a sentence.
 
   Args:
-    source: checkpoint in `dtype`, as `checkpoints.read` has both.
-    store: URL of the store.
-    run: name of the run in the store.
+    source: checkpoint as `checkpoints.read` takes it.
     key: file of the key; made when missing.
     version: policy version; None for the one after the last.
-    dtype: see `source`.
-    tier: tier of the codec.
     expires_days: days after which receivers take the run for abandoned, unless
       something was published meanwhile; 0 for never.
   """
@@ -42,7 +37,7 @@ def publish(
   # mistyped --key would do that, and readers of the run would lose it.
   if place.read_pointer(run) is not None:
     _open_pointer(place, run, key)
-  arrays = checkpoints.read(source, dtype=dtype)
+  arrays = checkpoints.read(source)
   with publisher.Publisher(place, key, run, options) as sender:
     if version is None:
       version = 0 if sender.version is None else sender.version + 1
@@ -64,7 +59,6 @@ def diff(
   out: str,
   run: str,
   key: str | os.PathLike,
-  dtype: str | None = None,
   tier: str = 'small',
 ) -> str:
   """Makes a store of two checkpoints: a keyframe and the delta to the other.
@@ -73,7 +67,7 @@ def diff(
   """
   if objects.Store(out).read_pointer(run) is not None:
     raise ValueError(f'{out} has a run {run!r} already; choose another --out.')
-  place = dict(store=out, run=run, key=key, dtype=dtype, tier=tier)
+  place = dict(store=out, run=run, key=key, tier=tier)
   first = publish(source=base, version=0, expires_days=0, **place)
   return f'{first}\n{publish(source=new, version=1, expires_days=0, **place)}'
 
@@ -86,12 +80,7 @@ def apply(
   out: str | os.PathLike,
   version: int | None = None,
 ) -> str:
-  """Writes a version as a plain orbax checkpoint.
-
-  Raises:
-    ValueError: nothing that can be trusted leads to that version (None is the
-      latest), or `out` exists.
-  """
+  """Writes a version, None for the latest, as a plain orbax checkpoint."""
   checkpoints.check_local('out', out)
   out = pathlib.Path(out).absolute()
   if out.exists():

@@ -17,7 +17,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composer_jax.core import files
 from composer_jax.delta import rebuild
@@ -34,13 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Way(NamedTuple):
-  """The bundles to rebuild.apply, in order.
-
-  Attributes:
-    bytes: what they cost together, manifests included.
-    start: weights that the first one needs, None for a keyframe.
-    edges: bundles; none where the start has the weights already.
-  """
+  """Bundles to apply in order to `start`, which is None before a keyframe."""
 
   bytes: int
   start: rebuild.Held | None
@@ -55,7 +49,7 @@ def cheapest(
 ) -> Way | None:
   """Returns the way of fewest bytes to a version, None if there is none.
 
-  It starts at a keyframe, or at `held`, unless a rewind made that void. Banned
+  It starts at a keyframe, or at `held`, unless a rewind made that void; banned
   are manifests that turned out to be unusable.
   """
   targets = {edge.version: edge.target for edge in listed}
@@ -96,11 +90,9 @@ def load(
   In memory are at most what is held, and what the way has reached.
 
   Args:
-    store: store to read.
     pointer: pointer whose signature the caller has verified.
     version: version to load; None for the pointer's own.
     held: weights that may spare a part of the way.
-    wanted, threads, cost: see `Follower` and `rebuild.UpdateCost`.
 
   Raises:
     ValueError: no way leads there; says what is wrong with those tried.
@@ -152,21 +144,15 @@ class _Walk:
       way = cheapest(edges, version, self._held, self._banned)
       if way is None:
         break
-      reached = self._walk(way)
+      reached = way.start
+      for edge in way.edges:
+        bundle = self._read(edge)
+        reached = self._step(edge, bundle, reached) if bundle else None
+        if reached is None:
+          break
       if reached is not None:
         return dataclasses.replace(reached, version=version)
     raise self._no_way(version)
-
-  def _walk(self, way: Way) -> rebuild.Held | None:
-    reached = way.start
-    for edge in way.edges:
-      bundle = self._read(edge)
-      if bundle is None:
-        return None
-      reached = self._step(edge, bundle, reached)
-      if reached is None:
-        return None
-    return reached
 
   def _read(self, named) -> manifests.Manifest | None:
     try:
@@ -182,24 +168,16 @@ class _Walk:
     self, named, bundle, base: rebuild.Held | None
   ) -> rebuild.Held | None:
     """Applies one bundle; None, and it is not tried again, where it fails."""
+    how = self._wanted, self._threads
     try:
       # What the way has reached is as large as the policy, and nobody else's.
-      reached = rebuild.apply(
-        self._reader,
-        bundle,
-        base,
-        self._wanted,
-        self._threads,
-        kept=self._kept,
-      )
+      reached = rebuild.apply(self._reader, bundle, base, *how, kept=self._kept)
     except rebuild.DamagedBase as error:
       # The bundle may be good: what it was applied to is not.
       self._held = None
       self._note(error)
       return None
     except (ValueError, OSError) as error:
-      if named is self._pointer and isinstance(error, rebuild.UnfitBase):
-        return None  # A way through the index may end with it.
       self._banned.add(named.manifest)
       self._note(error)
       return None
@@ -229,23 +207,16 @@ def _check_named(
   pointer: manifests.Pointer,
 ) -> None:
   """Refuses a manifest that belies what leads to it."""
-  pairs = [
-    ('run', bundle.run_id, pointer.run_id),
-    ('version', bundle.version, named.version),
-  ]
+  claims = [('run_id', pointer.run_id), ('version', named.version)]
   if bundle.version == pointer.version:
-    pairs.append(('target', bundle.target_id, pointer.target_id))
-  if isinstance(named, manifests.Pointer):
-    pairs.append(('base_id', bundle.base_id, pointer.base_id))
-  else:
-    pairs += [
-      ('base version', bundle.base_version, named.base_version),
-      ('target', bundle.target_id[:16], named.target),
-    ]
-  for what, found, claim in pairs:
-    if found != claim:
+    claims.append(('target_id', pointer.target_id))
+  is_head = isinstance(named, manifests.Pointer)
+  names = ('base_id',) if is_head else ('base_version', 'target')
+  claims += [(name, getattr(named, name)) for name in names]
+  for name, claim in claims:
+    if (found := getattr(bundle, name)) != claim:
       raise ValueError(
-        f'manifest {named.manifest}: its {what} is {found!r}, and what leads '
+        f'manifest {named.manifest}: its {name} is {found!r}, and what leads '
         f'to it says {claim!r}.'
       )
 
@@ -260,15 +231,15 @@ class Follower:
 
   Attributes:
     held: weights that it serves, None before the first success.
-    problem: why the last poll was refused, None when it was not.
-    stats: what the last update took, None before the first.
+    problem: reason why the last poll was refused, None when it was not.
+    stats: cost of the last update, None before the first.
   """
 
   def __init__(
     self,
     store: objects.Store,
     run_id: str,
-    key: keys.Hmac,
+    key: str | os.PathLike | keys.Hmac,
     *,
     memory: str | os.PathLike | None = None,
     wanted: rebuild.Wanted | None = None,
@@ -278,13 +249,13 @@ class Follower:
     """Reads nothing yet.
 
     Args:
-      store, run_id, key: the publisher's.
+      store, run_id, key: those of the publisher; the key may be a file, which
+        may come later.
       memory: file of this receiver alone that keeps the newest pointer seen,
         so that a restarted one refuses an older one too; None to remember only
         while it lives.
-      wanted: (name, dtype, shape) -> the regions of a tensor to hold; None for
+      wanted: (name, dtype, shape) -> the blocks of a tensor to hold; None for
         all of all.
-      threads: number of threads that decode and hash.
       now: unix seconds, for the pointer's expiry.
     """
     self.held: rebuild.Held | None = None
@@ -298,8 +269,6 @@ class Follower:
     self._seen: manifests.Pointer | None = None
     if self._memory is not None:
       files.sweep(self._memory.parent)  # of receivers that were killed
-      if self._memory.exists():
-        self._seen = self._recall(self._memory)
 
   def poll(self) -> rebuild.Held | None:
     """Returns newer weights, or None when there are none that can be trusted.
@@ -329,20 +298,18 @@ class Follower:
       and (held.version, held.target_id) == (pointer.version, pointer.target_id)
     ):
       return None
-    self.held = load(
-      self._store,
-      pointer,
-      held=held,
-      wanted=self._wanted,
-      threads=self._threads,
-      cost=cost,
-    )
+    how: Any = dict(wanted=self._wanted, threads=self._threads, cost=cost)
+    self.held = load(self._store, pointer, held=held, **how)
     cost.wall_s = time.perf_counter() - begun
     self.stats = cost
     return self.held
 
   def _read_pointer(self) -> manifests.Pointer | None:
     """Returns the pointer if it is signed, in order and not expired."""
+    if not isinstance(self._key, keys.Hmac):
+      self._key = keys.open_key(self._key)
+    if self._seen is None and self._memory and self._memory.exists():
+      self._seen = self._recall(self._memory, self._key)
     found = self._store.read_pointer(self._run_id)
     if found is None:
       if self._seen is not None:
@@ -383,14 +350,9 @@ class Follower:
     if seen is None:
       return
     # Of the same version a keyframe was added, or the expiry renewed.
-    is_same = (pointer.version, pointer.target_id) == (
-      *(seen.version, seen.target_id),
-    )
-    forward = pointer.rewinds > seen.rewinds or (
-      pointer.rewinds == seen.rewinds
-      and (pointer.version > seen.version or is_same)
-    )
-    if pointer.sequence <= seen.sequence or not forward:
+    now, then = (pointer.rewinds, pointer.version), (seen.rewinds, seen.version)
+    is_same = now == then and pointer.target_id == seen.target_id
+    if pointer.sequence <= seen.sequence or not (now > then or is_same):
       raise ValueError(
         f'{self._where}: the pointer was rolled back or forked: it names '
         f'version {pointer.version} ({pointer.target_id[:12]}), move '
@@ -399,11 +361,11 @@ class Follower:
         f'rewinds {seen.rewinds}.'
       )
 
-  def _recall(self, memory: pathlib.Path) -> manifests.Pointer:
+  def _recall(self, memory: pathlib.Path, key: keys.Hmac) -> manifests.Pointer:
     try:
       with memory.open('rb') as file:
         sealed = file.read(manifests.MAX_POINTER_BYTES + 1)
-      return manifests.unseal(sealed, self._key, self._run_id)
+      return manifests.unseal(sealed, key, self._run_id)
     except ValueError as error:
       raise ValueError(
         f'{memory}: {error}. Delete it to trust the store anew.'

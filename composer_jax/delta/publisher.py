@@ -43,8 +43,6 @@ class Publisher:
   Args:
     store: folder or URL of the store.
     key: file of the key that signs; made when missing.
-    run_id: name of the run in the store.
-    options: how versions are encoded and kept.
     peers: how several processes share the work; None asks jax for them.
   """
 
@@ -100,11 +98,7 @@ class Publisher:
     )
 
   def results(self) -> list[chain.BundleInfo]:
-    """Returns what was finished since it was last asked, in order.
-
-    Raises:
-      ValueError, OSError: a version could not be published; said once.
-    """
+    """Returns what was finished since, in order; an error is raised once."""
     while self._tasks and self._tasks[0].done():
       self._tasks.popleft().result()
     return [self._done.get() for _ in range(self._done.qsize())]
@@ -123,8 +117,7 @@ class Publisher:
   def gc(self, keep: int, say: Callable[[str], None] = _log.warning) -> None:
     """Frees, after what is in flight, what no receiver needs any more.
 
-    Old versions whose bundles are damaged cost room and nothing else: they end
-    no run. `say` is told of them, from the thread.
+    Damaged old bundles cost room and end no run; `say` is told of them.
     """
 
     def collect() -> None:
@@ -138,9 +131,7 @@ class Publisher:
   def close(self) -> None:
     """Waits for what is in flight and ends the thread.
 
-    Raises:
-      ValueError, OSError: a version could not be published, unless another
-        error is on its way already.
+    Raises what could not be published, unless an error is on its way already.
     """
     self._is_closed = True
     self._thread.shutdown()
@@ -177,7 +168,7 @@ def _open_or_make_key(
   store: objects.Store,
   run_id: str,
 ) -> keys.Hmac:
-  """Opens or makes the key; of several processes the first one makes it."""
+  """Opens the key; the first process makes it if there is none."""
   deadline = time.monotonic() + _TIMEOUT_S
   while peers is not None and peers.process and not path.exists():
     if time.monotonic() > deadline:
@@ -191,12 +182,12 @@ def _open_or_make_key(
     # two jobs at one store would do that to each other without end.
     if store.read_pointer(run_id) is not None:
       raise ValueError(
-        f'{store.url} has a run {run_id!r} already, and {path} is no key of '
-        'it: there is none. Bring the key of that run, or choose another store.'
+        f'{store.url} has a run {run_id!r} already, and there is no {path}. '
+        'Bring the key of that run, or choose another store.'
       )
     # Two that start together must end with one key.
     with contextlib.suppress(FileExistsError):
-      keys.write_key(path, keys.make())
+      keys.write_key(path, keys.Hmac(secrets.token_bytes(32)))
   return keys.open_key(path)
 
 
@@ -213,10 +204,7 @@ def blocks(tree: Any) -> Iterator[identity.Block]:
 
   A shard is copied to the host when its block is requested, and the array does
   not keep the copy. The first process yields numpy arrays, which must be equal
-  in all processes.
-
-  Raises:
-    ValueError: two leaves have the same '/'-joined name.
+  in all processes. Two leaves of one '/'-joined name are a ValueError.
   """
   for name, leaf in trees.flatten_names(tree).items():
     for index, values in weights.array_blocks(leaf):

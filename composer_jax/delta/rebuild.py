@@ -1,8 +1,7 @@
 """Rebuilds verified weights from one bundle and the weights it starts from.
 
 A pack that is wanted whole is verified by its name before its blobs are
-decoded; of a part that a receiver asks for nothing is known before. Each
-decoded chunk is verified by its hash in the manifest, whose Merkle root was
+decoded, each decoded chunk by its hash in the manifest, whose Merkle root was
 checked when it was read. Weights leave here only when all their chunks matched;
 what was held before stays as it is.
 
@@ -15,14 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import (
-  Callable,
-  Collection,
-  Generator,
-  Iterable,
-  Iterator,
-  Mapping,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,11 +36,9 @@ _FEWEST = 4
 UNREACHED = (ConnectionError, TimeoutError)
 # Elements that a thread takes at a time: small tensors share a turn.
 _TURN_ELEMENTS = 2**19
-# Items in flight for each thread: they hold packs and blocks of weights.
-_AHEAD = 4
 
 Index = identity.Index
-# Says which regions of a tensor (name, dtype, shape) a receiver needs.
+# Says which blocks of a tensor (name, dtype, shape) a receiver needs.
 Wanted = Callable[[str, str, tuple[int, ...]], Iterable[Index]]
 _In = TypeVar('_In')
 _Out = TypeVar('_Out')
@@ -58,13 +48,13 @@ def in_order(
   work: Callable[[_In], _Out],
   items: Iterable[_In],
   threads: int,
-  ahead: int = _AHEAD,
+  ahead: int = 4,
 ) -> Generator[_Out, None, None]:
   """Yields work(item) in the order of the items, by a pool of threads.
 
-  At most `ahead` items for each thread are in flight. The first error ends it,
-  as closing the generator does: what did not begin is dropped, and no thread is
-  left when the error reaches the caller.
+  At most `ahead` items for each thread are in flight: they hold packs and
+  blocks of weights. The first error ends it, as closing the generator does, and
+  no thread is left when the error reaches the caller.
   """
   flying: collections.deque[futures.Future] = collections.deque()
   pool = futures.ThreadPoolExecutor(threads, 'delta')
@@ -86,17 +76,15 @@ def chunks_of(
   grid = identity.of(shape)
   if wanted is None:
     return np.arange(grid.num_chunks)
-  indices = wanted(name, dtype, shape)
-  numbers = {n for index in indices for n in grid.intersecting(index)}
-  return np.array(sorted(numbers), np.int64)
+  indices = map(grid.intersecting, wanted(name, dtype, shape))
+  return np.array(sorted(set(itertools.chain(*indices))), np.int64)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class HeldTensor:
   """The chunks of one tensor that a receiver holds; nobody writes to them.
 
   Attributes:
-    dtype: name in `identity.DTYPES`.
     shape: shape of the whole tensor, and `grid` its grid.
     numbers: numbers of the chunks, ascending.
     offsets: where each chunk begins in `buffer`, and its end.
@@ -124,8 +112,7 @@ class HeldTensor:
     grid = identity.of(shape)
     offsets = np.concatenate([[0], np.cumsum(grid.sizes[numbers])])
     buffer = np.empty(int(offsets[-1]), identity.DTYPES[dtype])
-    fields = dict(numbers=numbers, offsets=offsets, buffer=buffer, posts=posts)
-    return cls(dtype=dtype, shape=shape, grid=grid, **fields)
+    return cls(dtype, shape, grid, numbers, offsets, buffer, posts)
 
   def values(self, at: int) -> np.ndarray:
     """Returns the flat values of the chunk that is held at a place."""
@@ -141,47 +128,40 @@ class HeldTensor:
     return self.values(at).reshape([b - a for a, b in self.grid.chunk(number)])
 
   def block(self, index: Index) -> np.ndarray:
-    """Returns a region: a view where memory allows, else a copy."""
+    """Returns a block: a view where memory allows, else a copy."""
     numbers = self.grid.intersecting(index)
     if self.numbers.size == self.grid.num_chunks and self.grid.is_flat:
       array = self.buffer.reshape(self.shape)
       return array[tuple(slice(*ends) for ends in index)]
     if len(numbers) == 1 and self.grid.chunk(numbers[0]) == tuple(index):
       return self.chunk(numbers[0])
-    region = np.empty([b - a for a, b in index], self.buffer.dtype)
+    block = np.empty([b - a for a, b in index], self.buffer.dtype)
     for number in numbers:
       chunk = self.grid.chunk(number)
       shared = identity.shared(chunk, index)
       source = self.chunk(number)[identity.within(shared, chunk)]
-      region[identity.within(shared, index)] = source
-    region.setflags(write=False)
-    return region
+      block[identity.within(shared, index)] = source
+    block.setflags(write=False)
+    return block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
   """Verified weights of a version, whole or the chunks that were asked for.
 
-  Attributes:
-    version: policy version.
-    target_id: identity of the whole weights, also where a part is held.
-    tensors: tensors by name.
+  `target_id` is the identity of the whole weights, also where a part is held.
   """
 
   version: int
   target_id: str
-  tensors: Mapping[str, HeldTensor]
+  tensors: dict[str, HeldTensor]
 
   @property
   def specs(self) -> manifests.Specs:
     return {name: (t.dtype, t.shape) for name, t in self.tensors.items()}
 
   def block(self, name: str, index: Index) -> np.ndarray:
-    """Returns a region of a tensor, read-only.
-
-    Raises:
-      ValueError: names the tensor of which a needed chunk is not held.
-    """
+    """Returns a block, read-only; an error names the tensor that lacks it."""
     if name not in self.tensors:
       raise ValueError(
         f'{name} is not among the {len(self.tensors)} tensors of version '
@@ -226,7 +206,7 @@ class Reader:
     self.cost = cost or UpdateCost()
     self._store, self._lock = store, threading.Lock()
 
-  def get(self, name: str, length: int | None) -> bytes:
+  def get(self, name: str, length: int) -> bytes:
     """Returns an object whose sha256 is its name, of a stated length."""
     return self._counted(lambda: self._store.get(name, length))
 
@@ -234,13 +214,11 @@ class Reader:
     """Returns the bytes of neighbours; verified if they are a whole pack."""
     first, stop = blobs[0], blobs[-1].stop
     name, length = first.pack
-    try:
+    with _naming(first.slot.where(first.at)):
       if not fresh and (first.start, stop) == (0, length):
         return memoryview(self.get(name, length))
       ask = lambda: self._store.get_range(name, first.start, stop, fresh=fresh)
       return memoryview(self._counted(ask))
-    except (ValueError, OSError) as error:
-      raise _named(first.slot.where(first.at), error) from error
 
   def _counted(self, read: Callable[[], bytes]) -> bytes:
     data = read()
@@ -254,10 +232,8 @@ def read_manifest(
 ) -> manifests.Manifest:
   """Reads the manifest that an edge or pointer names; errors name it, too."""
   data = source.get(named.manifest, named.manifest_bytes)
-  try:
+  with _naming(f'manifest {named.manifest}'):
     return manifests.Manifest.from_bytes(data)
-  except ValueError as error:
-    raise ValueError(f'manifest {named.manifest}: {error}') from error
 
 
 def read_index(
@@ -265,10 +241,8 @@ def read_index(
 ) -> tuple[manifests.Edge, ...]:
   """Reads the list of a run's bundles; errors as of `read_manifest`."""
   data = source.get(pointer.index, pointer.index_bytes)
-  try:
+  with _naming(f'index {pointer.index}'):
     return manifests.parse_index(data, pointer.run_id)
-  except ValueError as error:
-    raise ValueError(f'index {pointer.index}: {error}') from error
 
 
 # Applying.
@@ -276,10 +250,6 @@ def read_index(
 
 class DamagedBase(ValueError):
   """The held weights are not what they were when they were verified."""
-
-
-class UnfitBase(ValueError):
-  """The bundle builds on something else than these intact weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,13 +278,10 @@ class _Slot:
     return int(self.made.offsets[at + 1] - self.made.offsets[at])
 
   def blobs(self, packs: tuple[tuple[str, int], ...]) -> Iterator['Blob']:
-    found = np.flatnonzero(self.rows['length'])
-    rows, starts = self.rows[found], self.places[found]
-    stops = starts + rows['length']
-    columns = rows['pack'], starts, stops, found
-    columns = (column.tolist() for column in columns)
-    for number, start, stop, at in zip(*columns, strict=True):
-      yield Blob(packs[number], start, stop, self, at)
+    for at in np.flatnonzero(self.rows['length']).tolist():
+      start, length = int(self.places[at]), int(self.rows['length'][at])
+      pack = packs[self.rows['pack'][at]]
+      yield Blob(pack, start, start + length, self, at)
 
   def decode(self, at: int, blob: bytes | memoryview) -> None:
     """Decodes a chunk to where it stays, and hashes it."""
@@ -327,24 +294,25 @@ class _Slot:
     if is_shared and kind != coding.SAME:
       made = np.empty_like(kept)  # The base is read while this is written.
     try:
-      if kind != coding.SAME:
-        coding.decode(kind, blob, made.size, made.dtype, base, out=made)
-      elif base is not None and not is_shared:
-        made[...] = base
-      if identity.hash_chunk(made) != self.made.posts[at].tobytes():
-        raise ValueError(
-          'does not decode to the weights that were published; the blob is '
-          'damaged, or not of this base.'
-        )
+      with _naming(self.where(at)):
+        if kind != coding.SAME:
+          coding.decode(kind, blob, made.size, made.dtype, base, out=made)
+        elif base is not None and not is_shared:
+          made[...] = base
+        if identity.hash_chunk(made) != self.made.posts[at].tobytes():
+          raise ValueError(
+            'does not decode to the weights that were published; the blob is '
+            'damaged, or not of this base.'
+          )
     except ValueError as error:
-      if self.base is not None:
-        found = identity.hash_chunk(self.base.values(self.base_at[at]))
-        if found != self.base.posts[self.base_at[at]].tobytes():
+      if self.base is not None and base is not None:
+        post = self.base.posts[self.base_at[at]].tobytes()
+        if identity.hash_chunk(base) != post:
           raise DamagedBase(
             f'{self.where(at)}: the weights that are held changed in memory '
             'since they were verified.'
           ) from error
-      raise _named(self.where(at), error) from error
+      raise
     if made is not kept:
       kept[...] = made
 
@@ -384,12 +352,10 @@ def apply(
   *,
   kept: Collection[int] | None = None,
 ) -> Held:
-  """Applies a bundle to a base; a keyframe needs none.
+  """Applies a bundle to a base, which a keyframe does not need.
 
   Args:
-    reader, bundle, base: what is read, and what it builds on.
-    wanted: regions to hold; None for all.
-    threads: number of threads that decode.
+    wanted: blocks to hold; None for all.
     kept: None leaves the base as it is. Else it is lost, whether this succeeds
       or not: its memory is written to, but for buffers of these ids.
 
@@ -437,17 +403,14 @@ def apply(
 
 def _check_base(bundle: manifests.Manifest, base: Held | None) -> None:
   if base is None:
-    raise UnfitBase(f'version {bundle.version} needs a base.')
-  ours, theirs = base.specs, bundle.specs
-  if ours != theirs:
-    both = sorted({*ours, *theirs})
-    names = [n for n in both if ours.get(n) != theirs.get(n)]
-    raise UnfitBase(
-      f'version {bundle.version} has other tensors than its base: '
-      + ', '.join(f'{n}: {ours.get(n)} and {theirs.get(n)}' for n in names[:5])
+    raise ValueError(f'version {bundle.version} needs a base.')
+  others = sorted(base.specs.items() ^ bundle.specs.items())
+  if others:
+    raise ValueError(
+      f'version {bundle.version} has other tensors than its base: {others[:5]}.'
     )
   if base.target_id != bundle.base_id:
-    raise UnfitBase(
+    raise ValueError(
       f'version {bundle.version} builds on the weights {bundle.base_id}, '
       f'not on the {base.target_id} that are held.'
     )
@@ -512,7 +475,11 @@ def _turns(
       yield turn
 
 
-def _named(where: str, error: Exception) -> Exception:
-  """Returns an error that says where; a store that is away stays one."""
-  kind = type(error) if isinstance(error, UNREACHED) else ValueError
-  return kind(f'{where}: {error}')
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+  """Makes errors say where; that of a store that is away stays one."""
+  try:
+    yield
+  except (ValueError, OSError) as error:
+    kind = type(error) if isinstance(error, UNREACHED) else ValueError
+    raise kind(f'{where}: {error}') from error

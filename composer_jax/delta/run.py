@@ -74,6 +74,11 @@ class Run:
       return
     self.head, self.edges, self.specs = head, edges, bundle.specs
 
+  def make_sure(self) -> None:
+    """Asks the store where the run stands, if a failure left that open."""
+    if self.is_unsure:
+      self.open()
+
   def start_afresh(self, reason: object) -> None:
     """Voids all versions; receivers keep theirs until the next pointer."""
     _log.warning(
@@ -83,11 +88,7 @@ class Run:
     self.head, self.edges, self.specs = None, (), {}
 
   def check_alone(self) -> bool:
-    """Returns whether the pointer is still there and intact.
-
-    Raises:
-      ValueError: another publisher moved it.
-    """
+    """Returns whether the pointer is intact; refuses one that is not ours."""
     found = self._store.read_pointer(self.run_id)
     if found is None:
       self._tag = None
@@ -111,7 +112,7 @@ class Run:
     table: chunking.ChunkTable,
     version: int,
     base: manifest.Pointer | None,
-  ) -> manifest.Edge:
+  ) -> tuple[manifest.Edge, manifest.Manifest]:
     """Writes the manifest of a bundle, to which nothing points yet.
 
     Its packs are objects already; `base` is None for a keyframe.
@@ -128,35 +129,31 @@ class Run:
     data = bundle.to_bytes()
     name = self._store.put(data)
     self._packs[name] = bundle.packs
-    return manifest.Edge(
+    edge = manifest.Edge(
       version=version,
       base_version=bundle.base_version,
       bytes=bundle.bundle_bytes + len(data),
       manifest=name,
       manifest_bytes=len(data),
-      target=bundle.target_id[:16],
+      target=bundle.target,
     )
+    return edge, bundle
 
   def point(
     self,
-    edges: Iterable[manifest.Edge],
+    edges: Edges,
     edge: manifest.Edge | None = None,
-    bundle: chunking.ChunkTable | manifest.Manifest | None = None,
+    bundle: manifest.Manifest | None = None,
   ) -> None:
-    """Moves the pointer: this commits.
+    """Moves the pointer, unless another publisher did first: this commits.
 
     Args:
       edges: bundles listed from now on.
       edge: bundle of the head; None for the same head, to expire later.
-      bundle: says what the head's weights are, and what they start from.
-
-    Raises:
-      ValueError: another publisher moved it first.
-      OSError: the store failed; the pointer stands where it stood.
+      bundle: manifest of that bundle.
     """
     head, weights = edge or self.head, bundle or self.head
     assert head is not None and weights is not None
-    edges = tuple(edges)
     listed = manifest.write_index(self.run_id, edges)
     pointer = manifest.Pointer(
       run_id=self.run_id,
@@ -180,6 +177,7 @@ class Run:
         raise
     self._sealed, self._sequence = data, pointer.sequence
     self.head, self.edges = pointer, edges
+    self.specs = bundle.specs if bundle else self.specs
 
   def _has_landed(self, data: bytes) -> bool:
     try:
@@ -214,17 +212,15 @@ class Run:
     """
     edges = tuple(e for e in self.edges if e.version <= version)
     edge = head_of(edges, max((e.version for e in edges), default=-1))
-    if edge is None:
-      self.start_afresh(f'no version up to {version} is listed.')
-      return
     try:
+      if edge is None:
+        raise ValueError(f'no version up to {version} is listed.')
       bundle = rebuild.read_manifest(self._store, edge)
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
     self._rewinds += 1
     self.point(edges, edge, bundle)
-    self.specs = bundle.specs
 
   def lost(self) -> Edges:
     """Returns the listed bundles of which the store forgot an object."""
@@ -246,12 +242,8 @@ class Run:
   def collect(self, grace_s: float) -> int:
     """Deletes what the pointer of no run leads to; returns bytes freed.
 
-    Younger objects stay, as another publisher may be about to point to them.
-
-    Raises:
-      ValueError, OSError: a pointer, index or manifest is damaged, missing or
-        signed by another key, so that nobody knows what it needs; nothing is
-        deleted.
+    Younger objects stay, as another publisher may be about to point to them. If
+    a pointer, index or manifest cannot be followed, nothing is deleted.
     """
     needed, runs, url = set(), self._store.run_ids(), self._store.url
     # Some file systems list a folder that they cannot read as if it were empty.

@@ -3,8 +3,7 @@
 Each encodes the chunks of its own blocks and uploads its own packs. All run the
 same code on what `exchange` gave to all, and process 0 alone writes manifests
 and moves the pointer: what it decides the others learn from `lead`. They meet
-in messages, small scratch files of the store, and in nothing else: no
-collective operation, and no connection between them.
+in messages alone, small scratch files of the store.
 
   <attempt>.<round>.<n>-<p>     of process p to process 0, the n-th of the round
   <attempt>.<round>.<n>-all     of process 0 to all
@@ -40,7 +39,6 @@ class Peers:
 
   Attributes:
     process: number from 0, which leads.
-    count: number of processes.
     attempt: word for this start of all processes, the same in each and never
       used before: what a dead start left is not mistaken for an answer.
     timeout_s: seconds that process 0 waits for another's message, which must
@@ -52,14 +50,6 @@ class Peers:
   count: int
   attempt: str
   timeout_s: float = 600.0
-
-  def __post_init__(self):
-    if not 0 <= self.process < self.count:
-      raise ValueError(
-        f'process ({self.process}) must be one of 0 to {self.count - 1}.'
-      )
-    if not self.timeout_s > 0:
-      raise ValueError(f'timeout_s ({self.timeout_s}) must be above 0.')
 
 
 ALONE = Peers(process=0, count=1, attempt='alone')
@@ -95,15 +85,15 @@ class Team:
     self._sent += 1
     if not self.leads:
       self._put(self._peers.process, _OK + data)
-      _, parts = chunking.from_bytes(self._wait('all', 0))
-      return [part.tobytes() for part in parts]
+      _, messages = chunking.from_bytes(self._wait('all', 0))
+      return [message.tobytes() for message in messages]
     found = [data, *(self._wait(p, p) for p in range(1, self.count))]
     if self._swept != self._round:
       self._swept = self._round
       # All have begun this round: nobody reads the last one, nor dead starts.
       self._store.drop_messages(self._run_id, self._prefix())
-    parts = [np.frombuffer(part, np.uint8) for part in found]
-    self._put('all', _OK + chunking.to_bytes(None, parts))
+    messages = [np.frombuffer(message, np.uint8) for message in found]
+    self._put('all', _OK + chunking.to_bytes(None, messages))
     return found
 
   def lead(self, decide: Callable[[], Any]) -> Any:
@@ -129,10 +119,9 @@ class Team:
       [values.view(f'u{values.itemsize}') for _, _, values in cuts],
     )
     wanted = cutter.waiting
-    for found in self.exchange(data):
-      for (key, index, dtype), bits in zip(
-        *chunking.from_bytes(found), strict=True
-      ):
+    for message in self.exchange(data):
+      heads, arrays = chunking.from_bytes(message)
+      for (key, index, dtype), bits in zip(heads, arrays, strict=True):
         if tuple(key) in wanted:
           values = bits.view(identity.DTYPES[dtype])
           index = tuple(tuple(ends) for ends in index)

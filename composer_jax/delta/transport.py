@@ -7,11 +7,14 @@ otherwise, the bundles themselves in `store`.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
+import logging
 import pathlib
 import queue
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +41,7 @@ _STORE, _MEMORY = 'store', 'received'
 _LOOK_S = 0.05
 # Of a BundleInfo, what a line says of a version that was made just now.
 _COSTS = ('cut_bytes', 'keyframe_bytes', 'encode_s', 'upload_s')
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +93,8 @@ _policy = jax.jit(decoder.policy)
 class Publication:
   """What the trainer publishes: each version once and on record.
 
-  Not thread-safe; its Publisher's thread is its own. A run that was killed goes
-  on with `first`: later versions are void, their lines are dropped, and what
-  earlier ones were is read from theirs.
+  Not thread-safe. A run that was killed goes on with `first`: lines of later
+  versions are dropped, and identities of earlier ones are read from theirs.
   """
 
   def __init__(
@@ -103,8 +106,7 @@ class Publication:
   ):
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
-    # So did what a killed run received after `first`. By one of several
-    # processes: the rollout worker that it starts writes there, too.
+    # By one of several processes: its rollout worker writes there, too.
     if processes.is_first():
       writers.keep(workdir / writers.RECEIVED, lambda row: row['step'] <= first)
     self._publisher, self._writer = sender, writer
@@ -115,29 +117,20 @@ class Publication:
       for row in writers.read(workdir)
       if row['stage'] == PUBLISHED
     }
-    self._written = set(self._identities)
 
   def publish(self, state: train_state.TrainState, version: int) -> None:
-    """Begins to publish a state's policy; the state may be donated then.
-
-    Raises:
-      ValueError, OSError: an earlier version could not be published.
-    """
+    """Begins to publish a state's policy; the state may be donated then."""
     policy = _policy(state.variables())
     self._publisher.publish(policy, version, owned=True)
     self.check()
 
   def check(self) -> None:
-    """Writes down what was published by now; waits for nothing.
-
-    Raises:
-      ValueError, OSError: a version could not be published.
-    """
+    """Writes down what was published by now, or raises why it was not."""
     for info in self._publisher.results():
+      is_known = info.version in self._identities
       self._identities[info.version] = info.target_id
-      if info.version in self._written:
+      if is_known:
         continue  # Of a run that goes on: its line tells how it was made.
-      self._written.add(info.version)
       names = ('target_id', 'kind', 'bytes', 'full_bytes')
       # 0 seconds: it had been published when the run was killed, before its
       # line was there.
@@ -153,12 +146,7 @@ class Publication:
     self.check()
 
   def check_identities(self, groups: list[records.Group]) -> None:
-    """Refuses groups that other weights sampled than those published.
-
-    Raises:
-      ValueError: names the group, the version and both identities; or a version
-        could not be published.
-    """
+    """Refuses groups that other weights sampled than those published."""
     needed = {version for group in groups for version in group.versions}
     if not needed <= self._identities.keys():
       # A worker may have what is published already and not yet reported.
@@ -171,9 +159,8 @@ class Publication:
           raise ValueError(
             f'Group {group.group} was sampled with weights '
             f'{sampled or "none"} as version {version}; published under it are '
-            f'{published or "none"}. Delete '
-            'its file in groups/ and run the same command again to sample it '
-            'anew.'
+            f'{published or "none"}. Delete its file in groups/ and run the '
+            'same command again to sample it anew.'
           )
 
   def collect_garbage(self, keep: int, say: Callable[[str], None]) -> None:
@@ -209,15 +196,11 @@ class Receiver:
 
     Args:
       workdir: workdir of the run; its key is read from there.
-      model: config of the model whose policies they are.
       store: store as the run's config has it.
-      memory: file of the newest pointer seen, so that not even a receiver that
-        was started again takes an older one; None remembers while it lives.
-      threads: number of threads that decode.
+      memory: file that keeps the newest pointer seen; see `follower.Follower`.
       mesh: devices of the engine that decodes; chunks go straight to those
         whose shards they meet. None takes them whole, to the first device.
     """
-    self.store, self._key = store_of(workdir, store), workdir / KEY
     like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
       places = placement.variable_shardings(
@@ -228,55 +211,43 @@ class Receiver:
         like,
         decoder.without_base(places),
       )
-    self._open = lambda: subscriber.Subscriber(
+    self.store = store_of(workdir, store)
+    self._news = subscriber.Subscriber(
       self.store,
-      self._key,
+      workdir / KEY,
       like,
       run_id=RUN_ID,
       memory=memory,
       threads=threads,
     )
-    self._subscriber: subscriber.Subscriber | None = None
 
   @property
   def problem(self) -> str | None:
-    """Why the last look found nothing that can be used; None if it did not."""
-    if self._subscriber is None:
-      return None if self._key.exists() else f'there is no {self._key} yet'
-    return self._subscriber.problem
+    """Reason why the last look found nothing to use; None if it did not."""
+    return self._news.problem
 
   def poll(self) -> seams.ReceivedPolicy | None:
     """Returns the newest policy if it is newer than the last, else None.
 
-    Raises:
-      ValueError: the weights are not those of the model; at every look, as long
-        as nothing newer comes.
+    A ValueError says, at every look, that the weights are not of the model.
     """
-    if self._subscriber is None:
-      if not self._key.exists():
-        return None
-      self._subscriber = self._open()
     began = time.perf_counter()
-    if (variables := self._subscriber.poll()) is None:
+    if (variables := self._news.poll()) is None:
       return None
     jax.block_until_ready(variables)
-    stats, version = self._subscriber.follower.stats, self._subscriber.version
+    stats, version = self._news.follower.stats, self._news.version
     assert stats is not None and version is not None
     transfer_s = max(0.0, time.perf_counter() - began - stats.wall_s)
     return seams.ReceivedPolicy(
       version=version,
-      target_id=self._subscriber.target_id,
+      target_id=self._news.target_id,
       variables=variables,
       received={**dataclasses.asdict(stats), 'transfer_s': transfer_s},
     )
 
 
 def first(receiver: 'Receiver | _Handover', within_s: float) -> Any:
-  """Waits for a trainer to publish; returns a `seams.ReceivedPolicy`.
-
-  Raises:
-    ValueError: it did not in time.
-  """
+  """Waits for a `seams.ReceivedPolicy`; a ValueError if none comes in time."""
   deadline = time.monotonic() + within_s
   while (policy := receiver.poll()) is None:
     if time.monotonic() > deadline:
@@ -292,97 +263,133 @@ class Placing:
   """A `core.seams.WeightReceiver`: receives policies and places them.
 
   It does so when it is asked to, in the process that also publishes, or in a
-  thread of its own, beside the engine's steps.
+  thread of its own, beside the engine's steps, which keeps the newest policy
+  until somebody takes it. The thread is woken by the clock and by `close`.
 
-  Each policy served is a line of `received.jsonl`, which is the rollout side's:
-  `metrics.jsonl` has one writer, the trainer. Both have one form, with the
-  version as the step; `report.metrics` says what each metric means.
+  Each policy served is a line of `received.jsonl`, since `metrics.jsonl` has
+  one writer, the trainer; `report.metrics` says what each metric means.
+
+  Attributes:
+    problem: reason why the thread found nothing to serve; '' for none.
+    thread: thread that `follow` starts if there is an interval.
   """
 
   def __init__(
     self,
     receiving: 'Receiver | _Handover',
-    workdir: pathlib.Path,
+    workdir: pathlib.Path | None,
     interval_s: float | None = None,
+    notify: Callable[[], None] = lambda: None,
   ):
-    """Takes a receiver; looks by itself if an interval is given."""
-    self._receiving = receiving
-    path = pathlib.Path(workdir) / writers.RECEIVED
-    self._lines = append.AppendFile(path, 'a line of received policies')
-    self._lines.cut_torn_line()
-    self._news: collections.deque[seams.PlacedPolicy] = collections.deque()
+    """Takes a receiver.
+
+    Args:
+      workdir: folder of `received.jsonl`; None for who calls no `served`.
+      interval_s: seconds between two looks of the thread; None for no thread.
+      notify: function to call after something new was placed.
+    """
+    self.problem = ''
+    # A read that hangs must not keep the process from ending.
+    self.thread = threading.Thread(target=self._run, name='poller', daemon=True)
+    self._receiving, self._interval_s = receiving, interval_s
+    self._notify, self._stopping = notify, threading.Event()
+    self._lines = None
+    if workdir is not None:
+      path = workdir / writers.RECEIVED
+      self._lines = append.AppendFile(path, 'a line of received policies')
+      self._lines.cut_torn_line()
+    self._newest = collections.deque[seams.PlacedPolicy](maxlen=1)
     self._engine: engines.Engine | None = None
+    # Why the newest policy does not fit the engine.
+    self._refused: str | None = None
     # Weights that the thread frees, so that no step waits for it.
     self._dropped: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    self._poller: subscriber.Poller | None = None
-    if interval_s is not None:
-      self._poller = subscriber.Poller(self._find, interval_s)
 
   def first(self, within_s: float) -> seams.ReceivedPolicy:
     return first(self._receiving, within_s)
 
   def follow(self, engine: engines.Engine) -> None:
     self._engine = engine
-    if self._poller is not None:
-      self._poller.thread.start()
+    if self._interval_s is not None:
+      self.thread.start()
 
   def look(self) -> None:
     # A problem of what this process published a moment ago: waiting would not
     # mend it, and the policy before it may not sample what is due.
-    if self._poller is None and (policy := self._find()) is not None:
-      self._news.append(policy)
+    if self._interval_s is None:
+      self._look()
 
-  def _find(self) -> seams.PlacedPolicy | None:
-    """Returns what is newer, where the engine serves it.
-
-    Raises:
-      ValueError: what is there cannot be used.
-    """
+  def _look(self) -> None:
+    """Places what is newer; a ValueError says that it cannot be used."""
     while not self._dropped.empty():
       self._dropped.get()
     assert self._engine is not None
     policy = self._receiving.poll()
-    if self._receiving.problem is not None:
-      raise ValueError(self._receiving.problem)
-    if policy is None:
-      return None
-    began = time.perf_counter()
-    placed = self._engine.place(policy.variables, policy.version)
-    return seams.PlacedPolicy(
-      version=policy.version,
-      target_id=policy.target_id,
-      variables=placed,
-      received={**policy.received, 'place_s': time.perf_counter() - began},
-    )
+    if reason := self._receiving.problem or (not policy and self._refused):
+      raise ValueError(reason)
+    if policy is not None:
+      began = time.perf_counter()
+      try:
+        placed = self._engine.place(policy.variables, policy.version)
+      except ValueError as error:
+        self._refused = str(error)
+        raise
+      place_s = time.perf_counter() - began
+      self._refused, self.problem = None, ''
+      self._newest.append(
+        seams.PlacedPolicy(
+          version=policy.version,
+          target_id=policy.target_id,
+          variables=placed,
+          received={**policy.received, 'place_s': place_s},
+        )
+      )
+      self._notify()
+
+  def _run(self) -> None:
+    try:
+      while not self._stopping.wait(self._interval_s):
+        try:
+          self._look()
+          self.problem = ''
+        except (ValueError, OSError) as error:
+          if str(error) != self.problem:
+            _log.warning('Nothing newer can be served: %s', error)
+          self.problem = str(error)
+    except BaseException as error:
+      # Passed on to the log; but it is also why nothing newer will be served.
+      self.problem = f'nothing is followed any more: {error!r}'
+      raise
+
+  def newest(self) -> seams.PlacedPolicy | None:
+    """Returns what is newer if nobody took it; from any thread."""
+    with contextlib.suppress(IndexError):
+      return self._newest.popleft()
+    return None
 
   def take(self) -> seams.PlacedPolicy | None:
-    """Returns what is newer if it is placed; waits for nothing.
-
-    Raises:
-      RuntimeError: nothing newer will come.
-    """
-    if self._poller is None:
-      return self._news.popleft() if self._news else None
-    if not self._poller.thread.is_alive():
+    """Returns what is placed, if it is newer; raises if nothing will come."""
+    if self._interval_s is not None and not self.thread.is_alive():
       raise RuntimeError(
-        f'What follows {self._receiving.store} ended: {self._poller.problem}.'
+        f'What follows {self._receiving.store} ended: {self.problem}.'
       )
-    return self._poller.take()
+    return self.newest()
 
   def drop(self, weights_before: Any) -> None:
-    if self._poller is not None:
+    if self._interval_s is not None:
       self._dropped.put(weights_before)
 
   def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
+    assert self._lines is not None
     row = {'stage': RECEIVED, 'step': policy.version, 'time': time.time()}
     row |= {'target_id': policy.target_id, **policy.received, **seconds}
     self._lines.append((json.dumps(row) + '\n').encode())
 
   def close(self) -> None:
     """Ends the thread after its look, which nobody waits for."""
-    if self._poller is not None:
-      self._poller.stop()
-    self._lines.close()
+    self._stopping.set()
+    if self._lines is not None:
+      self._lines.close()
 
 
 # Both sides.
@@ -404,24 +411,16 @@ class _Handover:
     assert owned
     began = time.perf_counter()
     target_id, elements, size = chunking.identify(publisher.blocks(tree))
+    same: Any = dict(version=version, target_id=target_id)
+    received = {'route': ('direct',), 'bytes': 0}
     self._newest = seams.ReceivedPolicy(
-      version=version,
-      target_id=target_id,
-      variables=tree,
-      received={'route': ('direct',), 'bytes': 0},
+      **same, variables=tree, received=received
     )
-    info = chain.BundleInfo(
-      version=version,
-      kind='direct',
-      target_id=target_id,
-      base_id='',
-      bytes=0,
-      full_bytes=size,
-      changed=elements,
-      elements=elements,
-      encode_s=time.perf_counter() - began,
+    costs: Any = dict(bytes=0, full_bytes=size, elements=elements)
+    costs |= dict(changed=elements, encode_s=time.perf_counter() - began)
+    self._done.append(
+      chain.BundleInfo(**same, kind='direct', base_id='', **costs)
     )
-    self._done.append(info)
 
   def results(self) -> list[chain.BundleInfo]:
     done, self._done = self._done, []
@@ -485,12 +484,7 @@ class PolicyTransport:
 
 
 def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:
-  """Returns the place that a new run would publish to.
-
-  Raises:
-    ValueError: it can only be read, or a run is in it.
-    OSError: it cannot be reached.
-  """
+  """Returns the place of a new run; refuses one that is taken or read-only."""
   if options.store == DIRECT:
     return DIRECT
   store = objects.Store(store_of(workdir, options.store))

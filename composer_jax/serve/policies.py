@@ -2,19 +2,16 @@
 
 Consumes: newer policies that a receiver finds.
 Waits for: nothing; weights are fetched, verified and placed beside the steps.
-Woken by: the follower's thread.
+Woken by: the receiver's thread.
 Produces: a reference swap in the engine's thread.
 """
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
 
-from composer_jax.delta import subscriber
 from composer_jax.delta import transport as receivers
 from composer_jax.rollout import engine as engines
-from composer_jax.rollout import placing
 
 _log = logging.getLogger(__name__)
 
@@ -35,50 +32,32 @@ class Policies:
     """
     self.version = engine.version
     self.threads: list[threading.Thread] = []
-    self._engine, self._receiver, self._refused = engine, receiver, ''
-    # Old weights, which the follower frees: no step waits for that.
-    self._dropped = queue.SimpleQueue[placing.PlacedWeights]()
-    self._follower = None
+    self._engine, self._refused, self._placing = engine, '', None
     if receiver is not None:
-      self._follower = subscriber.Poller(self._look, interval_s, notify)
-      self.threads.append(self._follower.thread)
+      self._placing = receivers.Placing(receiver, None, interval_s, notify)
+      self.threads.append(self._placing.thread)
 
   @property
   def problem(self) -> str:
     """Why newer weights are not served; '' where none are known."""
-    return (self._follower.problem if self._follower else '') or self._refused
+    return (self._placing.problem if self._placing else '') or self._refused
+
+  def start(self) -> None:
+    if self._placing is not None:
+      self._placing.follow(self._engine)
 
   def stop(self) -> None:
-    if self._follower is not None:
-      self._follower.stop()
-
-  def _look(self) -> placing.PlacedWeights | None:
-    """Called by the follower."""
-    assert self._receiver is not None
-    while not self._dropped.empty():
-      self._dropped.get()
-    policy = self._receiver.poll()
-    if policy is None:
-      if self._receiver.problem is not None:
-        raise ValueError(self._receiver.problem)
-      return None
-    try:
-      return self._engine.place(policy.variables, policy.version)
-    except ValueError as error:
-      self._refuse(error)
-      return None
+    if self._placing is not None:
+      self._placing.close()
 
   def serve_newest(self) -> None:
     """Called by the engine's thread."""
-    placed = self._follower.take() if self._follower else None
+    policy = self._placing.newest() if self._placing else None
     # An earlier call may have taken the newest already.
-    if placed is not None:
+    if self._placing is not None and policy is not None:
       try:
-        self._dropped.put(self._engine.switch(placed))
-        self.version, self._refused = placed.version, ''
+        self._placing.drop(self._engine.switch(policy.variables))
+        self.version, self._refused = policy.version, ''
       except ValueError as error:
-        self._refuse(error)
-
-  def _refuse(self, error: ValueError) -> None:
-    _log.warning('Version %d is served on: %s', self.version, error)
-    self._refused = str(error)
+        _log.warning('Version %d is served on: %s', self.version, error)
+        self._refused = str(error)

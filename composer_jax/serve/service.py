@@ -116,8 +116,8 @@ class Service:
     return ''
 
   def start(self) -> None:
-    for thread in self._threads:
-      thread.start()
+    self._threads[0].start()
+    self._policies.start()
 
   def open(
     self,

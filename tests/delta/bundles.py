@@ -106,11 +106,7 @@ class Run:
           len(blob),
           tensor.posts[number],
         )
-      tensors.append(
-        manifests.Tensor(
-          name=name, dtype=tensor.dtype, shape=tensor.shape, chunks=chunks
-        )
-      )
+      tensors.append(manifests.Tensor(name, tensor.dtype, tensor.shape, chunks))
     if pack:
       packs.append((self.store.put(pack), len(pack)))
     manifest = manifests.Manifest(

@@ -160,7 +160,9 @@ def test_too_many_changes_and_ranks_are_refused():
 def test_escapes_that_lead_nowhere_are_soon_given_up(monkeypatch):
   # Each class claims a change that lies behind all other weights.
   size, half = 2**16, np.dtype(np.float16)
-  shape = coding._shape(coding.CLASS, 0, coding.model.kind(half))
+  number = model.kind(half)
+  classes = coding._num_classes(coding.CLASS, number)
+  shape = model.Classes(number, 0, classes)
   counts = np.ones(shape.num_classes, np.int64)
   levels = np.full(counts.size, model.EVEN)
   places = np.arange(counts.size + 1), np.full(counts.size, size - 1), counts

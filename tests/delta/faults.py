@@ -36,11 +36,11 @@ def small_chunks():
     patch.setattr(grids, 'MAX_ELEMENTS', 64)
     patch.setattr(chunking, 'PACK_BYTES', 300)
     patch.setattr(rebuild, 'RANGE_BYTES', 200)
-    grids._of.cache_clear()
+    grids.of.cache_clear()
     try:
       yield
     finally:
-      grids._of.cache_clear()
+      grids.of.cache_clear()
 
 
 def peak_mib():

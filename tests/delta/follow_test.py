@@ -4,35 +4,59 @@ import threading
 
 import pytest
 
+from composer_jax.core import seams
 from composer_jax.delta import follower as followers
-from composer_jax.delta import subscriber
+from composer_jax.delta import transport
 from tests.delta import bundles
 
 
-def start(poll, notify=lambda: None):
-  follower = subscriber.Poller(poll, 0.001, notify)
-  follower.thread.start()
+class Receiving:
+  """Finds what a function of no arguments does."""
+
+  store, problem = 'here', None
+
+  def __init__(self, find):
+    self._find = find
+
+  def poll(self):
+    found = self._find()
+    return found and seams.ReceivedPolicy(
+      version=found[0], target_id='', variables=found[1], received={}
+    )
+
+
+class Engine:
+  def place(self, variables, version):
+    if variables == 'misfit':
+      raise ValueError('it does not fit')
+    return variables
+
+
+def start(find, notify=lambda: None):
+  follower = transport.Placing(Receiving(find), None, 0.001, notify)
+  follower.follow(Engine())
   return follower
+
+
+def end(follower):
+  follower.close()
+  follower.thread.join(10)
 
 
 def test_only_the_newest_is_kept_and_taken_once():
   found = iter([(1, 'a'), None, (2, 'b')])
   done = threading.Event()
 
-  def poll():
-    update = next(found, None)
-    if update is None and follower.seen == 2:
+  def find():
+    try:
+      return next(found)
+    except StopIteration:
       done.set()
-    follower.seen += update is not None
-    return update
 
-  follower = subscriber.Poller(poll, 0.001, lambda: None)
-  follower.seen = 0
-  follower.thread.start()
+  follower = start(find)
   assert done.wait(10)
-  follower.stop()
-  follower.thread.join(10)
-  assert follower.take() == (2, 'b') and follower.take() is None
+  end(follower)
+  assert follower.newest().variables == 'b' and follower.newest() is None
   assert follower.problem == ''
 
 
@@ -40,28 +64,48 @@ def test_what_fails_is_said_once_and_tried_again(caplog):
   errors = iter([ValueError('damaged'), OSError('away'), OSError('away')])
   notified = threading.Event()
 
-  def poll():
+  def find():
     error = next(errors, None)
     if error is not None:
       raise error
     return 3, 'weights'
 
-  follower = start(poll, notified.set)
+  follower = start(find, notified.set)
   assert notified.wait(10)
-  follower.stop()
-  follower.thread.join(10)
-  assert follower.problem == '' and follower.take() == (3, 'weights')
+  end(follower)
+  assert follower.problem == '' and follower.newest().version == 3
   assert caplog.text.count('Nothing newer can be served') == 2
+
+
+def test_a_policy_that_does_not_fit_is_a_problem_until_one_does():
+  found = iter([(1, 'misfit'), None, 'wait', (2, 'fits'), None, None])
+  looked, fits, done = (threading.Event() for _ in range(3))
+
+  def find():
+    policy = next(found, 'end')
+    if policy == 'wait':
+      looked.set()
+      assert fits.wait(60)
+    if policy == 'end':
+      done.set()
+    return policy if isinstance(policy, tuple) else None
+
+  follower = start(find)
+  assert looked.wait(60) and follower.problem == 'it does not fit'
+  fits.set()
+  assert done.wait(60)
+  end(follower)
+  assert follower.problem == '' and follower.newest().variables == 'fits'
 
 
 @pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnhandledThreadExceptionWarning'
 )
 def test_a_bug_ends_the_thread_and_is_named():
-  def poll():
+  def find():
     raise KeyError('bug')
 
-  follower = start(poll)
+  follower = start(find)
   follower.thread.join(10)
   assert follower.problem == "nothing is followed any more: KeyError('bug')"
 
@@ -72,7 +116,12 @@ def test_it_follows_a_subscriber_while_another_thread_reads(tmp_path):
   run.point(0)
   receiver = followers.Follower(run.store, 'run', bundles.SIGNER)
   news = threading.Event()
-  follower = start(receiver.poll, news.set)
+
+  def find():
+    held = receiver.poll()
+    return held and (held.version, held)
+
+  follower = start(find, news.set)
   for version in range(1, 5):
     run.add(version, base=version - 1)
     run.point(version)
@@ -82,6 +131,5 @@ def test_it_follows_a_subscriber_while_another_thread_reads(tmp_path):
         # Whatever is held is whole at any moment.
         bundles.assert_same_bits(held, bundles.weights(held.version))
       news.wait(0.01)
-  follower.stop()
-  follower.thread.join(10)
+  end(follower)
   assert receiver.held.version == 4 and receiver.problem is None

@@ -377,13 +377,6 @@ def test_a_process_that_dies_is_named_and_the_old_version_stands(tmp_path):
   t.assert_same_bits(update, weights(0))
 
 
-def test_bad_parts_are_named():
-  with pytest.raises(ValueError, match=r'process \(2\) must be one of 0 to 1'):
-    team.Peers(process=2, count=2, attempt='a')
-  with pytest.raises(ValueError, match=r'timeout_s \(0\) must be above 0'):
-    team.Peers(process=0, count=1, attempt='a', timeout_s=0)
-
-
 def test_publisher_alone_leaves_no_parts(tmp_path):
   store = stores.Store(tmp_path)
   chain.BundleWriter(store, 'run', t.KEY).publish(t.blocks(t.weights(0)), 0)

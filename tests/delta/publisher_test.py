@@ -440,7 +440,7 @@ def test_a_sender_goes_on_where_another_ended(tmp_path):
     (dict(tier='best'), "tier is 'best'; it must be one of fast, small"),
     (dict(keyframe_every=0), r'keyframe_every must be at least 1; got 0'),
     (dict(threads=0), r'threads must be at least 1; got 0'),
-    (dict(expires_s=-1), 'expires_s is -1'),
+    (dict(expires_s=-1), 'expires_s must be at least 0; got -1'),
   ],
 )
 def test_options_are_checked(fields, message):

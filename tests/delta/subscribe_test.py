@@ -251,8 +251,9 @@ def test_older_forked_and_foreign_pointers_are_refused(run, tmp_path):
   )
   assert wrong_key.poll() is None and 'signature' in wrong_key.problem
   memory.write_bytes(new[:-1])
-  with pytest.raises(ValueError, match='Delete it to trust the store anew'):
-    follow(run, memory=memory)
+  damaged = follow(run, memory=memory)
+  assert damaged.poll() is None
+  assert 'Delete it to trust the store anew' in damaged.problem
 
 
 def test_a_pointer_whose_weights_are_withheld_is_remembered(run, tmp_path):
@@ -364,7 +365,7 @@ def test_wrong_bases_are_refused(run):
   with pytest.raises(ValueError, match='builds on the weights .*not on the '):
     apply(run.store, delta, other)
   little = bundles.from_arrays({'w': np.zeros(3)})
-  with pytest.raises(ValueError, match='other tensors than its base: bias'):
+  with pytest.raises(ValueError, match="other tensors than its base: .*'bias'"):
     apply(run.store, delta, little)
   with pytest.raises(ValueError, match='version 1 needs a base'):
     apply(run.store, delta, None)

@@ -5,6 +5,8 @@ import functools
 import pathlib
 import shutil
 import sys
+import threading
+import time
 import types
 
 import jax
@@ -97,18 +99,27 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     _equal(source.variables, _variables(model, 4))
     assert (source.name, source.version) == ('mine-rl', 4)
     engine = types.SimpleNamespace(version=4, place=lambda *weights: weights)
-    followed = policies.Policies(engine, source.receiver, 1.0, print)
-    assert followed._look() is None
+    engine.switch = lambda placed: served.append(placed) or placed
+    served, news = [], threading.Event()
+    followed = policies.Policies(engine, source.receiver, 0.01, news.set)
+    followed.serve_newest()
+    assert not served
+    followed.start()
     send(5)
-    variables, version = followed._look()
+    assert news.wait(20)
+    followed.serve_newest()
+    [(variables, version)] = served
     _equal(variables, _variables(model, 5))
-    assert version == 5
+    assert version == followed.version == 5
   # A mirror of the store, as a cache is.
   mirror = shutil.copytree(store, tmp_path / 'mirror')
   assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5
   (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')
-  with pytest.raises(ValueError, match='refs/policy/latest'):
-    followed._look()
+  deadline = time.monotonic() + 20
+  while 'refs/policy/latest' not in followed.problem:
+    assert time.monotonic() < deadline, 'no problem is seen'
+    time.sleep(0.01)
+  followed.stop()
 
 
 def test_an_import_is_served_by_its_template(tmp_path):

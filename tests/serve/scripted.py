@@ -9,7 +9,7 @@ import types
 import numpy as np
 import uvicorn
 
-from composer_jax.core import records
+from composer_jax.core import records, seams
 from composer_jax.rollout import sessions
 from composer_jax.serve import app, http_server, service
 from composer_jax.serve import options as options_lib
@@ -162,7 +162,9 @@ class ScriptedReceiver:
     if update is None:
       return None
     version, variables = update
-    return types.SimpleNamespace(version=version, variables=variables)
+    return seams.ReceivedPolicy(
+      version=version, target_id='', variables=variables, received={}
+    )
 
 
 def _arrays(tokens, version):

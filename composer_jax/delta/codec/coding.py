@@ -14,9 +14,8 @@ the fewest bytes, and named by a number in the manifest:
 Steps are differences on the number line of `model`, which describes the
 blobs of FLAT and CLASS. Those of PLANES are one byte that says what the planes
 are of, then each plane: its length as u32 and a zstd frame, or, if it has the
-length of the plane itself, the plane. All are little-endian; machines that are
-not have never been tried. The kernels are compiled with numba;
-`tests/delta/codec_reference.py` is a plain decoder of the same format.
+length of the plane itself, the plane. All are little-endian. The kernels are
+compiled with numba; `tests/delta/codec_reference.py` is a plain decoder.
 """
 
 import numpy as np
@@ -54,23 +53,17 @@ def count_changed(values: np.ndarray, base: np.ndarray) -> int:
 
 
 def encode(
-  values: np.ndarray,
-  base: np.ndarray | None,
-  *,
-  tier: str = 'small',
+  values: np.ndarray, base: np.ndarray | None, *, tier: str = 'small'
 ) -> tuple[int, bytes]:
   """Returns the number of the codec that serves best and its blob.
 
   The values are flat; the base is the same chunk of the base weights, None for
   a keyframe.
   """
-  if tier not in TIERS:
-    raise ValueError(f'tier {tier!r} is not one of {TIERS}')
   number = model.kind(values.dtype)
-  bits = model.to_bits(values)
+  bits, old = model.to_bits(values), None
   _check_size(bits.size)
   found: list[tuple[int, bytes]] = []
-  old = None
   if base is not None:
     bits, old = _both_bits(values, base)
     found = _step_blobs(values, base, tier)
@@ -90,12 +83,11 @@ def _step_blobs(values, base, tier) -> list[tuple[int, bytes]]:
   if number.width > 32:
     return [] if count_changed(values, base) else [(SAME, b'')]
   by_class = tier == 'small' and number.exponent_mask
-  codec_id = CLASS if by_class else FLAT
-  blob = encode_as(codec_id, values, base)
+  blob = encode_as(CLASS if by_class else FLAT, values, base)
   if blob == b'':
     return [(SAME, b'')]
-  found = [(codec_id, blob)]
-  if codec_id == CLASS and blob is not None and len(blob) < _FEW_BYTES:
+  found = [(CLASS if by_class else FLAT, blob)]
+  if by_class and blob is not None and len(blob) < _FEW_BYTES:
     found.append((FLAT, encode_as(FLAT, values, base)))
   return [(codec_id, blob) for codec_id, blob in found if blob is not None]
 
@@ -113,7 +105,7 @@ def encode_as(
   if codec_id not in _OF_STEPS or number.width > 32:
     raise ValueError(f'codec {codec_id} does not code {values.dtype} by steps')
   low = 0 if codec_id == FLAT else model.window(old, number)
-  shape = _shape(codec_id, low, number)
+  shape = model.Classes(number, low, _num_classes(codec_id, number))
   rans, scan = _kernels()
   classes_W, ranks_W, steps_W, sizes = scan.scan(bits, old, shape)
   if not classes_W.size:
@@ -133,15 +125,10 @@ def encode_as(
   return None if body is None else head + body
 
 
-def _shape(codec_id, low, number):
-  """How the codec sorts weights into classes."""
-  if codec_id == FLAT:
-    return model.Classes(number, 0, 1)
-  return model.Classes(number, low, _num_exponents(number))
-
-
-def _num_exponents(number):
-  return min(model.EXPONENTS, number.exponent_mask + 1)
+def _num_classes(codec_id, number):
+  return min(
+    1 if codec_id == FLAT else model.EXPONENTS, number.exponent_mask + 1
+  )
 
 
 def decode(
@@ -186,14 +173,14 @@ def decode(
 def _decode_classes(codec_id, blob, number, old, new):
   if number.width > 32 or not old.size:
     raise ValueError(f'codec {codec_id} does not code such a chunk')
-  low, at = 0, 0
+  low, at, num_classes = 0, 0, _num_classes(codec_id, number)
   if codec_id != FLAT:
     if not blob:
       raise ValueError('blob ends before its window')
     low, at = blob[0], 1
-    if low + _num_exponents(number) > number.exponent_mask + 1:
+    if low + num_classes > number.exponent_mask + 1:
       raise ValueError(f'window of exponents at {low} leaves the dtype')
-  shape = _shape(codec_id, low, number)
+  shape = model.Classes(number, low, num_classes)
   counts, levels, at = model.unpack_counts(blob, at, shape.num_classes)
   if not 0 < counts.sum() <= old.size:
     raise ValueError(f'{counts.sum()} changes in a chunk of {old.size}')
@@ -245,14 +232,12 @@ def _encode_planes(
     mode, words = _VALUES, _exponents_in_one_byte(bits)
   else:
     mode = _STEPS
-    words = _zigzag(
-      model.ordered(bits, number.is_float)
-      - model.ordered(base, number.is_float)
-    )
+    new, old = (model.ordered(b, number.is_float) for b in (bits, base))
+    words = _zigzag(new - old)
   compressor = zstandard.ZstdCompressor(level=_LEVEL)
   parts = [bytes([mode])]
-  planes = _little_endian(words).view(np.uint8).reshape(-1, bits.itemsize).T
-  for plane in planes:
+  words = np.ascontiguousarray(words, words.dtype.newbyteorder('<'))
+  for plane in words.view(np.uint8).reshape(-1, bits.itemsize).T:
     data = plane.tobytes()
     frame = compressor.compress(data)
     kept = frame if len(frame) < len(data) else data
@@ -277,7 +262,9 @@ def _decode_planes(
     length = int.from_bytes(blob[at:stop], 'little')
     if len(blob) < stop + length:
       raise ValueError(f'blob of {len(blob)} bytes ends inside plane {n}')
-    planes[:, n] = _plane(blob[stop : stop + length], size)
+    plane = blob[stop : stop + length]
+    plane = plane if length == size else unzip(plane, size)
+    planes[:, n] = np.frombuffer(plane, np.uint8)
     at = stop + length
   if at != len(blob):
     raise ValueError(f'blob has {len(blob) - at} bytes after its planes')
@@ -287,11 +274,6 @@ def _decode_planes(
     return _exponents_back(words)
   keys = model.ordered(base, number.is_float) + _unzigzag(words)
   return model.unordered(keys, number.is_float)
-
-
-def _plane(data: bytes | memoryview, size: int) -> np.ndarray:
-  plane = data if len(data) == size else unzip(data, size)
-  return np.frombuffer(plane, np.uint8)
 
 
 def unzip(data: bytes | memoryview, size: int) -> bytes:
@@ -332,7 +314,3 @@ def _zigzag(steps: np.ndarray) -> np.ndarray:
 def _unzigzag(codes: np.ndarray) -> np.ndarray:
   one = codes.dtype.type(1)
   return (codes >> one) ^ -(codes & one)
-
-
-def _little_endian(values: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(values, values.dtype.newbyteorder('<'))

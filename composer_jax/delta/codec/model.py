@@ -38,8 +38,8 @@ decoder would garble all that follows.
 import dataclasses
 import functools
 import hashlib
-import importlib.resources
 import math
+import pathlib
 
 import ml_dtypes
 import numpy as np
@@ -65,10 +65,10 @@ class Kind:
   """How the bits of a dtype are read.
 
   Attributes:
-    bits: the unsigned integer type of the same size.
-    is_float: sign and magnitude, to be brought into order.
-    shift: of the exponent; 0 where there is none.
-    exponent_mask: of the exponent once shifted; 0 where there is none.
+    bits: unsigned integer type of the same size.
+    is_float: whether bits are sign and magnitude, to be brought into order.
+    shift: lowest bit of the exponent; 0 where there is none.
+    exponent_mask: mask of the exponent once shifted; 0 where there is none.
   """
 
   bits: np.dtype
@@ -144,10 +144,7 @@ def window(base: np.ndarray, number: Kind) -> int:
 class Classes:
   """How weights are sorted into classes, by the exponent of the base.
 
-  Attributes:
-    number: the dtype.
-    low: exponents up to it share a class.
-    num_classes: classes of exponents; those beyond share the highest.
+  Exponents up to `low` share the lowest class, those beyond the last class it.
   """
 
   number: Kind
@@ -202,13 +199,10 @@ def plain_bits(level_: int) -> int:
   return min(RAW_BITS, max(0, (level_ - EVEN) // OCTAVE - 2))
 
 
-def plain_bits_of(levels: np.ndarray) -> np.ndarray:
-  return np.clip((levels - EVEN) // OCTAVE - 2, 0, RAW_BITS)
-
-
 def plain_bytes(starts: np.ndarray, levels: np.ndarray) -> int:
   """Bytes that the plain bits of all gaps take, which stand together."""
-  return (int((np.diff(starts) * plain_bits_of(levels)).sum()) + 7) // 8
+  plain = [plain_bits(level_) for level_ in levels.tolist()]
+  return (int(np.diff(starts) @ plain) + 7) // 8
 
 
 def num_lanes(changed: int) -> int:
@@ -332,12 +326,10 @@ def unpack_counts(
 
 def digest_of_sources() -> bytes:
   """The digest of all files of the codec as they are now."""
-  folder = importlib.resources.files('composer_jax.delta.codec')
   digest = hashlib.sha256()
-  for file in sorted(folder.iterdir(), key=lambda file: file.name):
-    if file.name.endswith('.py'):
-      content = file.read_bytes()
-      digest.update(f'{file.name} {len(content)}\n'.encode() + content)
+  for file in sorted(pathlib.Path(__file__).parent.glob('*.py')):
+    content = file.read_bytes()
+    digest.update(f'{file.name} {len(content)}\n'.encode() + content)
   return digest.digest()
 
 

@@ -196,12 +196,7 @@ def operations(changes, levels, guesses, ops, symbols, bits):
 
 
 @compiler.compiled(
-  types.int64(
-    _U32,
-    types.int64,
-    types.uint32[::1],
-    types.uint16[::1],
-  )
+  types.int64(_U32, types.int64, types.uint32[::1], types.uint16[::1])
 )
 def code_operations(ops, num_ops, states, out):
   """Codes the operations into the end of `out`; where it starts.
@@ -444,7 +439,7 @@ def code(changes, levels, shape, limit):
   starts, ranks_W, _ = changes
   some = starts[1:] > starts[:-1]
   last = ranks_W[starts[1:][some] - 1]
-  plain = model.plain_bits_of(levels[some])
+  plain = np.array([model.plain_bits(n) for n in levels[some].tolist()])
   escapes = int((last >> plain).sum()) // model.GAP_ESCAPE
   changed = ranks_W.size
   symbols = np.empty(changed + escapes, np.uint8)
@@ -482,14 +477,7 @@ def decode(blob, at, size, starts, levels, shape):
   ranks_W = np.empty(changed, np.int64)
   steps_W = np.empty(changed, np.int64)
   states = np.frombuffer(blob[middle:begin], '<u4').astype(np.uint32)
-  bad = decode_changes(
-    (bits, words, states),
-    size,
-    starts,
-    levels,
-    model.guesses(shape.number.width),
-    ranks_W,
-    steps_W,
-    np.empty(changed, np.uint8),
-  )
-  return None if bad else (starts, ranks_W, steps_W)
+  coded, to = (bits, words, states), (ranks_W, steps_W)
+  guesses, symbols = model.guesses(shape.number.width), np.empty(changed, 'u1')
+  bad = decode_changes(coded, size, starts, levels, guesses, *to, symbols)
+  return None if bad else (starts, *to)

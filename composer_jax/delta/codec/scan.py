@@ -1,9 +1,9 @@
 """Compiled kernels between weights and their changes by class.
 
-Weights go by in blocks of vectors; only those that changed are looked at one by
-one. The intrinsics load 64 neighbours of an array, and most answer with one bit
-for each: the compiler makes the vector instructions of the machine of them.
-Nothing there checks an index, so kernels call them on whole blocks only.
+Weights go by in batches; only those that changed are looked at one by one. The
+intrinsics load 64 neighbours of an array, and most answer with one bit for
+each: the compiler makes the vector instructions of the machine of them.
+Nothing there checks an index, so kernels call them on whole batches only.
 """
 
 import functools
@@ -26,8 +26,8 @@ from composer_jax.delta.codec import model
 intrinsic: Any = extending.intrinsic
 
 WORD = 64  # weights that an integer has a bit for
-BLOCK = 256
-PIECE = 4096  # weights that stay in the nearest cache
+BATCH = 256
+SPAN = 4096  # weights that stay in the nearest cache
 NEVER = 1 << 30  # more than a chunk can count down
 _I64 = types.Array(types.int64, 1, 'C', readonly=True)
 _one = np.uint64(1)
@@ -37,11 +37,10 @@ _i1, _i8, _i32, _i64 = (ir.IntType(width) for width in (1, 8, 32, 64))
 # Compilation.
 #
 # numba tells cached kernels apart by the file of the one function that it
-# compiles. Constants and functions of other files are compiled in all the same,
-# and a kernel that was cached before one of those changed would code another
-# format. A kernel's name in the cache therefore holds a digest of the sources
-# of all of the codec and of the processor. One name serves one signature:
-# numba's lists of several are torn by processes that compile at the same time.
+# compiles, although constants and functions of other files are compiled in. A
+# kernel's name in the cache therefore holds a digest of all sources of the
+# codec and of the processor. One name serves one signature: numba's lists of
+# several are torn by processes that compile at the same time.
 
 # What a cache that cannot be placed, read or written raises: no writable
 # folder (RuntimeError), a full disk, files cut short by a crash.
@@ -77,15 +76,15 @@ def _compile(signature, function):
   return part(signature)(function)
 
 
-def _pointer(context, builder, array_type, array, index, size):
+def _pointer(context, builder, array_type, array, index):
   data = context.make_array(array_type)(context, builder, array).data
   element = context.get_data_type(array_type.dtype)
-  vector = ir.VectorType(element, size)
+  vector = ir.VectorType(element, WORD)
   return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
 
 
 def _load(context, builder, array_type, array, index):
-  pointer = _pointer(context, builder, array_type, array, index, WORD)
+  pointer = _pointer(context, builder, array_type, array, index)
   return builder.load(pointer, align=1)
 
 
@@ -143,10 +142,8 @@ def classify(typingctx, bits, start, shape, classes, to):
     x = builder.select(builder.icmp_unsigned('<', x, top), x, top)
     if scalar.bitwidth > 8:
       x = builder.trunc(x, ir.VectorType(_i8, WORD))
-    pointer = _pointer(
-      context, builder, signature.args[3], args[3], args[4], WORD
-    )
-    builder.store(x, pointer, align=1)
+    to = _pointer(context, builder, signature.args[3], *args[3:])
+    builder.store(x, to, align=1)
     return context.get_dummy_value()
 
   return types.void(bits, types.intp, shape, classes, types.intp), code
@@ -157,21 +154,15 @@ def copy(typingctx, to, source, start, stop):
   """to[start:stop] = source[start:stop] of arrays that do not overlap."""
 
   def code(context, builder, signature, args):
-    size = context.get_abi_sizeof(
-      context.get_data_type(signature.args[0].dtype)
-    )
+    element = context.get_data_type(signature.args[0].dtype)
     first, last = args[2:]
     target, origin = (
       context.make_array(signature.args[n])(context, builder, args[n]).data
       for n in (0, 1)
     )
-    cgutils.raw_memcpy(
-      builder,
-      builder.gep(target, [first]),
-      builder.gep(origin, [first]),
-      builder.sub(last, first),
-      size,
-    )
+    target, origin = (builder.gep(data, [first]) for data in (target, origin))
+    count, size = builder.sub(last, first), context.get_abi_sizeof(element)
+    cgutils.raw_memcpy(builder, target, origin, count, size)
     return context.get_dummy_value()
 
   return types.void(to, source, types.intp, types.intp), code
@@ -197,20 +188,20 @@ def lowest(typingctx, mask):
 
 @part(inline='always')
 def _classify(base, start, shape, classes):
-  """Fills `classes` for a block; 255 is padding."""
-  for to in range(0, BLOCK, WORD):
+  """Fills `classes` for a batch; 255 is padding."""
+  for to in range(0, BATCH, WORD):
     classify(base, start + to, shape, classes, to)
   valid = shape[0]
-  if valid < start + BLOCK:
-    for at in range(valid - start, BLOCK):
+  if valid < start + BATCH:
+    for at in range(valid - start, BATCH):
       classes[at] = 255
 
 
 @part(inline='always')
 def _members(classes, which):
-  """How many of the block are of the class."""
+  """How many of the batch are of the class."""
   total = np.int64(0)
-  for word in range(0, BLOCK, WORD):
+  for word in range(0, BATCH, WORD):
     total += popcount(match(classes, word, which))
   return total
 
@@ -251,9 +242,9 @@ def _step(new, old, is_float, top_bit):
 def scan_flat(values, base, before, is_float, count, ranks_W, steps_W):
   """Like `scan_classes` for one class, `before` of which went by."""
   top_bit = 8 * base.itemsize - 1
-  for start in range(0, base.size, PIECE):
+  for start in range(0, base.size, SPAN):
     first = count
-    for word in range(start, min(start + PIECE, base.size), WORD):
+    for word in range(start, min(start + SPAN, base.size), WORD):
       changed = differ(values, base, word)
       _list(changed, before + word, count, ranks_W)
       count += popcount(changed)
@@ -274,13 +265,13 @@ def scan_classes(values, base, shape, seen, count, changes):
   classes_W, ranks_W, steps_W = changes
   is_float = shape[5]
   top_bit = 8 * base.itemsize - 1
-  classes = np.zeros(BLOCK, np.uint8)
-  found = np.zeros(BLOCK + WORD, np.int64)
+  classes = np.zeros(BATCH, np.uint8)
+  found = np.zeros(BATCH + WORD, np.int64)
   num_classes = np.int64(shape[4]) + 1
-  for start in range(0, base.size, BLOCK):
+  for start in range(0, base.size, BATCH):
     _classify(base, start, shape, classes)
     num_found = 0
-    for word in range(0, BLOCK, WORD):
+    for word in range(0, BATCH, WORD):
       changed = differ(values, base, start + word)
       _list(changed, word, num_found, found)
       num_found += popcount(changed)
@@ -328,11 +319,11 @@ def apply_classes(base, out, shape, changes, cursors, left):
   starts, ranks_W, steps_W = changes
   is_float = shape[5]
   top_bit = 8 * base.itemsize - 1
-  classes = np.zeros(BLOCK, np.uint8)
+  classes = np.zeros(BATCH, np.uint8)
   num_classes = np.int64(shape[4]) + 1
-  for start in range(0, base.size, BLOCK):
+  for start in range(0, base.size, BATCH):
     _classify(base, start, shape, classes)
-    copy(out, base, start, start + BLOCK)
+    copy(out, base, start, start + BATCH)
     for group in range(0, num_classes, 64):
       due = np.uint64(0)
       for c in range(group, min(group + 64, num_classes)):
@@ -386,8 +377,8 @@ def apply_flat(base, out, is_float, ranks_W, steps_W):
   if count and ranks_W[count - 1] >= base.size:
     return -1
   n = 0
-  for start in range(0, base.size, PIECE):
-    stop = min(start + PIECE, base.size)
+  for start in range(0, base.size, SPAN):
+    stop = min(start + SPAN, base.size)
     copy(out, base, start, stop)
     while n < count and ranks_W[n] < stop:
       at = ranks_W[n]
@@ -404,39 +395,33 @@ def kernel(which, bits):
   i64 = types.int64
   shape = types.Tuple((i64, t, t, t, t, i64))
   lists = types.Tuple((types.uint8[::1], i64[::1], i64[::1]))
+  fixed, to = types.Tuple((_I64, _I64, _I64)), i64[::1]
   signature = {
     count_changed: (array, array),
-    scan_classes: (array, array, shape, i64[::1], i64, lists),
-    scan_flat: (array, array, i64, i64, i64, i64[::1], i64[::1]),
-    apply_classes: (
-      *(array, t[::1], shape, types.Tuple((_I64, _I64, _I64))),
-      *(i64[::1], i64[::1]),
-    ),
+    scan_classes: (array, array, shape, to, i64, lists),
+    scan_flat: (array, array, i64, i64, i64, to, to),
+    apply_classes: (array, t[::1], shape, fixed, to, to),
     apply_flat: (array, t[::1], i64, _I64, _I64),
   }
   return compiled(i64(*signature[which]))(which)
 
 
-def _padded(array, at):
-  """The rest of the array from `at`, with zeros up to a whole block."""
-  tail = np.zeros(BLOCK, array.dtype)
-  tail[: array.size - at] = array[at:]
-  return tail
+def _spans(arrays, size):
+  """The arrays cut at the last whole batch, and the weights in each span.
 
-
-def _pieces(arrays, size):
-  """The arrays cut at the last whole block, and the weights in each piece."""
-  whole = size - size % BLOCK
-  pieces = [([a[:whole] for a in arrays], whole)] if whole else []
+  The rest has zeros up to a whole batch.
+  """
+  whole = size - size % BATCH
+  spans = [([a[:whole] for a in arrays], whole)] if whole else []
   if whole < size:
-    tails = [_padded(a, whole) for a in arrays]
-    pieces.append((tails, size - whole))
-  return pieces
+    tails = [np.pad(a[whole:], (0, whole + BATCH - size)) for a in arrays]
+    spans.append((tails, size - whole))
+  return spans
 
 
 def count(values, base):
   run = kernel(count_changed, base.dtype)
-  return sum(run(*piece) for piece, _ in _pieces((values, base), base.size))
+  return sum(run(*span) for span, _ in _spans((values, base), base.size))
 
 
 def _shape_of(shape, base, valid):
@@ -458,17 +443,15 @@ def scan(values, base, shape):
   ranks_W, steps_W = np.empty(room, np.int64), np.empty(room, np.int64)
   sizes = np.zeros(shape.num_classes, np.int64)
   changed = 0
-  for piece, valid in _pieces((values, base), base.size):
+  for span, valid in _spans((values, base), base.size):
     if is_flat:
       to = (int(sizes[0]), shape.number.is_float, changed, ranks_W, steps_W)
-      changed = run(*piece, *to)
+      changed = run(*span, *to)
       sizes += valid
       classes_W[:changed] = 0
     else:
       about = _shape_of(shape, base, valid)
-      changed = run(
-        *piece, about, sizes, changed, (classes_W, ranks_W, steps_W)
-      )
+      changed = run(*span, about, sizes, changed, (classes_W, ranks_W, steps_W))
   return *(a[:changed] for a in (classes_W, ranks_W, steps_W)), sizes
 
 
@@ -483,9 +466,9 @@ def apply(base, shape, changes, out):
   left = np.full(cursors.size, NEVER)
   some = np.flatnonzero(starts[:-1] < starts[1:])
   left[some] = ranks_W[cursors[some]]
-  for piece, valid in _pieces((base, out), base.size):
-    run(*piece, _shape_of(shape, base, valid), changes, cursors, left)
-  if base.size % BLOCK:
-    # The last piece was a copy.
-    out[-valid:] = piece[1][:valid]
+  for span, valid in _spans((base, out), base.size):
+    run(*span, _shape_of(shape, base, valid), changes, cursors, left)
+  if base.size % BATCH:
+    # The last span was a copy.
+    out[-valid:] = span[1][:valid]
   return bool((cursors == starts[1:]).all())

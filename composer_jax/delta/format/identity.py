@@ -23,28 +23,17 @@ FORMAT = 'CDB4'
 # both is the publisher. The identity of weights has 32.
 HASH_BYTES = 16
 
+_FROM_ML_DTYPES = (
+  *('bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e8m0fnu'),
+  *('int4', 'uint4'),
+)
+_FROM_NUMPY = (
+  *('float16', 'float32', 'float64', 'bool', 'int8', 'uint8', 'int16'),
+  *('uint16', 'int32', 'uint32', 'int64', 'uint64'),
+)
 DTYPES = {
-  str(np.dtype(t)): np.dtype(t)
-  for t in (
-    ml_dtypes.bfloat16,
-    ml_dtypes.float8_e4m3fn,
-    ml_dtypes.float8_e5m2,
-    ml_dtypes.float8_e8m0fnu,
-    ml_dtypes.int4,
-    ml_dtypes.uint4,
-    np.float16,
-    np.float32,
-    np.float64,
-    np.bool_,
-    np.int8,
-    np.uint8,
-    np.int16,
-    np.uint16,
-    np.int32,
-    np.uint32,
-    np.int64,
-    np.uint64,
-  )
+  **{name: np.dtype(getattr(ml_dtypes, name)) for name in _FROM_ML_DTYPES},
+  **{name: np.dtype(name) for name in _FROM_NUMPY},
 }
 _HEX = re.compile('[0-9a-f]+')
 
@@ -53,9 +42,8 @@ class Block(NamedTuple):
   """What one process holds of a named global array, whole or a region.
 
   Attributes:
-    name: of the tensor, '/'-joined.
-    dtype: name in `DTYPES`.
-    shape: of the global array.
+    name: '/'-joined name of the tensor.
+    shape: shape of the global array.
     index: (start, stop) of the region along each axis.
     values: values of the region.
   """
@@ -77,14 +65,7 @@ def hash_chunk(values: np.ndarray) -> bytes:
 def tensor_node(
   name: str, dtype: str, shape: Iterable[int], posts: bytes
 ) -> bytes:
-  """Returns the Merkle node of a tensor.
-
-  Args:
-    name: of the tensor.
-    dtype: name in `DTYPES`.
-    shape: of the global array.
-    posts: the hashes of its chunks by number, one after another.
-  """
+  """Returns the Merkle node of a tensor from its chunks' hashes in order."""
   head = canonical_json(['tensor', FORMAT, name, dtype, list(shape)])
   return blake3.blake3(head + b'\n' + posts).digest()
 
@@ -94,11 +75,6 @@ def root(nodes: Mapping[str, bytes]) -> str:
   head = canonical_json(['weights', FORMAT, len(nodes)])
   leaves = b''.join(nodes[name] for name in sorted(nodes))
   return blake3.blake3(head + b'\n' + leaves).hexdigest()
-
-
-def check_dtype(name: str, dtype: str) -> None:
-  if dtype not in DTYPES:
-    raise ValueError(f'{name}: dtype {dtype!r} is not one of {sorted(DTYPES)}.')
 
 
 def flat_bits(array: np.ndarray) -> np.ndarray:
@@ -143,11 +119,10 @@ def is_count(value: Any) -> bool:
 #
 # The grid of an array depends on its shape alone, so the identity of weights
 # depends on no sharding, while a host encodes what it holds and a receiver
-# fetches what it wants. A chunk has at most 2**20 elements. It costs about a
-# hundred bytes, little beside 2**18 coded elements; and a shard that holds part
-# of a chunk has to get the rest of it from its neighbour. So chunks are as
-# large as the shards of `parallel.layouts` allow, where `_roles` guesses which
-# dimension is the embedding, which the heads, and so on.
+# fetches what it wants. A chunk costs about a hundred bytes, and a shard that
+# holds part of one has to get the rest from its neighbour. So chunks are as
+# large as the shards of `parallel.layouts` and 2**20 elements allow, where
+# `_roles` guesses which dimension is the embedding, which the heads, and so on.
 #
 # What holds for every file of configs/models on meshes whose axes are powers of
 # two, and is tested: no chunk is cut
@@ -166,17 +141,12 @@ MAX_RANK = 16
 
 Index = tuple[tuple[int, int], ...]
 
-# Of a model that is less than _WIDE wide, arrays up to these sizes.
-_WIDE = 2048
-_ONE_CHUNK = 2**18
-_FEW_CHUNKS = 2**21
-
-# Widths of engines that need more devices.
-_WIDER = 4096
-
+# Widths of models, and of those whose engines need more devices.
+_WIDE, _WIDER = 2048, 4096
+# Largest arrays of narrower models with one chunk, and with few.
+_ONE_CHUNK, _FEW_CHUNKS = 2**18, 2**21
 # No head dimension, and no number of heads, is longer.
 _SHORT = 256
-
 # No embedding is longer; hidden units of dense layers are.
 _WIDEST = 8192
 
@@ -185,9 +155,7 @@ _WIDEST = 8192
 class Grid:
   """Chunks of one array; the last one along a dimension may be shorter.
 
-  Attributes:
-    shape: of the global array.
-    sides: of a chunk, at least 1 each.
+  `sides` are those of a chunk, at least 1 each.
   """
 
   shape: tuple[int, ...]
@@ -229,16 +197,11 @@ class Grid:
     """Returns (start, stop) along each dimension; numbers are in C order."""
     if not 0 <= number < self.num_chunks:
       raise IndexError(f'chunk {number} of {self.num_chunks}')
-    ends = []
-    for n, side, count in zip(
-      reversed(self.shape),
-      reversed(self.sides),
-      reversed(self.counts),
-      strict=True,
-    ):
-      number, place = divmod(number, count)
-      ends.append((place * side, min((place + 1) * side, n)))
-    return tuple(reversed(ends))
+    places = map(int, np.unravel_index(number, self.counts))
+    return tuple(
+      (place * side, min((place + 1) * side, n))
+      for place, side, n in zip(places, self.sides, self.shape, strict=True)
+    )
 
   def slices(self, number: int) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in self.chunk(number))
@@ -257,17 +220,11 @@ class Grid:
     if any(start >= stop for start, stop in index):
       return []
     numbers = [0]
-    for (start, stop), side, count in zip(
-      index, self.sides, self.counts, strict=True
-    ):
+    dims = zip(index, self.sides, self.counts, strict=True)
+    for (start, stop), side, count in dims:
       places = range(start // side, -(-stop // side))
       numbers = [number * count + at for number in numbers for at in places]
     return numbers
-
-
-def of(shape: tuple[int, ...]) -> Grid:
-  """Returns the grid of an array; the same whoever asks, for any dtype."""
-  return _of(tuple(shape))
 
 
 def shared(left: Index, right: Index) -> Index:
@@ -285,7 +242,8 @@ def within(index: Index, outer: Index) -> tuple[slice, ...]:
 # The identity of weights rests on all that follows: a change of it is another
 # `identity.FORMAT`.
 @functools.lru_cache(maxsize=4096)
-def _of(shape: tuple[int, ...]) -> Grid:
+def of(shape: tuple[int, ...]) -> Grid:
+  """Returns the grid of an array; the same whoever asks, for any dtype."""
   if len(shape) > MAX_RANK:
     raise ValueError(f'an array of rank {len(shape)} exceeds {MAX_RANK}.')
   if 0 in shape:
@@ -325,10 +283,8 @@ def _parts(shape: tuple[int, ...]) -> list[int]:
     decode = 8 if elements > _FEW_CHUNKS else 1
     train = {} if elements <= _ONE_CHUNK else {'embed': 8, 'expert': 8}
   parts = {'heads': decode, 'ffw': decode, 'vocab': decode, **train}
-  return [
-    math.gcd(n, parts.get(role, 1))
-    for role, n in zip(roles, shape, strict=True)
-  ]
+  pairs = zip(roles, shape, strict=True)
+  return [math.gcd(n, parts.get(role, 1)) for role, n in pairs]
 
 
 def _width(named: dict[str, int]) -> int:

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Hmac:
-  """Signs and verifies."""
+  """Signs and verifies; `text` is the line of its file."""
 
   def __init__(self, key: bytes):
     if len(key) < _MIN_KEY_BYTES:
@@ -27,7 +27,7 @@ class Hmac:
         f'an HMAC key must have at least {_MIN_KEY_BYTES} bytes, '
         f'not {len(key)}.'
       )
-    self._key = key
+    self._key, self.text = key, f'{ALGORITHM} {key.hex()}\n'
 
   def sign(self, data: bytes) -> bytes:
     return hmac.digest(self._key, data, hashlib.sha256)
@@ -37,22 +37,10 @@ class Hmac:
     if not hmac.compare_digest(self.sign(data), signature):
       raise ValueError('the signature is wrong: damaged, or of another key')
 
-  def to_text(self) -> str:
-    return f'{ALGORITHM} {self._key.hex()}\n'
-
-
-def make() -> Hmac:
-  return Hmac(secrets.token_bytes(32))
-
 
 def open_key(path: str | os.PathLike) -> Hmac:
-  """Reads a key.
-
-  Raises:
-    ValueError: the file holds none; the message does not quote it.
-  """
-  path = pathlib.Path(path)
-  with path.open('rb') as file:
+  """Reads a key; a ValueError, which does not quote it, if there is none."""
+  with open(path, 'rb') as file:
     data = file.read(1024)
     mode = os.fstat(file.fileno()).st_mode
   try:
@@ -60,17 +48,14 @@ def open_key(path: str | os.PathLike) -> Hmac:
     key = bytes.fromhex(text) if kind == ALGORITHM else b''
   except ValueError:
     key = b''
-  if not key:
+  if len(key) < _MIN_KEY_BYTES:
     raise ValueError(
       f'{path}: not a key file, which is one line of {ALGORITHM}, a space, and '
-      'the key in hexadecimal.'
+      f'a key of at least {_MIN_KEY_BYTES} bytes in hexadecimal.'
     )
   if mode & 0o077:
     _log.warning('%s: others may read this secret key; chmod 600 it.', path)
-  try:
-    return Hmac(key)
-  except ValueError as error:
-    raise ValueError(f'{path}: {error}') from error
+  return Hmac(key)
 
 
 def write_key(path: str | os.PathLike, key: Hmac) -> None:
@@ -81,7 +66,7 @@ def write_key(path: str | os.PathLike, key: Hmac) -> None:
   descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
   try:
     with open(descriptor, 'wb') as file:
-      file.write(key.to_text().encode())
+      file.write(key.text.encode())
       file.flush()
       os.fsync(file.fileno())
     # Not a rename, which would replace a key that is in use.

@@ -26,6 +26,7 @@ import zstandard
 
 from composer_jax.delta.codec import coding
 from composer_jax.delta.format import identity, keys
+from composer_jax.delta.store import folder
 
 FORMAT = identity.FORMAT
 KEY, DELTA = 'key', 'delta'
@@ -35,7 +36,7 @@ MAX_MANIFEST_BYTES = 2**28
 MAX_HEADER_BYTES = 2**24
 MAX_TENSORS = 2**17
 MAX_INDEX_BYTES = 2**24
-MAX_POINTER_BYTES = 4096
+MAX_POINTER_BYTES = folder.MAX_POINTER_BYTES
 _MAX_NAME = 1024
 # A header of bytes that zstd shortens by more is no list of tensors.
 _MAX_RATIO = 256
@@ -56,7 +57,7 @@ class OtherFormat(ValueError):
   """A store that another version of this library wrote."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
   """A tensor of a manifest; `chunks` are rows CHUNK of its grid, by number."""
 
@@ -100,17 +101,16 @@ class _Bundle:
   @property
   def title(self: Any) -> str:
     """Says what it is, such as 'key 0' or 'delta 0-1'."""
-    if self.base_version is None:
-      return f'{KEY} {self.version}'
-    return f'{DELTA} {self.base_version}-{self.version}'
+    base = '' if self.base_version is None else f'{self.base_version}-'
+    return f'{self.kind} {base}{self.version}'
 
   def _check(self: Any, what: str) -> None:
     """What a bundle starts from: nothing, or an earlier version."""
     _check_fields(self, what)
     version, base = self.version, self.base_version
-    if base is not None and not (identity.is_count(base) and base < version):
-      rule = f'which must be before version {version}'
-      _require(False, f'base version {base!r:.99} of {what}, {rule}')
+    good = base is None or (identity.is_count(base) and base < version)
+    rule = f'which must be before version {version}'
+    _require(good, f'base version {base!r:.99} of {what}, {rule}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,8 +118,6 @@ class Manifest(_Bundle):
   """Everything about one bundle except the blobs themselves.
 
   Attributes:
-    run_id: run that published it.
-    version: policy version.
     base_version: version that a delta starts from; None for a keyframe.
     base_id: identity of those weights; '' for a keyframe.
     target_id: identity of the resulting weights.
@@ -147,9 +145,7 @@ class Manifest(_Bundle):
     names = [t.name for t in self.tensors]
     _require(names == sorted(set(names)), 'order of the tensors')
     allowed = [coding.RAW, coding.PLANES] if is_key else range(coding.CLASS + 1)
-    raw_bytes = [np.zeros(0, np.int64), *(t.raw_bytes for t in self.tensors)]
-    packs = [length for _, length in self.packs]
-    _check_table(self._table, np.concatenate(raw_bytes), allowed, packs)
+    self._check_table(allowed)
     found = identity.root({t.name: t.node for t in self.tensors})
     if found != self.target_id:
       raise ValueError(
@@ -157,11 +153,35 @@ class Manifest(_Bundle):
         f'{found}, and the manifest claims {self.target_id}.'
       )
 
+  def _check_table(self, allowed: Sequence[int]) -> None:
+    """Refuses a table that no publisher writes."""
+    table, packs = self._table, [length for _, length in self.packs]
+    raw_bytes = [np.zeros(0, np.int64), *(t.raw_bytes for t in self.tensors)]
+    raw_bytes = np.concatenate(raw_bytes)
+    codecs, lengths = table['codec'], table['length']
+    _require(np.isin(codecs, allowed).all(), 'codec of a chunk')
+    bare, raw = codecs == coding.SAME, codecs == coding.RAW
+    in_pack = table['pack'] < len(packs)
+    good = np.where(bare, table['pack'] == NO_PACK, in_pack).all()
+    _require(good, 'pack of a chunk')
+    most = np.where(bare, 0, raw_bytes + coding.MAX_OVERHEAD * ~raw)
+    least = np.where(raw, raw_bytes, ~bare)
+    good = ((least <= lengths) & (lengths <= most)).all()
+    _require(good, 'length of a blob')
+    _, filled = place(table, len(packs))
+    good = filled.tolist() == packs
+    _require(good, 'pack; its blobs must fill it exactly')
+
   @property
   def _table(self) -> np.ndarray:
     return np.concatenate(
       [np.zeros(0, CHUNK), *(t.chunks for t in self.tensors)]
     )
+
+  @property
+  def target(self) -> str:
+    """The first digits of the identity, as edges have them."""
+    return self.target_id[:16]
 
   @property
   def full_bytes(self) -> int:
@@ -198,10 +218,7 @@ class Manifest(_Bundle):
   @classmethod
   def from_bytes(cls, data: bytes) -> 'Manifest':
     """Parses and checks; ValueError says what is wrong."""
-    if len(data) > MAX_MANIFEST_BYTES:
-      raise ValueError(
-        f'a manifest of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}.'
-      )
+    _require(len(data) <= MAX_MANIFEST_BYTES, 'length of a manifest')
     start = len(_MAGIC) + _LENGTHS.size
     good = len(data) >= start and data.startswith(_MAGIC)
     _require(good, f'format, which is {data[:4]!r} and must be {FORMAT}')
@@ -245,24 +262,19 @@ def _read_tensors(rows: Any, table: np.ndarray) -> tuple[Tensor, ...]:
     count = identity.of(tuple(shape)).num_chunks
     _require(count <= left, f'length; {name!r} has no room')
     chunks, start = table[start : start + count], start + count
-    tensors.append(
-      Tensor(name=name, dtype=dtype, shape=tuple(shape), chunks=chunks)
-    )
+    tensors.append(Tensor(name, dtype, tuple(shape), chunks))
   _require(start == len(table), 'length; something follows its chunks')
   return tuple(tensors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Edge(_Bundle):
-  """A live bundle, as a way from one version to another.
+  """A live bundle, as a way from `base_version` (None: nothing) to `version`.
 
   Attributes:
-    version: version that it leads to.
-    base_version: version that it starts from; None for a keyframe.
     bytes: bytes of its packs and manifest.
-    manifest: sha256 of its manifest.
-    manifest_bytes: length of its manifest.
-    target: the first 16 digits of the identity it leads to.
+    manifest: sha256 of its manifest, and `manifest_bytes` its length.
+    target: first 16 digits of the identity it leads to.
   """
 
   version: int
@@ -277,7 +289,7 @@ class Edge(_Bundle):
 
   @property
   def order(self) -> tuple[int, int, str]:
-    """Its end, its start (a keyframe's is -1) and its name."""
+    """Its end, its start (of a keyframe -1) and its name."""
     base = -1 if self.base_version is None else self.base_version
     return self.version, base, self.manifest
 
@@ -315,16 +327,12 @@ class Pointer:
   """Names the latest version of a run.
 
   Attributes:
-    run_id: run that it belongs to.
-    sequence: grows by one whenever the pointer moves, also backwards.
-    rewinds: how often the run was rewound; the version falls only with it.
-    version: policy version.
-    target_id: identity of its weights.
-    base_id: identity of what `manifest` starts from; '' for a keyframe.
+    sequence: number that grows by one whenever the pointer moves.
+    rewinds: number of times the run was rewound; the version falls only then.
+    target_id: identity of the weights.
+    base_id: identity of the base of `manifest`; '' for a keyframe.
     manifest: sha256 of the head's delta; of its keyframe if there is none.
-    manifest_bytes: length of that manifest.
     index: sha256 of the index.
-    index_bytes: length of the index.
     expires: unix seconds after which it is too old to be believed.
   """
 
@@ -353,13 +361,9 @@ def seal(pointer: Pointer, key: keys.Hmac) -> bytes:
 def unseal(data: bytes, key: keys.Hmac, run_id: str) -> Pointer:
   """Undoes `seal`; the signature is verified before the JSON is parsed.
 
-  Raises:
-    ValueError: changed, cut, of another key, or of another run.
+  A ValueError says that it was changed, or is of another key or run.
   """
-  if len(data) > MAX_POINTER_BYTES:
-    raise ValueError(
-      f'a pointer of {len(data)} bytes exceeds {MAX_POINTER_BYTES}.'
-    )
+  _require(len(data) <= MAX_POINTER_BYTES, 'length of a pointer')
   line, newline, body = data.partition(b'\n')
   parts = line.split(b' ')
   if re.fullmatch(b'CDB[123]P', data[:5]):
@@ -379,29 +383,6 @@ def unseal(data: bytes, key: keys.Hmac, run_id: str) -> Pointer:
       f'a pointer belongs to run {pointer.run_id!r}, not {run_id!r}'
     )
   return pointer
-
-
-def _check_table(
-  table: np.ndarray,
-  raw_bytes: np.ndarray,
-  allowed: Sequence[int],
-  packs: Sequence[int],
-) -> None:
-  """Refuses a table that no publisher writes; the last are lengths of packs."""
-  codecs, lengths = table['codec'], table['length']
-  _require(np.isin(codecs, allowed).all(), 'codec of a chunk')
-  bare = codecs == coding.SAME
-  in_pack = table['pack'] < len(packs)
-  good = np.where(bare, table['pack'] == NO_PACK, in_pack).all()
-  _require(good, 'pack of a chunk')
-  most = np.where(bare, 0, raw_bytes + coding.MAX_OVERHEAD)
-  least = np.where(codecs == coding.RAW, raw_bytes, ~bare)
-  most = np.where(codecs == coding.RAW, raw_bytes, most)
-  good = ((least <= lengths) & (lengths <= most)).all()
-  _require(good, 'length of a blob')
-  _, filled = place(table, len(packs))
-  good = filled.tolist() == list(packs)
-  _require(good, 'pack; its blobs must fill it exactly')
 
 
 def place(table: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:

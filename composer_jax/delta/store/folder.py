@@ -16,10 +16,10 @@ hashes and bounds are checked in `objects`. It has
   delete(keys, age)         deletes those that are old enough; returns those
                             that are gone
 
-Files appear whole or not at all (`core.files`). The pointer is compared and
-replaced under a lock that the kernel frees however its holder dies. On a
-network file system that lock must work between hosts, as it does on NFS 4. Only
-regular files are read: a pipe under the name of an object would hang a reader.
+Files appear whole or not at all (`core.files`). The pointer is replaced under a
+lock that the kernel frees however its holder dies, and that a network file
+system must offer between hosts, as NFS 4 does. Only regular files are read: a
+pipe under the name of an object would hang a reader.
 """
 
 import contextlib
@@ -32,7 +32,6 @@ import secrets
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO
 
 from composer_jax.core import files
 
@@ -60,23 +59,18 @@ class FolderBackend:
     # could take what was just written again.
     self._lock = root / '.lock'
 
-  @contextlib.contextmanager
-  def _open(self, key: str) -> Iterator[BinaryIO]:
-    path = self.root / key
-    with open(path, 'rb', opener=_no_wait) as file:
-      if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise OSError(errno.EINVAL, 'this is no regular file', str(path))
-      yield file
-
   def read(
     self, key: str, start: int, stop: int, *, fresh: bool = False
   ) -> bytes:
     del fresh
-    with self._open(key) as file:
-      # Not `stop`, which is a bound: a read takes memory for all it may get.
-      length = os.fstat(file.fileno()).st_size
+    path = self.root / key
+    with open(path, 'rb', opener=_no_wait) as file:
+      status = os.fstat(file.fileno())
+      if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, 'this is no regular file', str(path))
       file.seek(start)
-      return file.read(max(0, min(stop, length) - start))
+      # Not `stop`, which is a bound: a read takes memory for all it may get.
+      return file.read(max(0, min(stop, status.st_size) - start))
 
   def read_tagged(self, key: str) -> tuple[bytes, str] | None:
     try:

@@ -5,9 +5,8 @@
   messages/<run>/...   what the processes of one publisher tell each other
 
 Objects are named by what they hold, so any mirror may serve them, writing one
-twice is harmless, and what was read is checked by its name. Nothing here trusts
-the place, but for `get_range`, whose caller checks; and nothing here knows who
-signed a pointer.
+twice is harmless, and what was read is checked by its name, but for `get_range`
+and pointers, which callers verify.
 
 The pointer moves without losing another's move: a folder compares under a lock,
 a bucket writes under a condition, which servers like S3 must mind.
@@ -56,7 +55,7 @@ class Store:
 
   Attributes:
     url: URL of the place, or the path of its directory.
-    root: that directory as a path; None where the place is remote.
+    root: path of that directory; None where the place is remote.
   """
 
   def __init__(
@@ -67,9 +66,8 @@ class Store:
     Args:
       url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
         alone, http(s)://.
-      options: for a remote place, in the words of obstore: `retry_config`,
-        `client_options`, and what else its class of store takes, such as
-        `endpoint`.
+      options: arguments of a remote store in the words of obstore, such as
+        `retry_config`, `client_options` and `endpoint`.
     """
     text = os.fspath(url)
     if not text or (_MEANT_AS_URL.match(text) and not _URL.fullmatch(text)):
@@ -81,16 +79,13 @@ class Store:
     self.url = text.rstrip('/') or '/'
     self.root: pathlib.Path | None = None
     protocol, mark, path = self.url.partition('://')
-    if mark and protocol in ('http', 'https'):
-      self._backend: Any = remote.WebBackend(self.url, options or {})
-    elif mark and protocol in remote.KINDS:
-      self._backend = remote.BucketBackend(self.url, options or {})
+    if mark and protocol in ('http', 'https', *remote.KINDS):
+      is_web = protocol not in remote.KINDS
+      make = remote.WebBackend if is_web else remote.BucketBackend
+      self._backend: Any = make(self.url, options or {})
     else:
       self.root = pathlib.Path(path if mark else self.url)
       self._backend = folder.FolderBackend(self.root)
-
-  def __repr__(self) -> str:
-    return f'Store({self.url!r})'
 
   @property
   def is_writable(self) -> bool:
@@ -115,36 +110,21 @@ class Store:
     return name
 
   def get(self, name: str, length: int | None = None) -> bytes:
-    """Reads a whole object and verifies it.
+    """Reads a whole object, of this length if it is known, and verifies it.
 
     What comes damaged is asked for once more, past caches.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is longer or damaged; the message names it.
     """
-    try:
-      return self._get(name, length)
-    except ValueError:
-      return self._get(name, length, fresh=True)
-
-  def _get(
-    self, name: str, length: int | None, *, fresh: bool = False
-  ) -> bytes:
-    key = _object(name)
-    most = MAX_GET_BYTES if length is None else length
-    data = self._backend.read(key, 0, most + 1, fresh=fresh)
-    if len(data) > most or (length is not None and len(data) != length):
-      found = f'more than {most}' if len(data) > most else f'{len(data)}'
-      raise ValueError(
-        f'{self.url}/{key}: has {found} bytes where '
-        f'{most} are {"allowed" if length is None else "expected"}.'
-      )
-    if hashlib.sha256(data).hexdigest() != name:
-      raise ValueError(
-        f'{self.url}/{key}: the object is damaged, its hash is wrong.'
-      )
-    return data
+    key, most = _object(name), MAX_GET_BYTES if length is None else length
+    for fresh in (False, True):
+      data = self._backend.read(key, 0, most + 1, fresh=fresh)
+      if len(data) > most or (length is not None and len(data) != length):
+        found = f'more than {most}' if len(data) > most else f'{len(data)}'
+        problem = f'has {found} bytes where {most} are expected'
+      elif hashlib.sha256(data).hexdigest() != name:
+        problem = 'the object is damaged, its hash is wrong'
+      else:
+        return data
+    raise ValueError(f'{self.url}/{key}: {problem}.')
 
   def get_range(
     self, name: str, start: int, stop: int, *, fresh: bool = False
@@ -174,14 +154,9 @@ class Store:
   ) -> list[str]:
     """Deletes objects, and half-written files whose writer died.
 
-    Args:
-      names: names of objects that no pointer needs.
-      grace_s: younger ones stay. A publisher writes objects before anything
-        points to them, and `put` makes an object it finds young again; so 0 is
-        for a caller who knows that nobody publishes, to any run.
-
-    Returns:
-      Names of those that are gone.
+    Objects younger than `grace_s` stay: a publisher writes them before anything
+    points to them, and `put` makes one that it finds young again. Returns the
+    names of those that are gone.
     """
     gone = self._writer().delete([_object(name) for name in names], grace_s)
     return [key.removeprefix('objects/') for key in gone]
@@ -201,18 +176,10 @@ class Store:
     return self._backend.read_tagged(_pointer(run_id))
 
   def move_pointer(self, run_id: str, data: bytes, tag: str | None) -> str:
-    """Replaces the pointer that had this tag (None: that was not there).
+    """Replaces the pointer of this tag (None: of none); returns the new tag.
 
-    Returns:
-      The tag of the new one.
-
-    Raises:
-      Conflict: the pointer is another one by now; nothing was written.
+    A Conflict says that the pointer is another one by now.
     """
-    if len(data) > folder.MAX_POINTER_BYTES:
-      raise ValueError(
-        f'a pointer of {len(data)} bytes exceeds {folder.MAX_POINTER_BYTES}.'
-      )
     key = _pointer(run_id)
     try:
       return self._writer().swap(key, data, tag)

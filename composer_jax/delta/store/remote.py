@@ -6,9 +6,8 @@ environment under the names that it documents (AWS_ENDPOINT_URL,
 AWS_SKIP_SIGNATURE=true, AZURE_STORAGE_ACCOUNT_NAME, ...) or from `options`.
 
 A web server or cache is not trusted: no more is read of an answer than was
-asked for, and nothing of one that tells of an error. That is why obstore does
-not read there: it takes the text of an error whole, and one that never ends
-takes all memory (0.12.1: 777 MB within 6 s).
+asked for, and nothing of one that tells of an error, of which obstore takes the
+whole text, however long (0.12.1: 777 MB within 6 s). So it does not read there.
 """
 
 import contextlib
@@ -25,20 +24,18 @@ from typing import Any
 from composer_jax.delta.store import folder
 
 # In the words of obstore. The silence of `read_timeout` is that between two
-# pieces of an answer, not all of it.
+# reads of an answer, not all of it.
+_time = lambda seconds: datetime.timedelta(seconds=seconds)
 CLIENT: dict[str, Any] = {
   'allow_http': True,
-  'connect_timeout': datetime.timedelta(seconds=10),
-  'read_timeout': datetime.timedelta(seconds=60),
-  'timeout': datetime.timedelta(hours=1),
+  'connect_timeout': _time(10),
+  'read_timeout': _time(60),
+  'timeout': _time(3600),
 }
 RETRY: dict[str, Any] = {
   'max_retries': 5,
-  'retry_timeout': datetime.timedelta(minutes=2),
-  'backoff': {
-    'init_backoff': datetime.timedelta(seconds=0.25),
-    'max_backoff': datetime.timedelta(seconds=20),
-  },
+  'retry_timeout': _time(120),
+  'backoff': {'init_backoff': _time(0.25), 'max_backoff': _time(20)},
 }
 # Class of obstore, and what marks a content for a conditional write.
 KINDS = {
@@ -137,11 +134,9 @@ class BucketBackend:
     self, key: str, start: int, stop: int, *, fresh: bool = False
   ) -> bytes:
     del fresh
-    return self._read(key, {'range': (start, stop)}, stop - start)[0]
+    return self._read(key, stop - start, range=(start, stop))[0]
 
-  def _read(
-    self, key: str, options: dict[str, Any], limit: int
-  ) -> tuple[bytes, str]:
+  def _read(self, key: str, limit: int, **options) -> tuple[bytes, str]:
     """At most `limit` bytes, whatever the server sends, and their mark."""
     with self._asking('reading', key) as obstore:
       try:
@@ -155,7 +150,7 @@ class BucketBackend:
 
   def read_tagged(self, key: str) -> tuple[bytes, str] | None:
     try:
-      return self._read(key, {}, _POINTER_STOP)
+      return self._read(key, _POINTER_STOP)
     except FileNotFoundError:
       return None
 
@@ -183,10 +178,11 @@ class BucketBackend:
     keys = list(keys)
     if older_than_s > 0:
       newest = time.time() - older_than_s
-      tops = {key.split('/')[0] for key in keys}
-      found = [meta for top in tops for meta in self._list(top)]
       young = {
-        m['path'] for m in found if m['last_modified'].timestamp() > newest
+        meta['path']
+        for top in {key.split('/')[0] for key in keys}
+        for meta in self._list(top)
+        if meta['last_modified'].timestamp() > newest
       }
       keys = [key for key in keys if key not in young]
     if not keys:
