@@ -1,5 +1,6 @@
 """The factory makes valid tasks of a package, and goes on after bad ones."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -116,6 +117,8 @@ def test_every_tier_gives_a_task(made):
   assert {t.tier for t in tasks.tasks} == set(task_set.TIERS)
   assert all(t.package == 'larder' and not t.held_out for t in tasks.tasks)
   assert 'larder: 28 tests, 0 unstable' in '\n'.join(lines)
+  counts = tasks.packages['larder'].facts['candidates'].values()
+  assert sum(c.get('valid', 0) for c in counts) == len(tasks.tasks)
   for task in tasks.tasks:
     assert task.hidden and task.shown
     assert task.provenance['sha256'] == tasks.packages['larder'].sha256
@@ -168,6 +171,38 @@ def test_a_finished_set_is_left_alone_and_keeps_its_settings(made):
   other = sdists.Pin(name='larder', folder='/elsewhere')
   with pytest.raises(ValueError, match=r"other values of \['larder'\]"):
     make(folder / 'set', [other])
+
+
+def test_a_set_asks_for_nothing_twice_under_any_names(tmp_path):
+  task = small_package.tasks()[1]
+  (path,) = {d.path for d in task.deleted}
+  text = task.solution[path]
+  for old, new in (('chunks', 'pieces'), ('values', 'row'), ('"""S', '"""A s')):
+    assert old in text
+    text = text.replace(old, new)
+  twin = dataclasses.replace(
+    task,
+    task_id='deletion/pantry/pieces',
+    package='pantry',
+    held_out=True,
+    solution={**task.solution, path: text},
+    deleted=(task_set.Deleted(path=path, symbol='pieces'),),
+  )
+  other = small_package.tasks()[0]
+  for each in (task, twin, other):
+    task_set.save_task(tmp_path, each)
+    package = task_set.Package(
+      name=each.package,
+      version=each.version,
+      image=each.image,
+      held_out=each.held_out,
+      licence='MIT',
+      sha256='',
+    )
+    task_set.save_package(tmp_path, package)
+  made, _ = make(tmp_path, [])
+  # Of two that are alike, the held-out one stays.
+  assert {t.task_id for t in made.tasks} == {twin.task_id, other.task_id}
 
 
 def test_no_package_is_an_error(tmp_path):
