@@ -146,7 +146,7 @@ def _shapes(
 
 
 def _unlike(root: pathlib.Path) -> task_set.TaskSet:
-  """Removes tasks that ask for what another one asks for; held-out ones stay."""
+  """Removes tasks that ask for what others ask for; held-out ones stay."""
   used: set[str] = set()
   for task in sorted(task_set.load(root).tasks, key=lambda t: not t.held_out):
     shapes = _shapes(task.deleted, task.solution)
