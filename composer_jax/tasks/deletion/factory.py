@@ -270,8 +270,8 @@ def _make_tasks(
   )
   counts_by_tier: dict[str, dict[str, int]] = {}
   used: set[str] = set()
-  # A definition serves one task; those of several definitions are rare.
-  for tier in reversed(task_set.TIERS):
+  # A definition serves one task; tiers with few candidates choose first.
+  for tier in ('class', 'file', 'closure', 'symbol', 'body'):
     wanted = options.wanted(tier)
     counts: collections.Counter[str] = collections.Counter()
     deletions = candidates.candidates(

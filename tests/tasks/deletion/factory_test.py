@@ -43,6 +43,23 @@ BAD = {
     ),
   },
 }
+# Its two functions are deleted together; what larder has goes to other tiers.
+PANTRY = {
+  'pantry.py': (
+    'def _at_least(value, least):\n  """The larger one."""\n'
+    '  if value < least:\n    return least\n  return value\n\n\n'
+    'def raised(values, least):\n  """The values, none below the least."""\n'
+    '  result = []\n  for value in values:\n'
+    '    result.append(_at_least(value, least))\n  return result\n'
+  ),
+  'test_pantry.py': (
+    'import pantry\n\n\n'
+    + _PASS
+    + 'def test_low():\n  assert pantry.raised([1, 5], 3) == [3, 5]\n\n\n'
+    'def test_high():\n  assert pantry.raised([7, 8], 3) == [7, 8]\n\n\n'
+    'def test_all():\n  assert pantry.raised([1, 2, 3], 9) == [9, 9, 9]\n'
+  ),
+}
 SLOW = {
   # The names of the tests depend on the order of a set.
   'hashed': {
@@ -108,20 +125,23 @@ def make(root, packages, options=OPTIONS, workers=1):
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
   folder = tmp_path_factory.mktemp('packages')
-  packages = {**BAD, 'larder': small_package.FILES}
+  packages = {**BAD, 'larder': small_package.FILES, 'pantry': PANTRY}
   return (*make(folder / 'set', pins(folder, packages)), folder)
 
 
 def test_every_tier_gives_a_task(made):
   tasks, lines, _ = made
   assert {t.tier for t in tasks.tasks} == set(task_set.TIERS)
-  assert all(t.package == 'larder' and not t.held_out for t in tasks.tasks)
+  assert {t.package for t in tasks.tasks} == {'larder', 'pantry'}
+  assert not any(t.held_out for t in tasks.tasks)
   assert 'larder: 28 tests, 0 unstable' in '\n'.join(lines)
-  counts = tasks.packages['larder'].facts['candidates'].values()
+  facts = [tasks.packages[name].facts for name in ('larder', 'pantry')]
+  counts = [c for each in facts for c in each['candidates'].values()]
   assert sum(c.get('valid', 0) for c in counts) == len(tasks.tasks)
   for task in tasks.tasks:
     assert task.hidden and task.shown
-    assert task.provenance['sha256'] == tasks.packages['larder'].sha256
+    package = tasks.packages[task.package]
+    assert task.provenance['sha256'] == package.sha256
     assert (task.licence, task.tier in task.task_id) == ('MIT', True)
 
 
@@ -132,6 +152,7 @@ def test_bad_packages_are_refused_by_name_and_the_run_goes_on(made):
     'broken': 'no_import',
     'outside': '',  # it has no feature that tests touch
     'larder': '',
+    'pantry': '',
   }
   assert 'no_such_thing' in tasks.packages['broken'].detail
   assert any('untested: refused, no_tests' in line for line in lines)
