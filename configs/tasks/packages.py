@@ -1,9 +1,10 @@
-"""Small, tested, pure Python packages that feature-deletion tasks are made of.
+"""Tested, pure Python packages that feature-deletion tasks are made of.
 
   python -m experiments.make_tasks --config=configs/tasks/packages.py \
       --out=runs/tasks
 
-Their tests pass without a network. Numbers are in experiments/studies/deletion.
+The factory refuses what it can make no task of. Which packages have been made,
+what they gave, and which are still to be tried: experiments/studies/deletion.
 """
 
 import ml_collections
@@ -21,25 +22,25 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.packages = _packages()
   c.options = dict(
     seed=0,
-    body=11,  # valid tasks wanted of each package and tier
-    symbol=10,
-    class_=5,
-    file=3,
-    closure=6,
-    tries=3.0,  # candidates tried for each task wanted
+    body=24,  # valid tasks wanted of each package and tier
+    symbol=14,
+    class_=6,
+    file=4,
+    closure=12,
+    tries=2.0,  # candidates tried for each task wanted
     max_share=0.6,  # largest share of tests that a feature may break
     min_tests=10,  # always passing tests; else the package is refused
     max_unstable=0.02,  # share of tests that change with their order
     hidden_share=0.25,  # share of failing test functions that agents never see
     max_guards=120,  # other tests that a task keeps
-    suite_s=60.0,  # a slower suite is refused
+    suite_s=240.0,  # a slower suite is refused
     timeout_s=60.0,  # limit of a run of a task's tests
   )
   c.sandbox = dict(
     level='auto',
     workers=2,  # packages at a time
-    wall_s=400.0,
-    cpu_s=400.0,
+    wall_s=1500.0,
+    cpu_s=1500.0,
     memory_bytes=2 * 2**30,
     processes=64,
     file_bytes=64 * 2**20,
@@ -58,14 +59,62 @@ def _packages() -> dict:
     )
 
   return {
+    'blinker': pin(
+      '1.9.0',
+      'b4ce2265a7abece45e7cc896e98dbebe6cead56bcf805a3d23136d145f5445bf',
+    ),
     'boltons': pin(
       '26.2.0',
       'd39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c',
+    ),
+    'boolean-py': pin(
+      '5.0',
+      '60cbc4bad079753721d32649545505362c754e121570ada4658b852a3a318d95',
+    ),
+    'bracex': pin(
+      '3.2.2',
+      'd18976160b3ba01a57d5c53a5c8c3aa2506efa9e0a3a62467251f82b8f563fde',
     ),
     'cachetools': pin(
       '8.0.0',
       '5ed01bd676800d51f0025605e4fd8ad0891550513e7b0a4c3da478463764e5c3',
       held_out=True,
+    ),
+    'chardet': pin(
+      '7.7.0',
+      '0ba38a05201b0abf7570c12d8af45c30b2af835bd5cc52bfc7105082eda82c1e',
+    ),
+    'cron-descriptor': pin(
+      '2.2.1',
+      '6759056f43b3cabca274b5df182bb63571f2f383bdd4d9d3ff4662c527430a65',
+    ),
+    'cssselect': pin(
+      '1.6.0',
+      '8c83a7139e97b93aa5ebdc0f46e785f7056a08a8bf201e597a6a2629d7eb11db',
+    ),
+    'decorator': pin(
+      '5.3.1',
+      '4cbcdd55a6efadb9dbea26b858f4fb3264567b52d69ca0d25b721b553f60ea82',
+    ),
+    'distro': pin(
+      '1.9.0',
+      '2fa77c6fd8940f116ee1d6b94a2f90b13b5ea8d019b98bc8bafdcabcdd9bdbed',
+    ),
+    'docstring-parser': pin(
+      '0.18.0',
+      '292510982205c12b1248696f44959db3cdd1740237a968ea1e2e7a900eeb2015',
+    ),
+    'docutils': pin(
+      '0.23',
+      '746f5060322511280a1e50eb76846ed6bf2342984b2ac04dc42caa1a8d78799e',
+    ),
+    'fastjsonschema': pin(
+      '2.22.3',
+      '8330c91b027dcf941efcb7b1f0998515ff95d177ea15bbabdfe8671965620901',
+    ),
+    'humanfriendly': pin(
+      '10.0',
+      '6b0b831ce8f15f7300721aa49829fc4e83921a9a301cc7f606be6686a2288ddc',
     ),
     'humanize': pin(
       '4.17.0',
@@ -87,13 +136,39 @@ def _packages() -> dict:
       '2.2.0',
       'e0050c0b7da1eea53ffaf149c0cfbb5c6e2e2b69c4bef22c81fa6eb73e5f6173',
     ),
+    'jinja2': pin(
+      '3.1.6',
+      '0137fb05990d35f1275a587e9aee6d56da821fc83491a0fb838183be43f66d6d',
+      'markupsafe',
+    ),
+    'json5': pin(
+      '0.17.3',
+      '8d0278ad34ebaa9c3af76d9519274811830224a2d1cd5af156dbd067f461b8a4',
+    ),
+    'jsonpickle': pin(
+      '4.1.4',
+      '8adf24cca611809b55ff5ed2ace850e1a3e4370dad5d363df71569b8f46c9645',
+    ),
     'jsonpointer': pin(
       '3.12',
       '7a3dcc11b64053eaa9c549e85e413f8d40a075215f793a331bed9182a14251ae',
     ),
+    'lark': pin(
+      '1.3.1',
+      'b426a7a6d6d53189d318f2b6236ab5d6429eaf09259f1ca33eb716eed10d2905',
+    ),
     'markdown': pin(
       '3.11.3',
       '81eb91631dc97ad1efbc76019ef0f80fe90ca49ddf81546752d79989c3bfff3e',
+    ),
+    'markdown-it-py': pin(
+      '4.3.0',
+      '91a58fa5b72c71a40cf7177250fd767480d7a2bb3ac426ccfb76fb90305fdaaa',
+    ),
+    'marshmallow': pin(
+      '4.4.0',
+      '9e6ffa8511012ca89732324c1c253efd7b4d35632dcbdf80aa793fe01804af3e',
+      'simplejson',
     ),
     'mistune': pin(
       '3.4.0',
@@ -103,9 +178,41 @@ def _packages() -> dict:
       '11.2.1',
       'cbf08fd0af284dc69718b9b76a8e6203df624d70209ea511e4219d350c856f63',
     ),
+    'mpmath': pin(
+      '1.4.1',
+      'efd6d1b75f09d69524a67609949812668b28e81ecbfe0ab449ced8c13e92642e',
+    ),
+    'networkx': pin(
+      '3.7',
+      'fd77a511bd90f39f3d016351345b52cf5319b813bdca01de3f755d3cca62e96a',
+    ),
+    'oauthlib': pin(
+      '4.0.1',
+      '3d73febdb6faa00f277c81fb04be7b7586fb96fc3b7f0b9c772dada69a25ede7',
+    ),
+    'ordered-set': pin(
+      '4.1.0',
+      '694a8e44c87657c59292ede72891eb91d34131f6531463aab3009191c77364a8',
+    ),
+    'packageurl-python': pin(
+      '0.17.6',
+      '1252ce3a102372ca6f86eb968e16f9014c4ba511c5c37d95a7f023e2ca6e5c25',
+    ),
     'parse': pin(
       '1.22.4',
       '706d458feed5a81b02768d3156e8070baf6cee7d150a3a3c0cd43101a875c3b5',
+    ),
+    'parso': pin(
+      '0.8.7',
+      'eaaac4c9fdd5e9e8852dc778d2d7405897ec510f2a298071453e5e3a07914bb1',
+    ),
+    'passlib': pin(
+      '1.7.4',
+      'defd50f72b65c5402ab2c573830a6978e5f202ad0d984793c8dde2c4152ebe04',
+    ),
+    'pathvalidate': pin(
+      '3.3.1',
+      'b18c07212bfead624345bb8e1d6141cdcf15a39736994ea0b94035ad2b1ba177',
     ),
     'platformdirs': pin(
       '4.14.7',
@@ -115,9 +222,30 @@ def _packages() -> dict:
       '0.6.5',
       '6b11616a6bcf3a40e635f082bb232fa57b5e0dd7f517bd7ddd69ec3794508a47',
     ),
+    'pyjwt': pin(
+      '2.15.1',
+      '4f259e80cdfb6b3fc18a7de51fd1ef9ec79652f25019bae68975ca2468a34df8',
+    ),
+    'pyparsing': pin(
+      '3.3.3',
+      '928ae7e20211f3b6f3915a72f06a0cfd29ab9d24279dd6346b6b1a7146397d36',
+    ),
+    'pyphen': pin(
+      '0.18.1',
+      'dbae6fbbe4f01cb206108b43573d857c67107be9d0e38eb1b08d6fa2210634a7',
+    ),
     'pyrsistent': pin(
       '0.20.0',
       '4c48f78f62ab596c679086084d0dd13254ae4f3d6c72a83ffdf5ebdef8f265a4',
+    ),
+    'python-dateutil': pin(
+      '4.0.0',
+      'd7295ff14fdc0f92f662100bfb6c551d160ca090f2939f1ec5b9794265c03f06',
+      'six',
+    ),
+    'pytz': pin(
+      '2026.6',
+      '3b0fc2727707663d6e517936f444fd8a8b240f1fc32f4bf7ee03274245945284',
     ),
     'rfc3986': pin(
       '2.0.0',
@@ -126,6 +254,10 @@ def _packages() -> dict:
     'schema': pin(
       '0.7.8',
       'e86cc08edd6fe6e2522648f4e47e3a31920a76e82cce8937535422e310862ab5',
+    ),
+    'semantic-version': pin(
+      '2.10.0',
+      'bdabb6d336998cbb378d4b9db3a4b56a1e3235701dc05ea2690d9a997ed5041c',
     ),
     'semver': pin(
       '3.1.1',
@@ -137,6 +269,10 @@ def _packages() -> dict:
       'b417f869c11f2de034eb919820a825f35d12ce99f63a43971947ce73679eb9ba',
       held_out=True,
     ),
+    'sqlglot': pin(
+      '30.30.0',
+      'b8e344042c85d7baa1d0d827127dfe1611ce9ac59bceab6fe370665baeb14ce7',
+    ),
     'sqlparse': pin(
       '0.6.1',
       'ca722573f848ff2d30e40ea30f53a104b7dea7635ea9285891263eb2c58fb6e7',
@@ -145,6 +281,14 @@ def _packages() -> dict:
       '0.10.0',
       'e2cfde8f79420f6deeffdeda9aaec3b6bc5abce947655d17ac662b126e48a60d',
       held_out=True,
+    ),
+    'tenacity': pin(
+      '9.2.1',
+      'a606b5c808d0cded4a359d5b9932d867ff2a6a6b64d37350260fd01bbdf83839',
+    ),
+    'texttable': pin(
+      '1.7.2',
+      'dc16ea6b35fbf5291ba6ef79d79e37d9b3ca6acd7bae3ca3450488d7c2e19c99',
     ),
     'tinydb': pin(
       '4.9.0',
@@ -158,9 +302,30 @@ def _packages() -> dict:
       '1.2.0',
       '9667a038e9d6ecba37995e26cb2f59ec6420b6ad8dd9677de59db9b956b08490',
     ),
+    'validators': pin(
+      '0.36.0',
+      '92ad9ed00bbed320b784cec0ea90b213cf08904cf605b3d0852cfa4108e32a2c',
+    ),
     'voluptuous': pin(
       '0.16.0',
       '006535e22fed944aec17bef6e8725472476194743c87bd233e912eb463f8ff05',
+    ),
+    'wcwidth': pin(
+      '0.9.4',
+      'fd8d57d3cdfe570e3265c8fab1885c24e34ef40889c0759c0c304a19e9835954',
+    ),
+    'webcolors': pin(
+      '25.10.0',
+      '62abae86504f66d0f6364c2a8520de4a0c47b80c03fc3a5f1815fedbef7c19bf',
+    ),
+    'webencodings': pin(
+      '0.6.1',
+      '565f9ad031c702dae404e27a099e3e09186a3ab1b9520f06d215502b651fd910',
+    ),
+    'werkzeug': pin(
+      '3.1.9',
+      '55ca7c70a75689be937aa27f8ff4b018f06ff4838fc73045560bf0f5a1291060',
+      'markupsafe',
     ),
     'xmltodict': pin(
       '1.0.4',

@@ -164,6 +164,25 @@ def _find(tree: ast.Module, name: str) -> tuple[Any, Any]:
   return scope, node
 
 
+class _WithoutProse(ast.NodeTransformer):
+  """Takes docstrings out."""
+
+  def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+    return None if isinstance(node.value, ast.Constant) else node
+
+
+def shape(text: str, name: str) -> str:
+  """The body of a definition, '' for a whole module, whatever its names are."""
+  node = copy.deepcopy(_find(_parsed(text), name)[1] if name else _parsed(text))
+  body = _WithoutProse().visit(ast.Module(body=node.body, type_ignores=[]))
+  numbers: dict[str, int] = {}
+  return re.sub(
+    r"\b(id|arg|attr|name)='(\w+)'",
+    lambda m: f'{m[1]}={numbers.setdefault(m[2], len(numbers))}',
+    ast.dump(body),
+  )
+
+
 def stub(text: str, names: Iterable[str]) -> str:
   """Replaces bodies by `raise NotImplementedError`; docstrings stay.
 

@@ -4,7 +4,8 @@ The folder of a set (see `tasks.repository.task_set`) also holds settings.json,
 the options and pins of the set, which may not change.
 
 All code of a package runs in the sandbox; `proof` says which deletions become
-tasks. A package without a task is refused with a reason and the set goes on.
+tasks. No definition is deleted by two tasks, under any names. A package without
+a task is refused with a reason and the set goes on.
 Everything but measured seconds is a function of the packages, the options and
 the seed.
 
@@ -31,6 +32,7 @@ from composer_jax.sandbox import base
 from composer_jax.tasks.deletion import (
   baseline,
   candidates,
+  edit,
   prompt,
   proof,
   sdists,
@@ -134,6 +136,23 @@ def make(
       finally:
         threads.shutdown(cancel_futures=True)
         sandbox.close()
+    return _unlike(root)
+
+
+def _shapes(
+  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
+) -> set[str]:
+  return {edit.shape(texts[d.path], d.symbol) for d in deleted}
+
+
+def _unlike(root: pathlib.Path) -> task_set.TaskSet:
+  """Removes tasks that ask for what others ask for; held-out ones stay."""
+  used: set[str] = set()
+  for task in sorted(task_set.load(root).tasks, key=lambda t: not t.held_out):
+    shapes = _shapes(task.deleted, task.solution)
+    if shapes & used:
+      task_set.task_path(root, task).unlink()
+    used |= shapes
   return task_set.load(root)
 
 
@@ -250,7 +269,9 @@ def _make_tasks(
     + f', {before.seconds:.1f} s a run'
   )
   counts_by_tier: dict[str, dict[str, int]] = {}
-  for tier in task_set.TIERS:
+  used: set[str] = set()
+  # A definition serves one task; tiers with few candidates choose first.
+  for tier in ('class', 'file', 'closure', 'symbol', 'body'):
     wanted = options.wanted(tier)
     counts: collections.Counter[str] = collections.Counter()
     deletions = candidates.candidates(
@@ -263,11 +284,18 @@ def _make_tasks(
       if options.undescribed or prompt.describes(d.deleted, work.texts)
     ]
     counts['undescribed'] = len(deletions) - len(described)
-    for deletion in described[: round(wanted * options.tries)]:
-      if counts[_VALID] >= wanted:
+    tries = round(wanted * options.tries)
+    for deletion in described:
+      if counts[_VALID] >= wanted or not tries:
         break
+      shapes = _shapes(deletion.deleted, work.texts)
+      if shapes & used:
+        counts['alike'] += 1
+        continue
+      tries -= 1
       try:
         save(proof.attempt(sandbox, work, before, deletion, options))
+        used |= shapes
         counts[_VALID] += 1
       except proof.Rejected as rejected:
         counts[rejected.args[0]] += 1
@@ -276,5 +304,6 @@ def _make_tasks(
   return {
     **before.counts,
     'dropped_files': len(work.dropped),
+    'requires': work.pin.requires,
     'candidates': counts_by_tier,
   }

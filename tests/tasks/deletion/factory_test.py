@@ -1,5 +1,6 @@
 """The factory makes valid tasks of a package, and goes on after bad ones."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -41,6 +42,23 @@ BAD = {
       "def test_here():\n  pathlib.Path('outside.py').write_text('x = 2')\n"
     ),
   },
+}
+# Its two functions are deleted together; what larder has goes to other tiers.
+PANTRY = {
+  'pantry.py': (
+    'def _at_least(value, least):\n  """The larger one."""\n'
+    '  if value < least:\n    return least\n  return value\n\n\n'
+    'def raised(values, least):\n  """The values, none below the least."""\n'
+    '  result = []\n  for value in values:\n'
+    '    result.append(_at_least(value, least))\n  return result\n'
+  ),
+  'test_pantry.py': (
+    'import pantry\n\n\n'
+    + _PASS
+    + 'def test_low():\n  assert pantry.raised([1, 5], 3) == [3, 5]\n\n\n'
+    'def test_high():\n  assert pantry.raised([7, 8], 3) == [7, 8]\n\n\n'
+    'def test_all():\n  assert pantry.raised([1, 2, 3], 9) == [9, 9, 9]\n'
+  ),
 }
 SLOW = {
   # The names of the tests depend on the order of a set.
@@ -107,18 +125,23 @@ def make(root, packages, options=OPTIONS, workers=1):
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
   folder = tmp_path_factory.mktemp('packages')
-  packages = {**BAD, 'larder': small_package.FILES}
+  packages = {**BAD, 'larder': small_package.FILES, 'pantry': PANTRY}
   return (*make(folder / 'set', pins(folder, packages)), folder)
 
 
 def test_every_tier_gives_a_task(made):
   tasks, lines, _ = made
   assert {t.tier for t in tasks.tasks} == set(task_set.TIERS)
-  assert all(t.package == 'larder' and not t.held_out for t in tasks.tasks)
+  assert {t.package for t in tasks.tasks} == {'larder', 'pantry'}
+  assert not any(t.held_out for t in tasks.tasks)
   assert 'larder: 28 tests, 0 unstable' in '\n'.join(lines)
+  facts = [tasks.packages[name].facts for name in ('larder', 'pantry')]
+  counts = [c for each in facts for c in each['candidates'].values()]
+  assert sum(c.get('valid', 0) for c in counts) == len(tasks.tasks)
   for task in tasks.tasks:
     assert task.hidden and task.shown
-    assert task.provenance['sha256'] == tasks.packages['larder'].sha256
+    package = tasks.packages[task.package]
+    assert task.provenance['sha256'] == package.sha256
     assert (task.licence, task.tier in task.task_id) == ('MIT', True)
 
 
@@ -129,6 +152,7 @@ def test_bad_packages_are_refused_by_name_and_the_run_goes_on(made):
     'broken': 'no_import',
     'outside': '',  # it has no feature that tests touch
     'larder': '',
+    'pantry': '',
   }
   assert 'no_such_thing' in tasks.packages['broken'].detail
   assert any('untested: refused, no_tests' in line for line in lines)
@@ -168,6 +192,38 @@ def test_a_finished_set_is_left_alone_and_keeps_its_settings(made):
   other = sdists.Pin(name='larder', folder='/elsewhere')
   with pytest.raises(ValueError, match=r"other values of \['larder'\]"):
     make(folder / 'set', [other])
+
+
+def test_a_set_asks_for_nothing_twice_under_any_names(tmp_path):
+  task = small_package.tasks()[1]
+  (path,) = {d.path for d in task.deleted}
+  text = task.solution[path]
+  for old, new in (('chunks', 'pieces'), ('values', 'row'), ('"""S', '"""A s')):
+    assert old in text
+    text = text.replace(old, new)
+  twin = dataclasses.replace(
+    task,
+    task_id='deletion/pantry/pieces',
+    package='pantry',
+    held_out=True,
+    solution={**task.solution, path: text},
+    deleted=(task_set.Deleted(path=path, symbol='pieces'),),
+  )
+  other = small_package.tasks()[0]
+  for each in (task, twin, other):
+    task_set.save_task(tmp_path, each)
+    package = task_set.Package(
+      name=each.package,
+      version=each.version,
+      image=each.image,
+      held_out=each.held_out,
+      licence='MIT',
+      sha256='',
+    )
+    task_set.save_package(tmp_path, package)
+  made, _ = make(tmp_path, [])
+  # Of two that are alike, the held-out one stays.
+  assert {t.task_id for t in made.tasks} == {twin.task_id, other.task_id}
 
 
 def test_no_package_is_an_error(tmp_path):

@@ -1,0 +1,157 @@
+"""Asks of every task of a set again whether it holds, in fresh boxes.
+
+  python -m experiments.studies.deletion.validate --tasks=runs/tasks
+
+Adds a line to --results for each task that it does not hold yet: tests of the
+feature that fail without it ('null') and pass with the original ('gold'), other
+tests that pass without and with it, files with a copy of what was deleted, by
+windows of tokens ('leaks') and by the shape of definitions ('shapes'), the
+share of those windows that the rest of the code has too, and whether the prompt
+describes anything. Two tasks that delete definitions alike but for names are
+listed at the end.
+"""
+
+import collections
+import json
+import pathlib
+import time
+
+from absl import flags
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandboxes
+from composer_jax.tasks.deletion import edit, leaks, prompt
+from composer_jax.tasks.grading import suites
+from composer_jax.tasks.repository import task_set
+from experiments import start
+
+_TASKS = flags.DEFINE_string(
+  'tasks', 'runs/tasks', 'Folder that make_tasks wrote.'
+)
+_RESULTS = flags.DEFINE_string(
+  'results',
+  str(pathlib.Path(__file__).parent / 'validity.jsonl'),
+  'File of one line a task; tasks that it holds are left out.',
+)
+_LIMITS = base.Limits(
+  wall_s=600.0,
+  cpu_s=600.0,
+  memory_bytes=2 << 30,
+  processes=64,
+  file_bytes=64 << 20,
+  output_bytes=16 << 20,
+)
+
+
+def _shapes(task: task_set.RepositoryTask) -> set[str]:
+  return {edit.shape(task.solution[d.path], d.symbol) for d in task.deleted}
+
+
+def _definitions(data: bytes) -> set[str]:
+  """Shapes of the definitions of a file, none if it does not parse."""
+  try:
+    text = data.decode()
+    names = [s.name for s in edit.symbols('', text)]
+  except ValueError:
+    return set()
+  return {edit.shape(text, name) for name in names}
+
+
+def _check(
+  task: task_set.RepositoryTask, root: pathlib.Path, sandbox: base.Sandbox
+) -> dict:
+  image = root / task.image
+  row: dict = {
+    'task_id': task.task_id,
+    'package': task.package,
+    'held_out': task.held_out,
+    'proved_by': task.provenance['proved_by'],
+  }
+  for name, changes in (('null', task.view()), ('gold', task.restored())):
+    for path in task.test_paths:
+      changes[path] = (image / path).read_bytes()
+    result = suites.run_fresh(
+      sandbox,
+      task.image,
+      changes,
+      task.task_id,
+      ids=(*task.fail_to_pass, *task.guards),
+      source_roots=task.source_roots,
+      wall_s=_LIMITS.wall_s,
+    )
+    row[name] = [result.passed(task.fail_to_pass), len(task.fail_to_pass)]
+    row[f'{name}_guards'] = [
+      result.passed(task.pass_to_pass),
+      len(task.pass_to_pass),
+    ]
+    row[f'{name}_status'] = result.status
+  files = {
+    p.relative_to(image).as_posix(): p.read_bytes()
+    for p in image.rglob('*')
+    if p.is_file()
+  }
+  view = {**files, **task.view()}
+  visible = {p: d for p, d in view.items() if d is not None}
+  shapes = _shapes(task)
+  row['shapes'] = sorted(
+    p
+    for p, d in visible.items()
+    if p.endswith('.py') and shapes & _definitions(d)
+  )
+  pieces = [
+    '\n'.join(task.solution[d.path].split('\n')[s.start - 1 : s.stop])
+    for d in task.deleted
+    for s in edit.symbols(d.path, task.solution[d.path])
+    if d.symbol in ('', s.name)
+  ]
+  left = [
+    d.decode('utf-8', 'replace') for p, d in visible.items() if p[-3:] == '.py'
+  ]
+  row['leaks'] = list(leaks.scan(visible, pieces, left))
+  row['copied'] = round(leaks.copied_share(pieces, left), 3)
+  row['described'] = prompt.describes(task.deleted, task.solution)
+  return row
+
+
+def main() -> None:
+  tasks = task_set.load(_TASKS.value)
+  path = pathlib.Path(_RESULTS.value)
+  lines = path.read_text().splitlines() if path.exists() else []
+  rows = {row['task_id']: row for row in map(json.loads, lines)}
+  requires = {
+    r for p in tasks.packages.values() for r in p.facts.get('requires', ())
+  }
+  sandbox = sandboxes.open_sandbox(
+    'auto', _LIMITS, images=tasks.root, packages=('pytest', *sorted(requires))
+  )
+  with path.open('a') as file:
+    for task in tasks.tasks:
+      if task.task_id not in rows:
+        begin = time.monotonic()
+        row = _check(task, tasks.root, sandbox)
+        rows[task.task_id] = row
+        file.write(json.dumps(row) + '\n')
+        file.flush()
+        print(f'{task.task_id} {time.monotonic() - begin:.1f} s', flush=True)
+  sandbox.close()
+  used = collections.defaultdict(list)
+  for task in tasks.tasks:
+    for shape in _shapes(task):
+      used[shape].append(task.task_id)
+  every = [rows[t.task_id] for t in tasks.tasks]
+  print(f'{len(every)} tasks')
+  for name, fault in (
+    ('gold', lambda r: r['gold'][0] < r['gold'][1]),
+    ('gold guards', lambda r: r['gold_guards'][0] < r['gold_guards'][1]),
+    ('null', lambda r: r['null'][0] > 0),
+    ('null guards', lambda r: r['null_guards'][0] < r['null_guards'][1]),
+    ('leaks', lambda r: r['leaks']),
+    ('shapes', lambda r: r['shapes']),
+    ('undescribed', lambda r: not r['described']),
+  ):
+    print(name, [r['task_id'] for r in every if fault(r)])
+  print('alike', [ids for ids in used.values() if len(ids) > 1])
+
+
+if __name__ == '__main__':
+  start.run(main)
