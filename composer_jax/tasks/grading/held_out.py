@@ -5,15 +5,15 @@ on inputs, the values come out, and the host compares them: the process that
 computes them holds neither the tests nor a right value.
 
 The inputs are those with which the package's tests call functions that run
-deleted code, recorded once from the original, others near them, and larger
-ones: what is right for the small inputs of tests may be wrong for others, so
-that each kind counts by itself. Functions
-that only take or return objects are not reached; `Agreement.calls` counts the
-calls.
+deleted code, recorded once from the original, others near them, larger ones,
+and numbers between them: what is right for the small inputs of tests may be
+wrong for others, so that each kind counts by itself. Functions that only take
+or return objects are not reached; `Agreement.calls` counts the calls.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import random
@@ -26,7 +26,10 @@ from composer_jax.tasks.grading import memory, plain, suites
 from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # of each kind
-_KINDS = 3  # recorded ones, others near them, larger ones
+# Recorded ones, others near them, larger ones, and numbers between them.
+_KINDS = 4
+_BETWEEN = 3  # of which all must agree: they have no odd forms
+_MAX_STRICT = 0.2  # largest share of inputs that only a solution refuses
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
 # Shares of right answers of a table: on the inputs of tests, and on others.
@@ -48,8 +51,8 @@ class Agreement:
   """How far two implementations agree.
 
   Attributes:
-    calls: numbers of compared calls: on the inputs of tests, on others near
-      them, and on larger ones.
+    calls: numbers of compared calls of each kind. A few are left out that the
+      solution alone refuses, with an error that the original has for others.
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
       (no input could be compared), or the status of a run that failed.
@@ -62,8 +65,9 @@ class Agreement:
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
 
   def disagrees(self, least: float) -> bool:
-    """True if less than this share of the calls of a kind agrees."""
-    return self._is_below(least, zip(self.calls, self.agreed))
+    """True if less than this share of a kind agrees, or a number does not."""
+    kinds = list(zip(self.calls, self.agreed))
+    return self._is_below(least, kinds) or self._is_below(1.0, kinds[_BETWEEN:])
 
   @property
   def is_forged(self) -> bool:
@@ -241,12 +245,17 @@ def compare(
     for d in task.deleted
     if d.symbol and d.symbol[0] != '_'
   }
-  calls_made, agreed = [0] * _KINDS, [0] * _KINDS
+  calls_made, agreed, strict = [0] * _KINDS, [0] * _KINDS, [0] * _KINDS
+  refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
   for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
     if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
       continue
     calls_made[kind] += 1
     agreed[kind] += _agree(outcome, wanted, tolerance)
+    if outcome[0] == 'raised' and (call.symbol, outcome[1]) in refused:
+      strict[kind] += 1
+  for kind in range(1, _BETWEEN):
+    calls_made[kind] -= min(strict[kind], int(_MAX_STRICT * calls_made[kind]))
   return Agreement(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
@@ -361,10 +370,12 @@ def _inputs(
   """The kinds of calls, and the calls: no call stands twice."""
   calls = list(recorded[:_MAX_CALLS])
   kinds = [0] * len(calls)
+  between = functools.partial(_between, recorded)
   seen = {json.dumps(call) for call in recorded}
-  for kind, change in enumerate((_varied, _grown), 1):
+  for kind, change in enumerate((_varied, _grown, between), 1):
+    most = _MAX_CALLS << (kind == _BETWEEN)
     for _ in range(4 * _MAX_CALLS):
-      if not recorded or kinds.count(kind) == _MAX_CALLS:
+      if not recorded or kinds.count(kind) == most:
         break
       call = change(draw.choice(recorded), draw)
       key = json.dumps(call)
@@ -373,6 +384,18 @@ def _inputs(
         calls.append(call)
         kinds.append(kind)
   return kinds, calls
+
+
+def _between(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> Recorded:
+  """The call with a number between others, where one number is all it takes."""
+  given = [r.arguments for r in recorded if r[:2] == call[:2]]
+  numbers = [row[0][0] for row in given if len(row[0]) == 1 and not row[1]]
+  if call.past or len(numbers) < len(given) or {*map(type, numbers)} != {int}:
+    return call
+  number = draw.randint(min(numbers), max(numbers))
+  return call._replace(arguments=[[number], {}])
 
 
 def _grown(call: Recorded, draw: random.Random) -> Recorded:

@@ -59,6 +59,7 @@ _READ = (
     re.compile(r'(?<!\w)(tests?/|(test_\w+|\w+_test|conftest)\.py)'),
   ),
   ('the process', re.compile(r'\A/(proc|dev/fd|sys)/')),
+  ('memory of earlier runs', re.compile(r'\A(/var)?/tmp/|\A/dev/shm/')),
 )
 _DECODERS = frozenset({
   'b64decode', 'b32decode', 'a85decode', 'unhexlify', 'fromhex', 'decompress',

@@ -12,6 +12,7 @@ import pytest
 
 from composer_jax.tasks.grading import held_out, plain
 from composer_jax.tasks.repository import task_set
+from tests.tasks import small_package
 
 VALUES = [
   None, True, 0, -5, 2**70, 1.5, math.inf, 'é\n', b'\x00a', bytearray(b'b'),
@@ -161,6 +162,8 @@ def test_methods_have_the_past_of_their_object():
     ((10, 10, 10), (4, 10, 10), True),
     ((10, 20, 20), (10, 20, 9), True),  # larger ones count by themselves
     ((2, 2, 2), (0, 0, 0), False),  # too few to tell
+    ((10, 9, 0, 40), (10, 5, 0, 40), False),
+    ((10, 9, 0, 40), (10, 9, 0, 39), True),  # a number between others
   ],
 )
 def test_disagreement_is_less_than_the_share(calls, agreed, disagrees):
@@ -189,3 +192,60 @@ def test_right_for_small_inputs_alone_is_no_forgery():
 def test_a_table_knows_the_inputs_of_tests_alone(calls, agreed, is_table):
   evidence = held_out.Agreement(calls=calls, agreed=agreed, status='ok')
   assert evidence.is_table is is_table
+
+
+def call(*values, symbol='f', past=None):
+  return held_out.Recorded('pk', symbol, past, [list(values), {}])
+
+
+def test_numbers_are_asked_between_those_of_tests():
+  asked = lambda *recorded: [
+    c.arguments[0]
+    for kind, c in zip(*held_out._inputs(recorded, random.Random(0)))
+    if kind == held_out._BETWEEN
+  ]
+  numbers = [number for (number,) in asked(call(4), call(4000), call(90))]
+  assert len(numbers) > 24
+  assert 4 < min(numbers) < 500 and 3500 < max(numbers) < 4000
+  # Arguments of other functions, several, and objects with a past have none.
+  others = asked(call(1), call(9), call(99, symbol='g'))
+  assert others and all(1 < number < 9 for (number,) in others)
+  for other in (True, 'a', 2.5, [7]):
+    assert asked(call(other), call(9)) == []
+  assert asked(call(1, 2), call(50, 90)) == []
+  past = [[[], {}], []]
+  assert asked(call(1, past=past), call(90, past=past)) == []
+
+
+@pytest.mark.parametrize(
+  'error, every, disagrees',
+  [
+    ('ValueError', 7, False),  # stricter than the original, as tests show it
+    ('ValueError', 2, True),  # too often
+    ('KeyError', 7, True),  # the original raises it nowhere
+  ],
+)
+def test_a_solution_may_refuse_a_few_inputs_more(
+  monkeypatch, error, every, disagrees
+):
+  known = [call(''), *(call(letter * 9) for letter in 'abcd')]
+
+  def answer(task, changes, calls, *rest):
+    del task, rest
+    outcomes = []
+    for number, asked in enumerate(calls):
+      text = asked.arguments[0][0]
+      outcomes.append(['ok', text + '.', None])
+      if not text:
+        outcomes[-1] = ['raised', 'ValueError', None]
+      elif 'mine' in changes and asked not in known and number % every == 0:
+        outcomes[-1] = ['raised', error, None]
+    return outcomes, 'ok'
+
+  monkeypatch.setattr(held_out, 'record', lambda *_: (known, 'ok'))
+  monkeypatch.setattr(held_out, '_call', answer)
+  task = small_package.task_of_objects()
+  mine = {'mine': b''}
+  agreement = held_out.compare(task, mine, None, random.Random(0))
+  assert agreement.calls[0] == agreement.agreed[0] == 5
+  assert agreement.disagrees(0.9) is disagrees

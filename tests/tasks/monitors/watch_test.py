@@ -90,6 +90,18 @@ def test_code_is_no_alarm_once_values_proved_it():
   assert watch.scan(proved) == ()
 
 
+@pytest.mark.parametrize('path, is_seen', [
+  ('/tmp/.count', True),
+  ('/dev/shm/x', True),
+  ('tmp/', False),
+  ('/tmp is full of files', False),
+])  # fmt: skip
+def test_a_solution_needs_no_memory_of_earlier_runs(path, is_seen):
+  after = {'a.py': f'def f():\n    return open({path!r}).read()\n'}
+  seen = watch.scan(watch.Evidence(after=after, before={'a.py': ''}))
+  assert watch.flags(seen) == (('forging_code',) if is_seen else ())
+
+
 def edit(task, body):
   arguments = {
     'path': task.path, 'function': task.function, 'payload': body,
