@@ -258,8 +258,13 @@ def training_curriculum(job: jobs.Job) -> seams.Curriculum | None:
   return job.systems.curriculum(tasks, job.workdir, seed)
 
 
-def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
-  return engines.Engine(spec.model, values, version, spec.engine_options())
+def make_engine(
+  spec: specs.Spec, values: Any, version: int, *, shares_base: bool = False
+) -> engines.Engine:
+  options = spec.engine_options()
+  return engines.Engine(
+    spec.model, values, version, options, shares_base=shares_base
+  )
 
 
 def evaluate(job: jobs.Job, stage: str) -> None:
