@@ -470,7 +470,6 @@ def test_rl_in_numerics_of_one_device_on_a_mesh_is_refused():
 
 def test_an_engine_shares_frozen_weights_in_their_dtype_on_one_device():
   fields = tiny().to_dict()
-  fields['rl']['placement'] = 'colocated'
   fields['model']['adapters'] = {'attention': 2}
   fields['initial'], fields['sft']['optimizer'] = 'import', 'adam'
   fields['cpt']['optimizer'] = 'adam'
@@ -480,7 +479,6 @@ def test_an_engine_shares_frozen_weights_in_their_dtype_on_one_device():
   assert spec.shares_base
   for name, field, value in (
     ('rollout', 'compute_dtype', 'float32'),
-    ('rl', 'placement', 'processes'),
     ('rollout', 'devices', 2),
     ('model', 'adapters', {}),
   ):

@@ -1,10 +1,9 @@
 """Adam's moments in eight bits a number, after Dettmers et al. 2021.
 
 A block of at most 2,048 numbers of a row shares a float32 scale, its largest
-magnitude. A code is the logarithm of a number's share of the scale, so that the
-relative error is the same for all but the smallest; their tree of code words is
-finer than that near the scale, and coarser below. Rounding is stochastic, its
-mean the number itself: changes smaller than the spacing of codes add up.
+magnitude. A code is the logarithm of a number's share of it, so that relative
+errors are alike; their tree of words is finer near the scale alone. Rounding is
+stochastic: changes smaller than the spacing of codes add up.
 """
 
 from typing import Any
@@ -26,12 +25,10 @@ def encode(key: jax.Array, tree: Any, dtype: str) -> dict[str, Any]:
       are zero for zero alone: nothing is divided by a root that got lost.
   """
   leaves, form = jax.tree.flatten(tree)
-  pairs = [
-    _encode(jax.random.fold_in(key, place), leaf, dtype)
-    for place, leaf in enumerate(leaves)
-  ]
-  codes, scales = zip(*pairs, strict=True)
-  return {'codes': form.unflatten(codes), 'scales': form.unflatten(scales)}
+  keys = jax.random.split(key, len(leaves))
+  pairs = [_encode(*pair, dtype) for pair in zip(keys, leaves, strict=True)]
+  codes, scales = map(form.unflatten, zip(*pairs, strict=True))
+  return {'codes': codes, 'scales': scales}
 
 
 def decode(coded: dict[str, Any]) -> Any:

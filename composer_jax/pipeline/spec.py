@@ -249,14 +249,13 @@ class Spec:
 
   @property
   def shares_base(self) -> bool:
-    """True if a colocated engine serves the trainer's frozen arrays.
+    """True if an engine can serve frozen arrays of its process on one device.
 
     In float32 it keeps a wider copy, which spares every step the conversion.
     """
     dtype = self.rollout.compute_dtype or self.model.compute_dtype
     is_one = self.rl.mesh.size == self.rollout.devices == 1
-    is_colocated = self.rl.placement == 'colocated' and is_one
-    return self.model.adapters.enabled and is_colocated and dtype == 'bfloat16'
+    return self.model.adapters.enabled and is_one and dtype == 'bfloat16'
 
   def as_dict(self) -> dict[str, Any]:
     """The resolved config: nested dictionaries of plain values."""

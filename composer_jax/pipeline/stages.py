@@ -288,7 +288,9 @@ def evaluate(job: jobs.Job, stage: str) -> None:
     if processes.is_first():
       trained = decoder.trained(variables)
       values = jax.jit(train_state.policy_values)(variables[trained])
-      engine = make_engine(job.spec, variables | {trained: values}, 0)
+      variables |= {trained: values}
+      shares = job.spec.shares_base
+      engine = make_engine(job.spec, variables, 0, shares_base=shares)
       with job.runner() as runner:
         for name in due:
           _evaluate(job, stage, name, names[name], engine, runner)

@@ -97,6 +97,9 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
       yield engine
   masters = _bytes(*_described(spec.model, specs.Mesh(), layouts.REPLICATED))
   terms = {'masters': masters} | engine.terms
+  if spec.shares_base:
+    frozen, _ = decoder.abstract(spec.model)
+    terms['served weights'] -= _whole(frozen['params'])
   yield Need(name='evaluation', devices=1, terms=terms)
 
 

@@ -8,6 +8,7 @@ sessions of an engine share; the caller's tables assign pages to rows
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import flax.struct
@@ -52,18 +53,17 @@ def shared(
   """
   outer = dict(variables['params'])
   stacked = {name: outer.pop(name) for name in config.stacks}
-  layers = tuple({} for _ in range(config.num_layers))
+  layers = ({},) * config.num_layers
   return Weights(outer={'params': outer}, layers=layers, stacked=stacked)
 
 
-def _layer(weights, i, config):
-  if not weights.stacked:
-    return weights.layers[i]
-  name, start = 'dense_layers', 0
-  if i >= config.num_dense_layers:
-    name, start = 'moe_layers', config.num_dense_layers
-  params = jax.tree.map(lambda x: x[i - start], weights.stacked[name])
-  return {**weights.layers[i], 'params': params}
+def _layers(weights):
+  shared = [
+    {'params': jax.tree.map(lambda x, i=i: x[i], stack)}
+    for stack in weights.stacked.values()
+    for i in range(len(jax.tree.leaves(stack)[0]))
+  ] or [{}] * len(weights.layers)
+  return map(operator.or_, weights.layers, shared)
 
 
 def unstack(
@@ -92,13 +92,9 @@ def unstack(
 
   variables = jax.tree.map(copy, variables)
   outer, layers = dict(variables.get('params', {})), []
-  for name, length in (
-    ('dense_layers', config.num_dense_layers),
-    ('moe_layers', config.num_moe_layers),
-  ):
+  for name, length in config.stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
-    for i in range(length):
-      layers.append(jax.tree.map(lambda x, i=i: x[i], stack))
+    layers += [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(length)]
     outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
   is_split = base is None or not base.stacked
@@ -217,8 +213,7 @@ def forward(
     num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
     attend = functools.partial(paged.attend, num_blocks=num_blocks)
   all_pools, routes = [], []
-  for i in range(c.num_layers):
-    variables = _layer(weights, i, c)
+  for i, variables in enumerate(_layers(weights)):
     params = layer.prepare(variables, c)
     query, kept = layer.attention_inputs(
       params, x_BTD, cos_sin, c, is_paged=True

@@ -78,9 +78,7 @@ def _descend(dtype, steps=300):
   scales = jnp.logspace(-1.5, 1.5, 256)
   transform = optax.chain(
     groups.scale_by_adam(0.9, 0.95, 1e-12, dtype),
-    optax.scale_by_learning_rate(
-      optax.linear_schedule(2e-2, 0.0, steps)
-    ),
+    optax.scale_by_learning_rate(optax.linear_schedule(2e-2, 0.0, steps)),
   )
 
   @jax.jit
@@ -88,9 +86,7 @@ def _descend(dtype, steps=300):
     def body(step, carry):
       x, state = carry
       noise = jax.random.normal(jax.random.key(step), x.shape)
-      updates, state = transform.update(
-        scales * (x + 0.1 * noise), state
-      )
+      updates, state = transform.update(scales * (x + 0.1 * noise), state)
       return x + updates, state
 
     return jax.lax.fori_loop(0, steps, body, (x, transform.init(x)))
