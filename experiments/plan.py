@@ -96,6 +96,7 @@ def _fits(case: Any, rows: int, seq_len: int) -> Any:
   for what, state, adapters in (
     ('all weights, float32 state', 'float32', case.model.adapters),
     ('all weights, bfloat16 state', 'bfloat16', case.model.adapters),
+    ('all weights, int8 state', 'int8', case.model.adapters),
     ('adapters of rank 16', 'float32', ranks),
   ):
     model = dataclasses.replace(case.model, adapters=adapters)

@@ -1,6 +1,7 @@
 """Every file in configs/ loads, is documented, and describes a whole run."""
 
 import ast
+import dataclasses
 import importlib.util
 import pathlib
 import re
@@ -446,6 +447,18 @@ def test_impossible_value_is_named(name, value, message):
     wiring.spec_of(fields)
 
 
+def test_an_import_needs_room_for_the_frame_of_a_query():
+  spec = wiring.spec_of(tiny().to_dict())
+  few, enough = (
+    dataclasses.replace(spec.summary, trigger=300, max_tokens=n)
+    for n in (9, 10)
+  )
+  dataclasses.replace(spec, summary=few)
+  dataclasses.replace(spec, initial='import', summary=enough)
+  with pytest.raises(ValueError, match=r'summary\.max_tokens must .* not 9'):
+    dataclasses.replace(spec, initial='import', summary=few)
+
+
 def test_rl_in_numerics_of_one_device_on_a_mesh_is_refused():
   fields = tiny().to_dict()
   fields['model']['numerics'] = 'batch_invariant'
@@ -453,3 +466,21 @@ def test_rl_in_numerics_of_one_device_on_a_mesh_is_refused():
   fields['rl']['mesh'] = {'replica': 2}
   with pytest.raises(ValueError, match=r"rl\.mesh has 2 .*'batch_invariant'"):
     wiring.spec_of(fields)
+
+
+def test_an_engine_shares_frozen_weights_in_their_dtype_on_one_device():
+  fields = tiny().to_dict()
+  fields['model']['adapters'] = {'attention': 2}
+  fields['initial'], fields['sft']['optimizer'] = 'import', 'adam'
+  fields['cpt']['optimizer'] = 'adam'
+  fields['rollout']['compute_dtype'] = 'bfloat16'
+  fields['rl']['gate'] = {'action': 'off'}
+  spec = wiring.spec_of(fields)
+  assert spec.shares_base
+  for name, field, value in (
+    ('rollout', 'compute_dtype', 'float32'),
+    ('rollout', 'devices', 2),
+    ('model', 'adapters', {}),
+  ):
+    other = {**fields, name: {**fields[name], field: value}}
+    assert not wiring.spec_of(other).shares_base, field

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from composer_jax.core import checks, rounding, trees
-from composer_jax.optim import qk_clip, roles
+from composer_jax.optim import eight_bits, qk_clip, roles
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.optim.muon import planner
 from composer_jax.optim.muon import transform as muon
@@ -37,8 +37,9 @@ class OptimizerOptions:
       rate.
     grad_clip: largest global norm of gradients.
     muon: choices of Muon; unused by 'adam'.
-    state: dtype of masters and Adam's moments: 'float32', or 'bfloat16' with
-      stochastic rounding, 6 bytes a parameter instead of 12. Needs 'adam'.
+    state: dtype of masters and Adam's moments: 'float32', or with stochastic
+      rounding 'bfloat16', 6 bytes a parameter instead of 12, or 'int8', 4 bytes
+      (masters stay bfloat16, see `optim.eight_bits`). Both need 'adam'.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
     eps: number added to the root of Adam's second moment.
@@ -60,7 +61,7 @@ class OptimizerOptions:
 
   def __post_init__(self):
     checks.one_of(self, 'name', ('muon', 'adam'))
-    checks.one_of(self, 'state', ('float32', 'bfloat16'))
+    checks.one_of(self, 'state', ('float32', 'bfloat16', 'int8'))
     rule = "be 'float32' with Muon, whose momentum is not rounded"
     is_wide = self.state == 'float32'
     checks.require(self, 'state', is_wide or self.name == 'adam', rule)
@@ -71,6 +72,11 @@ class OptimizerOptions:
       value = getattr(self, name)
       checks.require(self, name, 0 <= value < 1, 'be at least 0 and below 1')
     checks.number(self, 0, 'final_ratio', highest=1)
+
+  @property
+  def masters(self) -> str:
+    """Dtype of the masters."""
+    return 'float32' if self.state == 'float32' else 'bfloat16'
 
   @property
   def clips_logits(self) -> bool:
@@ -152,27 +158,34 @@ def scale_by_adam(
     count = optax.safe_increment(state.count)
     # Bias corrections: the moments begin at zero.
     first, second = (1 / (1 - decay**count) for decay in (b1, b2))
-    wide = lambda x: x.astype(jnp.float32)
-    mu = jax.tree.map(
-      lambda m, g: b1 * wide(m) + (1 - b1) * g, state.mu, updates
-    )
+    mu, nu = map(wide, (state.mu, state.nu))
+    mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, updates)
     nu = jax.tree.map(
-      lambda v, g: b2 * wide(v) + (1 - b2) * jnp.square(g), state.nu, updates
+      lambda v, g: b2 * v + (1 - b2) * jnp.square(g), nu, updates
     )
     steps = jax.tree.map(
       lambda m, v: first * m / (jnp.sqrt(second * v) + eps), mu, nu
     )
-    if dtype == 'bfloat16':
-      mu, nu = (
-        _kept(x, old, count, kind)
-        for x, old, kind in ((mu, state.mu, 1), (nu, state.nu, 2))
-      )
+    mu, nu = kept(mu, state.mu, count, 1), kept(nu, state.nu, count, 2)
     return steps, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
+  def wide(moments):
+    if dtype == 'int8':
+      return eight_bits.decode(moments)
+    return optax.tree.cast(moments, jnp.float32)
+
+  def kept(values, like, count, kind):
+    if dtype != 'int8':
+      return _kept(values, like, count, kind)
+    key = jax.random.fold_in(jax.random.key(kind), count)
+    return eight_bits.encode(key, values, ('int8', 'uint8')[kind - 1])
+
   def init(params):
-    zeros = lambda: optax.tree.zeros_like(params, dtype=dtype)
     count = jnp.zeros([], jnp.int32)
-    return optax.ScaleByAdamState(count=count, mu=zeros(), nu=zeros())
+    narrow = 'float32' if dtype == 'int8' else dtype
+    zeros = [optax.tree.zeros_like(params, dtype=narrow) for _ in range(2)]
+    mu, nu = (kept(x, x, count, kind) for kind, x in enumerate(zeros, 1))
+    return optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
   return optax.GradientTransformation(init, update)
 

@@ -97,8 +97,9 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):
+    dtype = spec.rl.optimizer_options().masters
     return train_state.create(
-      variables, optimizer, with_teacher=follows, dtype=spec.rl.state
+      variables, optimizer, with_teacher=follows, dtype=dtype
     )
 
   variables = stages.load_variables(job, 'sft', placement)
@@ -177,7 +178,8 @@ def _reinforce(job: jobs.Job) -> None:
     if not is_first:
       rollouts = contextlib.nullcontext()  # Process 0 has them.
     elif rl.placement == 'colocated':
-      rollouts = _colocated(job, transport, buffer, published.wait)
+      base = start.state.base if spec.shares_base else None
+      rollouts = _colocated(job, transport, buffer, published.wait, base)
     else:
       rollouts = _processes(job, buffer, published.check)
     with (
@@ -326,8 +328,12 @@ def _colocated(
   transport: seams.WeightTransport,
   buffer: buffers.GroupBuffer,
   settle: Callable[[], None],
+  base: Any,
 ) -> Iterator[Wait]:
-  """Trainer and engine take turns; policies still travel through the store."""
+  """Trainer and engine take turns; policies still travel through the store.
+
+  `base` are the trainer's frozen parameters, if the engine shares them.
+  """
   spec = job.spec
   served = None
   with (
@@ -347,7 +353,7 @@ def _colocated(
       nonlocal served
       settle()
       if served is None:
-        served = _served(spec, job.systems, receiver, within_s=0.0)
+        served = _served(spec, job.systems, receiver, within_s=0.0, base=base)
       else:
         receiver.look()
         served()
@@ -365,11 +371,15 @@ def _served(
   receiver: seams.WeightReceiver,
   *,
   within_s: float,
+  base: Any = None,
 ) -> rollout_worker.Served:
   """Makes an engine of the first policy received, which follows later ones."""
   first = receiver.first(within_s)
-  values = stages.with_base(systems, first.variables, stages.served_like(spec))
-  engine = stages.make_engine(spec, values, first.version)
+  values, shares = {**first.variables, 'params': base}, base is not None
+  if not shares:
+    like = stages.served_like(spec)
+    values = stages.with_base(systems, first.variables, like)
+  engine = stages.make_engine(spec, values, first.version, shares_base=shares)
   receiver.follow(engine)
   return rollout_worker.Served(engine, first, receiver)
 

@@ -78,7 +78,7 @@ class StageOptions(loop.TrainingOptions):
     optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
     state: 'float32', or with 'adam' 'bfloat16': masters and moments take half
-      the memory and are rounded stochastically.
+      the memory and are rounded stochastically; 'int8': moments a quarter.
     bias_update_rate: change of the routers' selection bias per step.
     eval_batches: batches averaged in a held-out loss.
     opening: tokens at the beginning of every document that the first two epochs
@@ -247,6 +247,16 @@ class Spec:
     """
     return dataclasses.replace(self.model, numerics='fast')
 
+  @property
+  def shares_base(self) -> bool:
+    """True if an engine can serve frozen arrays of its process on one device.
+
+    In float32 it keeps a wider copy, which spares every step the conversion.
+    """
+    dtype = self.rollout.compute_dtype or self.model.compute_dtype
+    is_one = self.rl.mesh.size == self.rollout.devices == 1
+    return self.model.adapters.enabled and is_one and dtype == 'bfloat16'
+
   def as_dict(self) -> dict[str, Any]:
     """The resolved config: nested dictionaries of plain values."""
     fields = dataclasses.asdict(self)
@@ -302,6 +312,12 @@ class Spec:
       raise ValueError(
         '--config.rl.replay needs the routes that rollouts record: set '
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
+      )
+    if self.initial and self.summary.trigger and self.summary.max_tokens < 10:
+      raise ValueError(
+        f'--config.summary.max_tokens must be at least 10 for an imported '
+        f'model, not {self.summary.max_tokens}: a chat template may frame the '
+        'query for a summary with some tokens more than are reserved for it.'
       )
     self._check_adapters()
     self._check_gate()

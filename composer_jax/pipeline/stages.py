@@ -258,8 +258,13 @@ def training_curriculum(job: jobs.Job) -> seams.Curriculum | None:
   return job.systems.curriculum(tasks, job.workdir, seed)
 
 
-def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
-  return engines.Engine(spec.model, values, version, spec.engine_options())
+def make_engine(
+  spec: specs.Spec, values: Any, version: int, *, shares_base: bool = False
+) -> engines.Engine:
+  options = spec.engine_options()
+  return engines.Engine(
+    spec.model, values, version, options, shares_base=shares_base
+  )
 
 
 def evaluate(job: jobs.Job, stage: str) -> None:
@@ -283,7 +288,9 @@ def evaluate(job: jobs.Job, stage: str) -> None:
     if processes.is_first():
       trained = decoder.trained(variables)
       values = jax.jit(train_state.policy_values)(variables[trained])
-      engine = make_engine(job.spec, variables | {trained: values}, 0)
+      variables |= {trained: values}
+      shares = job.spec.shares_base
+      engine = make_engine(job.spec, variables, 0, shares_base=shares)
       with job.runner() as runner:
         for name in due:
           _evaluate(job, stage, name, names[name], engine, runner)

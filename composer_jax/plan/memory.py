@@ -82,19 +82,24 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
     trainer = training('rl', spec.model, options, mesh, layout, shape)
     # One is published; the gate keeps those that may have sampled.
     kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
-    width = 2 if options.state == 'bfloat16' else 4
+    width = jnp.dtype(options.masters).itemsize
     kept_bytes = kept * trainer.terms['masters'] * 2 // width
     trainer.terms['kept policies'] = kept_bytes
     if spec.rl.placement == 'colocated':
       both = trainer.terms | {
         f'{name} of the engine': count for name, count in engine.terms.items()
       }
+      if spec.shares_base:
+        both['served weights of the engine'] -= both['frozen weights']
       yield dataclasses.replace(trainer, terms=both)
     else:
       yield trainer
       yield engine
   masters = _bytes(*_described(spec.model, specs.Mesh(), layouts.REPLICATED))
   terms = {'masters': masters} | engine.terms
+  if spec.shares_base:
+    frozen, _ = decoder.abstract(spec.model)
+    terms['served weights'] -= _whole(frozen['params'])
   yield Need(name='evaluation', devices=1, terms=terms)
 
 
@@ -119,7 +124,7 @@ def check(spec: specs.Spec, limit: int | None = None) -> Iterator[str]:
     cure = (
       f'What fits: {"; or ".join(fitting.values())}.'
       if fitting
-      else 'No single one of these fits: fewer rows, bfloat16 masters, '
+      else 'No single one of these fits: fewer rows, narrow state, '
       'adapters, shorter windows, up to 64 times as many devices.'
     )
     raise ValueError(
@@ -159,9 +164,12 @@ def _choices(
   ranks = model_config.AdapterConfig(attention=16)
   kinds: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
     ('rows of a microbatch divided by {}', fewer),
-    (
-      f'{part}.state=bfloat16',
-      lambda n: {f'{part}.state': 'bfloat16'} if stage else {},
+    *(
+      (
+        f'{part}.state={state}',
+        lambda n, state=state: {f'{part}.state': state} if stage else {},
+      )
+      for state in ('bfloat16', 'int8')
     ),
     ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
     (
@@ -223,7 +231,7 @@ def training(
     total_steps=1 << 30,
   )
   create = functools.partial(
-    train_state.create, optimizer=transform, dtype=optimizer.state
+    train_state.create, optimizer=transform, dtype=optimizer.masters
   )
   state = jax.eval_shape(create, variables)
   at = train_state.shardings(state, places, _mesh(mesh))

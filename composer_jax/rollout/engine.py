@@ -69,12 +69,15 @@ class Engine:
     options: EngineOptions,
     *,
     mesh: jax.sharding.Mesh | None = None,
+    shares_base: bool = False,
   ):
     """Copies the weights; compiles nothing yet.
 
     The model is sharded over the mesh; None uses the first `options.devices`
-    devices, or if that is 1 the device of the variables. A ValueError tells
-    that the variables do not fit the model, or the model the mesh.
+    devices, or if that is 1 the device of the variables. With `shares_base`,
+    on one device, frozen parameters are served from the caller's arrays, which
+    must live as long. A ValueError tells that the variables do not fit the
+    model, or the model the mesh.
     """
     if options.compute_dtype:
       dtype = options.compute_dtype
@@ -88,9 +91,9 @@ class Engine:
       self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
-    self._base: forward.Weights | None = None
+    self._base = forward.shared(variables, config) if shares_base else None
     self._served = self.place(variables, version)
-    if decoder.trained(variables) == 'adapters':
+    if decoder.trained(variables) == 'adapters' and not shares_base:
       self._base = self._served.weights
     self._slots = slots_lib.Slots(
       options,

@@ -8,6 +8,7 @@ sessions of an engine share; the caller's tables assign pages to rows
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import flax.struct
@@ -23,11 +24,13 @@ from composer_jax.parallel import exchange
 class Weights(flax.struct.PyTreeNode, kw_only=True):
   """Decoder variables, one tree per layer, dense layers first.
 
-  `outer` holds the other variables, as `models.head` expects them.
+  `outer` holds the other variables, as `models.head` expects them. `stacked`
+  holds the parameters that a layer's tree lacks: see `shared`.
   """
 
   outer: decoder.Variables
   layers: tuple[decoder.Variables, ...]
+  stacked: decoder.Variables = dataclasses.field(default_factory=dict)
 
 
 # For each layer two pools of pages: keys [pages, K, H, page] and values
@@ -39,6 +42,28 @@ class Weights(flax.struct.PyTreeNode, kw_only=True):
 # s <= p, so pages can be handed to another row without being cleared, unless
 # they hold values that are not finite (`zero_pages`): zero times NaN is NaN.
 Cache = tuple[paged.Pools, ...]
+
+
+def shared(
+  variables: decoder.Variables, config: config_lib.ModelConfig
+) -> Weights:
+  """Returns frozen weights that are the caller's own arrays, never a copy.
+
+  A program takes its layers' slices of them.
+  """
+  outer = dict(variables['params'])
+  stacked = {name: outer.pop(name) for name in config.stacks}
+  layers = ({},) * config.num_layers
+  return Weights(outer={'params': outer}, layers=layers, stacked=stacked)
+
+
+def _layers(weights):
+  shared = [
+    {'params': jax.tree.map(lambda x, i=i: x[i], stack)}
+    for stack in weights.stacked.values()
+    for i in range(len(jax.tree.leaves(stack)[0]))
+  ] or [{}] * len(weights.layers)
+  return map(operator.or_, weights.layers, shared)
 
 
 def unstack(
@@ -67,16 +92,13 @@ def unstack(
 
   variables = jax.tree.map(copy, variables)
   outer, layers = dict(variables.get('params', {})), []
-  for name, length in (
-    ('dense_layers', config.num_dense_layers),
-    ('moe_layers', config.num_moe_layers),
-  ):
+  for name, length in config.stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
-    for i in range(length):
-      layers.append(jax.tree.map(lambda x, i=i: x[i], stack))
+    layers += [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(length)]
     outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
-  if config.numerics == 'fast' and on_cpu and not is_sharded:
+  is_split = base is None or not base.stacked
+  if config.numerics == 'fast' and on_cpu and not is_sharded and is_split:
     layers = [_split_experts(layer) for layer in layers]
     if config.tie_embeddings and outer:
       outer['unembedding'] = outer['embedding'].T.copy()
@@ -191,7 +213,7 @@ def forward(
     num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
     attend = functools.partial(paged.attend, num_blocks=num_blocks)
   all_pools, routes = [], []
-  for i, variables in enumerate(weights.layers):
+  for i, variables in enumerate(_layers(weights)):
     params = layer.prepare(variables, c)
     query, kept = layer.attention_inputs(
       params, x_BTD, cos_sin, c, is_paged=True

@@ -215,7 +215,7 @@ def make_programs(
   )
 
   def create(variables):
-    dtype = options.optimizer.state
+    dtype = options.optimizer.masters
     return train_state.create(variables, optimizer, dtype=dtype)
 
   shapes = jax.eval_shape(create, abstract)

@@ -144,12 +144,15 @@ def shardings(
     parts = name.split('/')
     ends = ['/'.join(parts[start:]) for start in range(len(parts))]
     parameter = next((end for end in ends if end in by_name), None)
-    if parameter is None or leaf.shape != shapes[parameter]:
+    if parameter is not None and leaf.shape == shapes[parameter]:
+      return by_name[parameter]
+    if parameter is None or leaf.shape[:-1] != shapes[parameter][:-1]:
       raise ValueError(
         f'Optimizer state {name} of shape {leaf.shape} must have the name and '
         f'the shape of a parameter; the parameters are {shapes}.'
       )
-    return by_name[parameter]
+    # Numbers of blocks of rows (`optim.eight_bits`), whole in each shard.
+    return NamedSharding(mesh, P(*by_name[parameter].spec[: leaf.ndim - 1]))
 
   place_of: Any = TrainState  # Holds shardings here, where arrays are declared.
   return place_of(

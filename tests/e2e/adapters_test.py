@@ -28,6 +28,10 @@ FLAGS = (
   '--config.rl.learning_rate=0.001',
   '--config.rl.max_staleness=0',
   '--config.evaluation.episodes=2',
+  # On a busy machine every limit in seconds may pass.
+  '--config.sandbox.level=static',  # no policy here gets as far as a sandbox
+  '--config.rl.wait_timeout_s=36000.0',
+  '--config.rl.max_restarts=99',
 )
 
 
@@ -74,7 +78,7 @@ def _kill_at(imported, workdir, stage, step):
 
 def _finish(imported, workdir):
   done = programs.run_fresh(
-    *_command(imported, workdir)[2:], env=jobs.environment(), timeout_s=3600
+    *_command(imported, workdir)[2:], env=jobs.environment(), timeout_s=36000
   )
   assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
   return jobs.metrics(workdir)

@@ -156,6 +156,33 @@ def test_an_engine_takes_adapters_and_keeps_its_frozen_weights():
     assert (now.logprobs_T != before.logprobs_T).any()
 
 
+def test_an_engine_serves_the_frozen_arrays_of_its_caller():
+  config = adapted(CONFIGS['invariant'])
+  variables = jax.tree.map(jnp.asarray, on_mesh.initial(config))
+  options = dataclasses.replace(engine_mesh_test.OPTIONS, page_size=32)
+  requests = [serving.request(i, [3, 1, 4, i], new=5) for i in range(3)]
+  engines_by_way, grown, outcomes = {}, {}, {}
+  for shares in (True, False):
+    before = sum(x.nbytes for x in jax.live_arrays())
+    engine = engines_by_way[shares] = engines.Engine(
+      config, variables, 0, options, shares_base=shares
+    )
+    grown[shares] = sum(x.nbytes for x in jax.live_arrays()) - before
+    outcomes[shares] = serving.complete(engine, *requests)
+  base = sum(x.nbytes for x in jax.tree.leaves(variables['params']))
+  assert grown[False] - grown[True] >= base
+  for one, other in zip(outcomes[True], outcomes[False], strict=True):
+    serving.assert_same_bits(one, other)
+  engine = engines_by_way[True]
+  for request in requests:
+    engine.close(request.session)
+  engine.swap(decoder.without_base(variables), 1)
+  weights = engine._served.weights
+  held = jax.tree.leaves((weights.outer, weights.stacked))
+  own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(variables)}
+  assert {x.unsafe_buffer_pointer() for x in held} < own
+
+
 def test_the_optimizer_has_no_state_of_frozen_weights():
   config = adapted(CONFIGS['small'])
   variables, axes = decoder.abstract(config)

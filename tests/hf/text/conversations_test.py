@@ -74,6 +74,19 @@ def test_the_loss_is_where_transformers_sees_the_assistant(kind, tmp_path):
   )
 
 
+def test_a_token_over_the_border_of_a_turn_has_no_loss(speech):
+  markup = 'def total(values):'
+  _, offsets = speech.tokenizer.encode_markup(markup)
+  shared = next(i for i, (a, b) in enumerate(offsets) if i and b - a > 1)
+  border, places = int(offsets[shared][0]) + 1, np.arange(len(offsets))
+  for span, learnt in (
+    ((border, len(markup)), places > shared),
+    ((0, border), places < shared),
+    ((0, len(markup)), places >= 0),
+  ):
+    np.testing.assert_array_equal(speech.masked(markup, [span])[1], learnt)
+
+
 def test_where_a_template_changes_earlier_turns_a_part_ends(tmp_path):
   folder = published.write(tmp_path, 'qwen3_moe')
   tokenizer, own = published.speech(folder)
