@@ -12,6 +12,9 @@ take turns: parts whose record, if it were false, would change the gradient most
 by what the trainer's own pass saw; parts that are nearer to the trained weights
 than the policy's move lets expect; and parts drawn at random, the likelier the
 more of the gradient they make. The gradient is that of rewards and of hints.
+A lie shows in few tokens, and a pass a version is dear: but for the first of
+some chains, parts are scored up to where a second version sampled, so that a
+pass holds many.
 What the trained version sampled is in the trainer's own pass (of hints, in the
 student's) and needs no other one.
 """
@@ -28,6 +31,7 @@ from composer_jax.core import records
 from composer_jax.gate import parts as parts_lib
 from composer_jax.rl import batching, comparison, mismatch
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import batching as hint_batching
 
 
 class Score(NamedTuple):
@@ -47,8 +51,9 @@ class Score(NamedTuple):
     return ratios_T[self.part.compared_T]
 
 
-def _versions(parts: Sequence[parts_lib.Part]) -> list[int]:
-  return sorted({int(v) for part in parts for v in part.consumed_T})
+# Of the other lists' chains one in so many scores the whole of its first part,
+# as each of the first list does.
+_WHOLE = 4
 
 
 class Auditor:
@@ -87,7 +92,7 @@ class Auditor:
 
   def knows(self, part: parts_lib.Part) -> bool:
     """True if the policies of a part are kept."""
-    return set(part.consumed_T.tolist()) <= self.policies.keys()
+    return set(part.versions) <= self.policies.keys()
 
   def is_valid(self, version: int, now: int) -> bool:
     """True if a record may name a version in the step of version `now`."""
@@ -124,6 +129,7 @@ class Auditor:
       *(sorted(known, key=lambda i: -suspicion[i][rank]) for rank in range(2)),
       sorted(known, key=lambda i: draws[i] / max(suspicion[i][2], _LEAST)),
     ]
+    begun = [p if self._share == 1 else p.beginning() for p in parts]
     scores: list[Score] = []
     seen: set[int] = set()
     left = self._share * sum(int(parts[i].compared_T.sum()) for i in known)
@@ -134,15 +140,17 @@ class Auditor:
       self._chains += 1
       rotated = zip(*lists[turn:], *lists[:turn], strict=True)
       order = dict.fromkeys(itertools.chain.from_iterable(rotated))
-      waiting = [i for i in order if i not in seen]
-      # No other part may add a pass to those of the first.
-      versions = set(_versions([parts[waiting[0]]]))
-      waiting = [
-        i for i in waiting if versions.issuperset(_versions([parts[i]]))
-      ]
-      waiting = waiting[: self._fitting([parts[i] for i in waiting])]
-      seen |= set(waiting)
-      chosen = [parts[i] for i in waiting]
+      first, *others = (i for i in order if i not in seen)
+      is_whole = turn == 0 or self._chains % _WHOLE == 0
+      chosen = [(parts if is_whole else begun)[first]]
+      seen.add(first)
+      versions = set(chosen[0].versions)
+      for i in others:
+        # No other part may add a pass to those of the first.
+        is_free = versions.issuperset(begun[i].versions)
+        if is_free and self._fits([*chosen, begun[i]]):
+          chosen.append(begun[i])
+          seen.add(i)
       self._work -= self._shape.rows * len(versions)
       scores += self._chain(chosen)
       left -= sum(int(part.compared_T.sum()) for part in chosen)
@@ -151,30 +159,31 @@ class Auditor:
   def score(self, parts: Sequence[parts_lib.Part]) -> list[Score]:
     """Scores all parts, whatever it costs."""
     scores: list[Score] = []
-    while len(scores) < len(parts):
-      rest = parts[len(scores) :]
-      scores += self._chain(rest[: self._fitting(rest)])
-    return scores
+    chosen: list[parts_lib.Part] = []
+    for part in parts:
+      if not self._fits([*chosen, part]):
+        scores += self._chain(chosen)
+        chosen = []
+      chosen.append(part)
+    return scores + (self._chain(chosen) if chosen else [])
 
-  def _fitting(self, parts: Sequence[parts_lib.Part]) -> int:
-    """Returns how many of the first parts a microbatch holds."""
-    for count in range(1, len(parts)):
-      lengths = [len(p.trajectory) for p in parts[: count + 1]]
-      if any(place.batch for place in batching.places(lengths, self._shape)):
-        return count
-    return len(parts)
+  def _fits(self, parts: Sequence[parts_lib.Part]) -> bool:
+    """True if a microbatch holds the parts."""
+    lengths = [part.stop for part in parts]
+    return not any(p.batch for p in batching.places(lengths, self._shape))
 
   def _chain(self, parts: Sequence[parts_lib.Part]) -> list[Score]:
     zeros = [0.0] * len(parts)
-    packed = batching.pack([p.trajectory for p in parts], zeros, self._shape)
+    windows = [hint_batching.until(p.trajectory, p.stop) for p in parts]
+    packed = batching.pack(windows, zeros, self._shape)
     (batch,), places = packed.microbatches, packed.places
     consumed_BT = np.full(batch.tokens_BT.shape, -1)
     for part, place in zip(parts, places, strict=True):
-      consumed_BT[place.row, place.span] = part.consumed_T
+      consumed_BT[place.row, place.span] = part.consumed_T[: part.stop]
     logprobs = [np.zeros(len(p.trajectory), np.float32) for p in parts]
     differing = [np.zeros(len(p.trajectory), np.int32) for p in parts]
     entries = None
-    for version in _versions(parts):
+    for version in sorted({v for part in parts for v in part.versions}):
       batch = batch.replace(own_BT=consumed_BT == version)
       values = self.policies[version]
       scores, entries = self._functions.chain(values, batch, entries)
@@ -185,10 +194,11 @@ class Auditor:
         zip(parts, places, strict=True)
       ):
         # Compared tokens were sampled by the pass over the token before.
-        sampled_T = part.trajectory.policy_version_T == version
-        logprobs[i][sampled_T] = logprobs_BT[row, span][sampled_T]
-        own_T = part.consumed_T == version
-        differing[i][own_T] = differing_BT[row, span][own_T]
+        stop = part.stop
+        sampled_T = part.trajectory.policy_version_T[:stop] == version
+        logprobs[i][:stop][sampled_T] = logprobs_BT[row, span][sampled_T]
+        own_T = part.consumed_T[:stop] == version
+        differing[i][:stop][own_T] = differing_BT[row, span][own_T]
     return [Score(*s) for s in zip(parts, logprobs, differing, strict=True)]
 
 
@@ -208,9 +218,10 @@ def measure(scores: Sequence[Score], num_layers: int) -> dict[str, Any]:
     kl = mismatch.k3(np.concatenate(ratios)).mean()
     metrics[f'mismatch_kl{suffix}'] = float(kl)
     if is_recorded:
-      # No pass consumes the last token.
-      differing = sum(int(s.differing_T[:-1].sum()) for s in chosen)
-      routes = num_layers * sum(len(s.differing_T) - 1 for s in chosen)
+      # No pass needs to consume the last token.
+      computed = [s.differing_T[: s.part.stop - 1] for s in chosen]
+      differing = sum(int(differing_T.sum()) for differing_T in computed)
+      routes = num_layers * sum(map(len, computed))
       metrics['exact_agreement'] = 1 - differing / max(routes, 1)
   return metrics
 

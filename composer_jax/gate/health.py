@@ -153,6 +153,8 @@ class HealthGate:
       (self._folder / _STOPPED).unlink(missing_ok=True)
     if messages and self.stops:
       worst = explain.worst(breaches, exact, own)
+      if worst is not None and worst.part.whole is not None:
+        (worst,) = auditor.score([worst.part.whole])
       raise mismatch.OutOfBand(
         f'rl step {step.version + 1}: {_first(messages)}. '
         f'{self._explained(worst, step, windows)}Its gradient was not applied, '

@@ -25,6 +25,7 @@ class Part(NamedTuple):
     consumed_T: version that computes each token.
     compared_T: true for the tokens to be compared.
     is_recorded: true if the routes are replayed.
+    whole: the part of which this one is the beginning; None if it is whole.
   """
 
   index: int
@@ -32,6 +33,24 @@ class Part(NamedTuple):
   consumed_T: np.ndarray
   compared_T: np.ndarray
   is_recorded: bool
+  whole: 'Part | None' = None
+
+  @property
+  def stop(self) -> int:
+    """Number of tokens up to the last one compared; no pass needs others."""
+    return int(np.flatnonzero(self.compared_T)[-1]) + 1
+
+  @property
+  def versions(self) -> list[int]:
+    """Versions of the passes that score it, in order."""
+    return np.unique(self.consumed_T[: self.stop - 1]).tolist()
+
+  def beginning(self) -> 'Part':
+    """The part with no later token than those of its first sampler."""
+    sampled_by = self.trajectory.policy_version_T
+    is_first_T = sampled_by == sampled_by[np.argmax(self.compared_T)]
+    compared_T = self.compared_T & is_first_T
+    return self._replace(compared_T=compared_T, whole=self)
 
 
 def _sampler_T(consumed_T: np.ndarray) -> np.ndarray:

@@ -127,8 +127,8 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
 
   rows = 60
   seen = [chosen(step) for step in range(40)]
-  # Three of the 20 that are known, each of 7 tokens.
-  assert all(len(found) == 3 for found in seen)
+  # Tokens of three of the 20 that are known: 7 of each, or 4 of a beginning.
+  assert {len(found) for found in seen} == {3, 4}
   assert sum(16 in found for found in seen) > 20
   assert not any(28 in found for found in seen)
   # Each list comes first in turns.
@@ -147,6 +147,50 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
   passes.clear()
   assert sorted(chosen(0)) == [i for i in range(30) if i % 3 != 2]
   assert len(passes) == 10 * 2 + 10
+
+
+def test_a_beginning_takes_the_passes_of_its_first_sampler():
+  window = labelled([1, 1, 1, 2, 2, 3], [1] * 6, [1, 1, 2, 2, 3, 3])
+  (part,) = parts_lib.parts_of(0, window, replay=True)
+  begun = part.beginning()
+  assert (part.stop, part.versions) == (6, [1, 2, 3])
+  assert (begun.stop, begun.versions) == (3, [1])
+  assert begun.compared_T.tolist() == [False, True, True] + [False] * 3
+  assert begun.whole is part and part.whole is None
+
+
+def test_lists_in_turn_score_beginnings_that_share_a_pass():
+  passes = []
+
+  def chain(values, batch, entries):
+    del entries
+    passes.append(values)
+    zeros_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+    scores = steps.Scores(
+      logprobs_BT=zeros_BT, expert_ids_MBTA=None, differing_BT=zeros_BT
+    )
+    return scores, None
+
+  functions = types.SimpleNamespace(parts=1, compact=lambda v: v, chain=chain)
+  auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=0.1)
+  for version in range(3):
+    auditor.keep(version, version)
+  window = labelled([0] * 4 + [1] * 4, [0] * 8, [0] * 3 + [1] * 5)
+  parts = [
+    p for i in range(9) for p in parts_lib.parts_of(i, window, replay=True)
+  ]
+  seen = []
+  for step in range(12):
+    scores = auditor.choose(parts, [(0.0, 0.0, 1.0)] * 9, step, 1)
+    seen.append((passes.copy(), [int(s.part.compared_T.sum()) for s in scores]))
+    passes.clear()
+  # A row of 8 holds a whole part, of two versions, or two beginnings of one.
+  whole, begun = ([0, 1], [7]), ([0], [3, 3])
+  # The first list's chains are whole, and one of four of the others'.
+  assert [found == whole for found in seen] == [
+    i % 3 == 0 or i % 4 == 3 for i in range(12)
+  ]
+  assert all(found in (whole, begun) for found in seen)
 
 
 def test_a_step_of_few_rows_affords_a_chain():
@@ -342,10 +386,11 @@ def test_sessions_that_lost_their_pages_are_what_chains_compute(
     lost = [part for part in parts if not part.is_recorded]
     assert any(len(set(part.consumed_T.tolist())) > 1 for part in lost)
   shape = batching.shape_of(config, rows=2, seq_len=2 * _TURNS_LEN)
+  parts += [part.beginning() for part in parts]
   for score in auditor_of(config, policies, shape).score(parts):
     assert mismatch.k3(score.log_ratios).mean() < 1e-11, score
     if score.part.is_recorded:
-      assert not score.differing_T[:-1].any()
+      assert not score.differing_T[: score.part.stop - 1].any()
 
 
 def auditor_of(config, policies, shape, where=None):

@@ -6,8 +6,10 @@
 Steps without a gate take turns with steps that route afresh and with steps
 under a gate of several shares; each takes all groups of a step that the run
 kept. Reading groups, which checks their tapes, and packing them are timed
-alone. The clock is that of CPU seconds. What recording costs a decode step is
-case 'routes' of benchmarks/rollout.py.
+alone. The clock is that of CPU seconds. With --relabel each window has tokens
+of `rl.max_staleness` versions and the newest, which is as dear as it gets. What
+recording costs a decode step is case 'routes' of benchmarks/rollout.py, and
+replay its case 'replay'.
 """
 
 import dataclasses
@@ -16,11 +18,14 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 
+from composer_jax.core import records
 from experiments import launch
 
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns over all steps kept.')
+_RELABEL = flags.DEFINE_bool('relabel', False, 'Whether to change versions.')
 _SHARES = (0.0, 0.1, 0.15)
 
 
@@ -40,6 +45,29 @@ def _told(name, seconds, base):
     f'{statistics.median(ratios):.3f}, quartiles {low:.3f} and {high:.3f})',
     flush=True,
   )
+
+
+def relabelled(
+  group: records.Group, newest: int, staleness: int
+) -> records.Group:
+  """The group as if its caches had entries of all of these versions."""
+
+  def changed(t):
+    clock_T = np.cumsum(t.loss_mask_T) * (staleness + 1)
+    consumed_T = newest - staleness + clock_T // (1 + t.loss_mask_T.sum())
+    sampled_by_T = np.insert(consumed_T[:-1], 0, consumed_T[0])
+    context_T = np.full_like(consumed_T, consumed_T[0])
+    versions = (sampled_by_T, context_T, consumed_T)
+    fields = zip(
+      records.VERSIONS, (v.astype(np.int32) for v in versions), strict=True
+    )
+    return dataclasses.replace(t, **dict(fields))
+
+  rollouts = (
+    dataclasses.replace(r, trajectories=tuple(map(changed, r.trajectories)))
+    for r in group.rollouts
+  )
+  return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
 def run(spec, systems, workdir, *, role, command):
@@ -88,6 +116,8 @@ def run(spec, systems, workdir, *, role, command):
       ids = range(group, group + rl.prompts)
       read = _timed(lambda ids=ids: [buffer.get(g) for g in ids])
       groups = read[1]
+      if _RELABEL.value:
+        groups = [relabelled(g, step, rl.max_staleness) for g in groups]
       windows = [t for g in groups for r in g.rollouts for t in r.trajectories]
       zeros = [0.0] * len(windows)
       packed = _timed(lambda w=windows, z=zeros: batching.pack(w, z, shape))

@@ -654,7 +654,7 @@ def test_the_gradient_on_a_mesh_is_that_of_one_device(
     layout=layouts.TRAIN,
     options=placement.ParallelOptions(transport=transport),
   )
-  totals = []
+  groups, totals, seen = few_experts(config), [], []
   for placed in (None, where):
     functions = steps.build(
       decoder.Decoder(config, placed and placed.plan),
@@ -663,18 +663,35 @@ def test_the_gradient_on_a_mesh_is_that_of_one_device(
       placement=placed,
       compiler_options=compiling.QUICKLY,
     )
-    batch = only(packed(few_experts(config), shape, num_parts=functions.parts))
     put = (
       jax.device_put
       if placed is None
       else functools.partial(jax.device_put, device=where.variables)
     )
     zeros = jax.tree.map(jnp.zeros_like, put(values)['params'])
-    sums, stats, scores = functions.add_hints(
-      put(values), put(teacher), nothing_but(zeros), batch
+    sums, _, stats, (students, scores) = update.add_hints(
+      nothing_but(zeros),
+      groups,
+      functions,
+      shape,
+      put(values),
+      put(teacher),
+      replay=True,
     )
-    totals.append(jax.device_get((sums.grads, stats, scores.logprobs_BT)))
+    logprobs, differing = (
+      comparison.per_token([s.place for s in students], arrays)
+      for arrays in zip(*((s.logprobs_BT, s.differing_BT) for s in scores))
+    )
+    # Parts of a mesh hold windows in other rows, and other hints with each.
+    places = {id(h): (i, h) for i, s in enumerate(students) for h in s.hints}
+    ordered = [places[id(h)] for _, h in hinted(groups)]
+    logprobs = [logprobs[i][: h.stop] for i, h in ordered]
+    # A window's last token has no route.
+    seen.append([differing[i][: h.stop - 1] for i, h in ordered])
+    totals.append(jax.device_get((sums.grads, stats, logprobs)))
   assert_close(totals[1], totals[0])
+  jax.tree.map(np.testing.assert_array_equal, *seen)
+  assert any(differing_T.any() for differing_T in seen[0])
 
 
 def few_experts(config):
