@@ -12,6 +12,7 @@ many of the trials the exact band would have stopped.
 
 import dataclasses
 import types
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -162,7 +163,7 @@ def measure(lie, trials: int) -> np.ndarray:
   for trial in range(trials):
     rng = np.random.default_rng(trial)
     step = _Step(rng)
-    functions = types.SimpleNamespace(
+    functions: Any = types.SimpleNamespace(
       parts=1, compact=lambda values: values, chain=step.chain
     )
     auditor = audit.Auditor(
