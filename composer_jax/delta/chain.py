@@ -62,7 +62,8 @@ class BundleOptions:
     for name, value in least.items():
       if getattr(self, name) < value:
         raise ValueError(
-          f'{name} must be at least {value}; got {getattr(self, name)}.'
+          f'BundleOptions.{name} must be at least {value}; '
+          f'got {getattr(self, name)}.'
         )
 
 

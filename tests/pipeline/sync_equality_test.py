@@ -232,7 +232,7 @@ def test_a_damaged_policy_ends_a_colocated_run_by_name(
   with opened(tmp_path, spec, tokenizer) as job:
     buffer = buffers.GroupBuffer(tmp_path / 'groups')
     with reinforce._colocated(
-      job, job.systems.transport(tmp_path), buffer, lambda: None
+      job, job.systems.transport(tmp_path), buffer, lambda: None, None
     ) as wait:
       pointer = tmp_path / 'store' / 'refs' / 'policy' / 'latest'
       pointer.write_bytes(b'rot')
