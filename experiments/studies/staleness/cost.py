@@ -67,7 +67,7 @@ def relabelled(
     dataclasses.replace(r, trajectories=tuple(map(changed, r.trajectories)))
     for r in group.rollouts
   )
-  return dataclasses.replace(group, rollouts=tuple(rollouts))
+  return dataclasses.replace(group, rollouts=tuple(rollouts), policies=None)
 
 
 def run(spec, systems, workdir, *, role, command):
