@@ -2,7 +2,7 @@
 
 A block of at most 2,048 numbers of a row shares a float32 scale, its largest
 magnitude. A code is the logarithm of a number's share of it, so that relative
-errors are alike; their tree of words is finer near the scale alone. Rounding is
+errors are alike; the paper's codes are finer near the scale alone. Rounding is
 stochastic: changes smaller than the spacing of codes add up.
 """
 

@@ -108,6 +108,7 @@ def die_with_parent() -> None:
     return
   if sys.platform == 'linux':
     # Also while this process is stopped, or a library holds the lock of Python.
+    # It means the thread that started this process: the main one of its parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
   def watch():

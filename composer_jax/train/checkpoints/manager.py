@@ -202,9 +202,13 @@ class Checkpoints:
     }
     wanted = {STATE: ocp.args.StandardRestore(targets)}
     items = self._read(step, wanted | {_DATA: ocp.args.JsonRestore()})
-    for name, array in items[STATE].items():
-      if not hashes.matches(array, record['arrays'][name]['shards']):
-        raise self._damaged(step, f'the content of {name} has changed')
+    changed = [
+      name
+      for name, array in items[STATE].items()
+      if not hashes.matches(array, record['arrays'][name]['shards'])
+    ]
+    if changed:
+      raise self._damaged(step, f'the content of {changed[0]} has changed')
     text = _texts(items[_DATA]).get('text', '')
     if _digest(text) != record['data']:
       raise self._damaged(step, 'the data state has changed')

@@ -95,6 +95,9 @@ array = jax.make_array_from_callback((4, 4), sharding, t.VALUES.__getitem__)
 right, wrong = (t._digest(values) for values in (t.VALUES, t.VALUES + 1))
 assert t.hashes.matches(array, {'0:4,0:4': right})
 assert not t.hashes.matches(array, {'0:4,0:4': wrong})
+# What one of them refuses keeps it from no block that both look at.
+blocks = {'0:1,0:4': wrong, '0:4,0:4': right}
+assert t.hashes.matches(array, blocks) == (process == 1)
 """
 
 
