@@ -89,7 +89,8 @@ SHAPE = batching.BatchShape(
 )
 
 
-def test_a_share_of_the_tokens_is_scored_the_suspects_first():
+def counting():
+  """Returns functions that score nothing, and the policies they were given."""
   passes = []
 
   def chain(values, batch, entries):
@@ -102,6 +103,11 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
     return scores, None
 
   functions = types.SimpleNamespace(parts=1, compact=lambda v: v, chain=chain)
+  return functions, passes
+
+
+def test_a_share_of_the_tokens_is_scored_the_suspects_first():
+  functions, passes = counting()
   auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=0.15)
   for version in range(4):
     auditor.keep(version, f'policy {version}')
@@ -160,18 +166,7 @@ def test_a_beginning_takes_the_passes_of_its_first_sampler():
 
 
 def test_lists_in_turn_score_beginnings_that_share_a_pass():
-  passes = []
-
-  def chain(values, batch, entries):
-    del entries
-    passes.append(values)
-    zeros_BT = np.zeros(batch.tokens_BT.shape, np.float32)
-    scores = steps.Scores(
-      logprobs_BT=zeros_BT, expert_ids_MBTA=None, differing_BT=zeros_BT
-    )
-    return scores, None
-
-  functions = types.SimpleNamespace(parts=1, compact=lambda v: v, chain=chain)
+  functions, passes = counting()
   auditor = audit.Auditor(functions, SHAPE, max_staleness=2, share=0.1)
   for version in range(3):
     auditor.keep(version, version)
