@@ -11,7 +11,9 @@ The body stays the same program because
   moving work out of the loop or choosing layouts inside;
 - the trip count is opaque and at least two, since a loop of one trip would be
   inlined;
-- callers convert parameters to one dtype outside.
+- callers convert parameters to one dtype outside;
+- results are one array. Of several, XLA leaves out what a program does not use,
+  and sums the others in another order.
 
 Another backend qualifies if its order of summation in products of TILE rows
 depends on shapes and dtypes only (no atomics, no split over K that follows the
@@ -25,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import flatten_util
 
 TILE = 16
 
@@ -67,29 +70,28 @@ def _tiled(fn, params, rows):
     array_Z = jnp.pad(array_Z, pad, mode='edge')
     return array_Z.reshape(num_tiles, 1, TILE, *array_Z.shape[1:])
 
-  def body(i, out):
+  def body(i, out_NW):
     tile = jax.tree.map(
       lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tiles
     )
     result = jax.lax.optimization_barrier(
       fn(*jax.lax.optimization_barrier((params, tile)))
     )
-    return jax.tree.map(
-      lambda o, r: jax.lax.dynamic_update_index_in_dim(o, r, i, 0), out, result
-    )
+    results_W, _ = flatten_util.ravel_pytree(result)
+    return jax.lax.dynamic_update_index_in_dim(out_NW, results_W, i, 0)
 
   tiles = jax.tree.map(to_tiles, rows)
   shapes = jax.eval_shape(fn, params, jax.tree.map(lambda x: x[0], tiles))
-  out = jax.tree.map(
-    lambda s: jnp.zeros((num_tiles, *s.shape), s.dtype), shapes
-  )
-  out = jax.lax.fori_loop(0, opaque(num_tiles), body, out)
+  zeros = jax.tree.map(jnp.zeros_like, shapes)
+  zeros_W, from_words = flatten_util.ravel_pytree(zeros)
+  out_NW = jnp.zeros((num_tiles, zeros_W.size), zeros_W.dtype)
+  out_NW = jax.lax.fori_loop(0, opaque(num_tiles), body, out_NW)
 
   def from_tiles(array):
     array_Z = array.reshape(num_tiles * TILE, *array.shape[3:])[:num_rows]
     return array_Z.reshape(batch, length, *array_Z.shape[1:])
 
-  return jax.tree.map(from_tiles, out)
+  return jax.tree.map(from_tiles, jax.vmap(from_words)(out_NW))
 
 
 def _tiled_backward(fn, residuals, d_out):

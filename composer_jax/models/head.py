@@ -204,7 +204,6 @@ def _next(array_BT: jax.Array) -> jax.Array:
 def _rows(arrays, plan):
   """Gathers whole rows of a shard's arrays [B, T] of one dtype together."""
   if plan is None:
-    # A stack after the loops of batch-invariant numerics changes their bits.
     return arrays
   whole = sequence.gather_row(jnp.stack(arrays, axis=-1), plan)
   return tuple(jnp.moveaxis(whole, -1, 0))

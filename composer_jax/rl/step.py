@@ -169,7 +169,6 @@ def microbatch_sums(
   loss: policy_loss.Loss = policy_loss.loss,
 ) -> tuple[StepSums, Scores]:
   """Gradient and scores of one microbatch at the policy's values."""
-
   name = decoder.trained(values)
 
   def loss_function(params):

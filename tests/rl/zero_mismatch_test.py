@@ -173,8 +173,8 @@ def test_buckets_order_and_room_change_no_bit(config):
   _assert_same(mine, trajectories)
 
 
-@pytest.mark.parametrize('replay', [True, False])
-def test_the_trainer_scores_what_was_sampled(config, replay):
+@pytest.mark.parametrize('way', ['replay', 'afresh', 'gradient'])
+def test_the_trainer_scores_what_was_sampled(config, way):
   trajectories, *_ = _sampled(config)
   shape = replayed.shape(
     config, rows=3, seq_len=160, align=grouped_query.KEY_BLOCK
@@ -186,13 +186,10 @@ def test_the_trainer_scores_what_was_sampled(config, replay):
   packed = batching.pack(
     trajectories, [0.0] * len(trajectories), shape
   ).microbatches
-  score = _scorer(config)
-  scores = [
-    jax.device_get(
-      score(values, b if replay else b.replace(expert_ids_MBTA=None))
-    )
-    for b in packed
-  ]
+  if way == 'afresh':
+    packed = [b.replace(expert_ids_MBTA=None) for b in packed]
+  score = (_trainer if way == 'gradient' else _scorer)(config)
+  scores = [jax.device_get(score(values, b)) for b in packed]
   compared = 0
   for trajectory, place in zip(
     trajectories, batching.places(lengths, shape), strict=True
@@ -214,3 +211,16 @@ def test_the_trainer_scores_what_was_sampled(config, replay):
 @functools.cache
 def _scorer(config):
   return steps.scorer(decoder.Decoder(config))
+
+
+@functools.cache
+def _trainer(config):
+  """Also computes an entropy and gradients, which the engine never does."""
+  step = functools.partial(steps.microbatch_sums, decoder.Decoder(config))
+
+  @jax.jit
+  def run(values, batch):
+    sums, scores = step(values, batch)
+    return scores, sums
+
+  return lambda values, batch: run(values, batch)[0]
