@@ -1,14 +1,14 @@
 """Commits each version of a run as a bundle; survives a kill anywhere.
 
-The order of writes is packs, manifest, index, pointer. Until the pointer is
-replaced, which is atomic, readers see the version before; afterwards the new
-one. What a killed publisher leaves behind is unreachable and `gc` removes it.
+The order of writes is packs, manifest, pointer. Until the pointer is replaced,
+which is atomic, readers see the version before; afterwards the new one. What a
+killed publisher leaves behind is unreachable and `gc` removes it.
 Publishing the same weights under the same version again changes nothing, unless
 the last version was damaged: then it is written anew, as a keyframe.
 
 Every version but the first is one delta to the version before. A further
 keyframe follows the delta of its version, so that receivers that follow closely
-never wait for it. A store that forgot something that is listed gets one at
+never wait for it. A store that forgot something that joiners need gets one at
 once. A second publisher of a run is noticed at its next move of the pointer.
 """
 
@@ -26,7 +26,7 @@ from composer_jax.delta.codec import coding
 from composer_jax.delta.format import keys, manifest
 from composer_jax.delta.store import objects
 
-# Versions between two looks whether all that is listed is still there.
+# Versions between two looks whether all that joiners need is still there.
 LOOK_EVERY = 4
 
 _log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class BundleOptions:
     keyframe_every: versions from a keyframe to the next; joiners start there.
     expires_s: seconds after which receivers doubt a pointer if nothing was
       published since; 0 for never.
-    keep: number of last versions that stay listed.
-    grace_s: seconds for which `gc` deletes no object.
+    keep: number of last versions that `gc` leaves.
+    grace_s: seconds for which it deletes no object.
     threads: number of threads that encode.
   """
 
@@ -104,8 +104,8 @@ class BundleWriter:
   """Publishes one run; goes on from the last version the store committed.
 
   A trainer that resumes from a checkpoint of version v calls `rewind(v)`, which
-  makes later versions void, and publishes v. A damaged pointer, index or
-  manifest ends the chain, and a keyframe starts another.
+  makes later versions void, and publishes v. A damaged pointer or manifest
+  ends the chain, and a keyframe starts another.
 
   Of several processes each has one, with its `peers`. All call `publish` and
   `rewind` alike, each with its own blocks; `gc` works in process 0 alone.
@@ -180,9 +180,9 @@ class BundleWriter:
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow.
 
-    The newest listed version up to `version` becomes the last one. If all are
-    later, the next publish starts a chain afresh with a keyframe, and until
-    then receivers keep what they have.
+    The newest version up to `version` becomes the last one. If all are later,
+    the next publish starts a chain afresh with a keyframe, and until then
+    receivers keep what they have.
     """
 
     def rewind() -> None:
@@ -194,11 +194,11 @@ class BundleWriter:
       self._agree(rewind)
 
   def gc(self, keep: int | None = None) -> int:
-    """Deletes what no run of the store needs; returns bytes freed.
+    """Deletes what nobody needs any more; returns bytes freed.
 
-    Of this run, bundles before the last `keep` versions (None: as the options
-    say) leave the index as `run.pruned` says. A resumed trainer can rewind only
-    to a version that is listed, so `keep` should span its checkpoints. If
+    What stays are the last `keep` versions (None: as the options say), and all
+    from the newest keyframe before them on. A resumed trainer can rewind only
+    to a version that is there, so `keep` should span its checkpoints. If
     something that has to be followed is damaged, nothing is deleted.
     """
     keep = self._options.keep if keep is None else keep
@@ -207,11 +207,7 @@ class BundleWriter:
     if not self._team.leads:
       return 0
     self._run.make_sure()
-    edges = runs.pruned(self._run.edges, keep)
-    if edges != self._run.edges:
-      self._run.check_alone()
-      self._run.point(edges)
-    return self._run.collect(self._options.grace_s)
+    return self._run.collect(keep, self._options.grace_s)
 
   def _agree(self, decide: Callable[[], Any]) -> Any:
     """Returns what process 0 decides, and takes over where the run stands."""
@@ -311,48 +307,42 @@ class BundleWriter:
     if not again:
       fits = run.head is not None and table.base_id == run.head.target_id
       return {} if fits and table.specs == run.specs else None
-    edge = self._same(version, table.target_id)
-    if version == self.version and not self._heal():
+    is_head = (version, table.target_id) == (self.version, self.target_id)
+    if is_head and not self._heal():
       return None
-    bundle = rebuild.read_manifest(self._store, edge)
-    return _info(edge, bundle, elements=table.elements)
+    found = self._same(version, table.target_id)
+    return _info(*found, elements=table.elements)
 
-  def _same(self, version: int, target_id: str) -> manifest.Edge:
+  def _same(
+    self, version: int, target_id: str
+  ) -> tuple[manifest.Link, manifest.Manifest]:
     """Returns the bundle of a version that has these weights."""
     run = self._run
-    edge = runs.head_of(run.edges, version)
-    if edge is not None and edge.target == target_id[:16]:
-      return edge
-    if edge is None:
-      oldest = min(edge.version for edge in run.edges)
-      problem = (
-        f'version {version} of run {run.run_id!r} is neither new (the last is '
-        f'{self.version}) nor kept (the oldest is {oldest})'
-      )
-    else:
-      problem = (
-        f'run {run.run_id!r} has published version {version} with other '
-        f'weights ({edge.target}, now {target_id[:16]})'
-      )
+    problem = f'version {version} of run {run.run_id!r} is neither new (the '
+    problem += f'last is {self.version}) nor kept'
+    with contextlib.suppress(ValueError, FileNotFoundError):
+      link, _, bundle = run.find(version)
+      if (link.version, bundle.target_id) == (version, target_id):
+        return link, bundle
+      if link.version == version:
+        problem = (
+          f'run {run.run_id!r} has published version {version} with other '
+          f'weights ({bundle.target_id[:16]}, now {target_id[:16]})'
+        )
     raise ValueError(
       f'{problem}. A trainer resumed from checkpoint v calls rewind(v) first.'
     )
 
   def _heal(self) -> bool:
-    """Reads the last version as a receiver would; heals pointer and index.
+    """Reads the last version as a receiver would; heals the pointer.
 
     False if the weights are damaged: the version starts a new chain then.
     """
     run = self._run
     run.heal()
-    assert run.head is not None
-    try:
-      rebuild.read_manifest(self._store, run.head)
-      if self._read_base(None) is not None:
-        return True
-      run.start_afresh('its last version is damaged.')
-    except (ValueError, OSError) as error:
-      run.start_afresh(error)
+    if self._read_base(None) is not None:
+      return True
+    run.start_afresh('its last version is damaged.')
     return False
 
   def _commit(
@@ -361,17 +351,15 @@ class BundleWriter:
     encoded = time.monotonic()
 
     def point() -> tuple[dict[str, Any], bool]:
-      run, keyframe_every = self._run, self._options.keyframe_every
-      base = run.head if table.base_id else None
-      edge, bundle = run.write(table, version, base)
-      edges = *run.edges, edge
-      frames = [e.version for e in edges if e.kind == manifest.KEY]
-      due = not frames or version - max(frames) >= keyframe_every
-      run.point(runs.pruned(edges, self._options.keep), edge, bundle)
+      run = self._run
+      link, bundle = run.write(table, version, table.base_id)
+      keyframe = run.head.keyframe if table.base_id and run.head else link
+      run.point(link, keyframe, bundle)
+      due = version - keyframe.version >= self._options.keyframe_every
       self._take_over(bundle.target_id)
-      _log.info('%s: version %d, %s', run.run_id, version, edge.kind)
+      _log.info('%s: version %d, %s', run.run_id, version, bundle.kind)
       info = _info(
-        edge,
+        link,
         bundle,
         changed=table.changed,
         elements=table.elements,
@@ -393,24 +381,21 @@ class BundleWriter:
       self._base.target_id = target_id
 
   def _has_lost(self) -> bool:
-    """Looks now and then whether the store forgot what is listed."""
+    """Looks now and then whether the store forgot what joiners need."""
     self._committed += 1
-    if self._committed % LOOK_EVERY:
-      return False
-    with _forgiven(self.version):
-      lost = self._run.lost()
-      if lost:
-        names = ', '.join(edge.title for edge in lost[:8])
-        _log.warning(
-          '%s: objects of %s are gone from %s; a keyframe is written.',
-          *(self._run.run_id, names, self._store.url),
-        )
-        self._run.edges = tuple(e for e in self._run.edges if e not in lost)
-        return True
-    return False
+    lost = False
+    if self._committed % LOOK_EVERY == 0:
+      with _forgiven(self.version):
+        lost = self._run.has_lost()
+    if lost:
+      _log.warning(
+        '%s: what joiners need is gone from %s; a keyframe is written.',
+        *(self._run.run_id, self._store.url),
+      )
+    return lost
 
   def _add_keyframe(self) -> int:
-    """Writes a keyframe of the head, listed by a second move of the pointer.
+    """Writes a keyframe of the head, named by a second move of the pointer.
 
     Returns its bytes, 0 in other processes than the first. Where the store has
     no room for it, the next version gets one.
@@ -420,19 +405,19 @@ class BundleWriter:
     with _forgiven(run.head.version):
       table = self._keyframe()
       if self._team.leads:
-        edge, _ = run.write(table, run.head.version, None)
-        run.point(runs.pruned((*run.edges, edge), self._options.keep))
-        return edge.bytes
+        link, bundle = run.write(table, run.head.version, '')
+        run.add_keyframe(link)
+        return link.bytes + bundle.bundle_bytes
     return 0
 
 
 def _info(
-  edge: manifest.Edge, bundle: manifest.Manifest, **costs
+  link: manifest.Link, bundle: manifest.Manifest, **costs
 ) -> dict[str, Any]:
   """Returns fields of a BundleInfo, as JSON carries them between processes."""
   names = ('version', 'kind', 'target_id', 'base_id', 'full_bytes')
   fields = {name: getattr(bundle, name) for name in names}
-  return {**fields, 'bytes': edge.bytes, **costs}
+  return {**fields, 'bytes': link.bytes + bundle.bundle_bytes, **costs}
 
 
 @contextlib.contextmanager

@@ -228,21 +228,23 @@ class Reader:
 
 
 def read_manifest(
-  source: Reader | objects.Store, named: manifests.Edge | manifests.Pointer
+  source: Reader | objects.Store, link: manifests.Link, target_id: str = ''
 ) -> manifests.Manifest:
-  """Reads the manifest that an edge or pointer names; errors name it, too."""
-  data = source.get(named.manifest, named.manifest_bytes)
-  with _naming(f'manifest {named.manifest}'):
-    return manifests.Manifest.from_bytes(data)
+  """Reads what a link leads to, and refuses one that belies it.
 
-
-def read_index(
-  source: Reader | objects.Store, pointer: manifests.Pointer
-) -> tuple[manifests.Edge, ...]:
-  """Reads the list of a run's bundles; errors as of `read_manifest`."""
-  data = source.get(pointer.index, pointer.index_bytes)
-  with _naming(f'index {pointer.index}'):
-    return manifests.parse_index(data, pointer.run_id)
+  Args:
+    target_id: identity that it must lead to; '' for any.
+  """
+  data = source.get(link.manifest, link.bytes)
+  with _naming(f'manifest {link.manifest}'):
+    bundle = manifests.Manifest.from_bytes(data)
+    for name, claim in ('version', link.version), ('target_id', target_id):
+      found = getattr(bundle, name)
+      if found != claim and claim != '':
+        raise ValueError(
+          f'its {name} is {found!r}, and what leads to it says {claim!r}.'
+        )
+  return bundle
 
 
 # Applying.

@@ -330,9 +330,6 @@ def test_a_run_is_not_taken_over_with_a_new_key(tmp_path):
   with pytest.raises(ValueError, match="has a run 'run' already, and .*other"):
     bundles.Publisher(tmp_path / 'store', other, RUN, FAST)
   assert not other.exists()
-  # Another run of that store gets a key of its own.
-  bundles.Publisher(tmp_path / 'store', other, 'second', FAST).close()
-  assert other.exists()
 
 
 def test_donated_arrays_are_an_error_and_no_other_values(tmp_path):
@@ -545,7 +542,7 @@ def fetched_of(root):
       # Everyone reads the manifest whole.
       sealed, _ = stores.Store(root / 'store').read_pointer(RUN)
       key = keys.open_key(root / 'key')
-      head = manifests.unseal(sealed, key, RUN).manifest_bytes
+      head = manifests.unseal(sealed, key, RUN).head.bytes
       whole = sender.results()[0].bytes
       lines.append(f'{whole - head},{receiver.stats.bytes - head}')
   return lines
@@ -570,7 +567,7 @@ def test_two_processes_publish_one_bundle(tmp_path):
   outputs = []
   try:
     for process in processes:
-      outputs.append(process.communicate(timeout=120))
+      outputs.append(process.communicate())
   finally:
     for process in processes:
       process.kill()

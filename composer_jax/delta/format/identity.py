@@ -18,7 +18,7 @@ import blake3
 import ml_dtypes
 import numpy as np
 
-FORMAT = 'CDB4'
+FORMAT = 'CDB5'
 # Of a chunk: nobody finds other bits for a given hash of 16 bytes. Who chooses
 # both is the publisher. The identity of weights has 32.
 HASH_BYTES = 16
