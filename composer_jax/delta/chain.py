@@ -307,43 +307,13 @@ class BundleWriter:
     if not again:
       fits = run.head is not None and table.base_id == run.head.target_id
       return {} if fits and table.specs == run.specs else None
-    is_head = (version, table.target_id) == (self.version, self.target_id)
-    if is_head and not self._heal():
-      return None
-    found = self._same(version, table.target_id)
-    return _info(*found, elements=table.elements)
-
-  def _same(
-    self, version: int, target_id: str
-  ) -> tuple[manifest.Link, manifest.Manifest]:
-    """Returns the bundle of a version that has these weights."""
-    run = self._run
-    problem = f'version {version} of run {run.run_id!r} is neither new (the '
-    problem += f'last is {self.version}) nor kept'
-    with contextlib.suppress(ValueError, FileNotFoundError):
-      link, _, bundle = run.find(version)
-      if (link.version, bundle.target_id) == (version, target_id):
-        return link, bundle
-      if link.version == version:
-        problem = (
-          f'run {run.run_id!r} has published version {version} with other '
-          f'weights ({bundle.target_id[:16]}, now {target_id[:16]})'
-        )
-    raise ValueError(
-      f'{problem}. A trainer resumed from checkpoint v calls rewind(v) first.'
-    )
-
-  def _heal(self) -> bool:
-    """Reads the last version as a receiver would; heals the pointer.
-
-    False if the weights are damaged: the version starts a new chain then.
-    """
-    run = self._run
-    run.heal()
-    if self._read_base(None) is not None:
-      return True
-    run.start_afresh('its last version is damaged.')
-    return False
+    if (version, table.target_id) == (self.version, self.target_id):
+      # It is read as by a receiver; damaged, it starts a new chain.
+      run.heal()
+      if self._read_base(None) is None:
+        run.start_afresh('its last version is damaged.')
+        return None
+    return _info(*run.found(version, table.target_id), elements=table.elements)
 
   def _commit(
     self, version: int, table: chunking.ChunkTable, started: float
@@ -354,8 +324,12 @@ class BundleWriter:
       run = self._run
       link, bundle = run.write(table, version, table.base_id)
       keyframe = run.head.keyframe if table.base_id and run.head else link
-      run.point(link, keyframe, bundle)
+      run.point(keyframe, link, bundle)
       due = version - keyframe.version >= self._options.keyframe_every
+      self._committed += 1
+      if not due and self._committed % LOOK_EVERY == 0:
+        with _forgiven(version):
+          due = run.has_lost()
       self._take_over(bundle.target_id)
       _log.info('%s: version %d, %s', run.run_id, version, bundle.kind)
       info = _info(
@@ -367,7 +341,7 @@ class BundleWriter:
         encode_s=encoded - started,
         upload_s=time.monotonic() - encoded,
       )
-      return info, due or self._has_lost()
+      return info, due
 
     info, due = self._agree(point)
     self._take_over(info['target_id'])
@@ -380,33 +354,19 @@ class BundleWriter:
       self._base, self._staged = self._staged, None
       self._base.target_id = target_id
 
-  def _has_lost(self) -> bool:
-    """Looks now and then whether the store forgot what joiners need."""
-    self._committed += 1
-    lost = False
-    if self._committed % LOOK_EVERY == 0:
-      with _forgiven(self.version):
-        lost = self._run.has_lost()
-    if lost:
-      _log.warning(
-        '%s: what joiners need is gone from %s; a keyframe is written.',
-        *(self._run.run_id, self._store.url),
-      )
-    return lost
-
   def _add_keyframe(self) -> int:
     """Writes a keyframe of the head, named by a second move of the pointer.
 
     Returns its bytes, 0 in other processes than the first. Where the store has
     no room for it, the next version gets one.
     """
-    run = self._run
-    assert run.head is not None
-    with _forgiven(run.head.version):
+    version = self.version
+    assert version is not None
+    with _forgiven(version):
       table = self._keyframe()
       if self._team.leads:
-        link, bundle = run.write(table, run.head.version, '')
-        run.add_keyframe(link)
+        link, bundle = self._run.write(table, version, '')
+        self._run.point(link)
         return link.bytes + bundle.bundle_bytes
     return 0
 
@@ -421,10 +381,8 @@ def _info(
 
 
 @contextlib.contextmanager
-def _forgiven(version: int | None) -> Iterator[None]:
+def _forgiven(version: int) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    _log.warning(
-      'version %s is out, but a keyframe of it is not: %s', *(version, error)
-    )
+    _log.warning('version %d is out, but no keyframe of it: %s', version, error)

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -153,21 +154,6 @@ def _overlap(name: str, index: identity.Index) -> ValueError:
   return ValueError(f'{name}: the block at {index} overlaps another block.')
 
 
-def _check_whole(name: str, shape: tuple[int, ...], numbers: Any) -> None:
-  """Refuses a tensor that does not have each of its chunks once."""
-  numbers, sizes = np.asarray(numbers, int), identity.of(shape).sizes
-  if len(np.unique(numbers)) < len(numbers):
-    raise ValueError(
-      f'{name}: the blocks of one process overlap those of another.'
-    )
-  lost = np.setdiff1d(np.arange(len(sizes)), numbers)
-  if lost.size:
-    raise ValueError(
-      f'{name}: {sizes[lost].sum()} elements are in chunks that no blocks make '
-      'whole.'
-    )
-
-
 def wanted_by(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
   """Says where in the weights these blocks are."""
   found: dict[tuple, list[identity.Index]] = {}
@@ -179,19 +165,19 @@ def wanted_by(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
 
 def identify(blocks: Iterable[AnyBlock]) -> tuple[str, int, int]:
   """Returns the identity, elements and bytes of weights, in no store."""
-  cutter, elements, size = Cutter(), 0, 0
-  posts: dict[str, dict[int, bytes]] = {}
-  for block in blocks:
-    posts.setdefault(block[0], {})
-    for (name, number), values in cutter.add(block):
-      posts[name][number] = identity.hash_chunk(values)
-      elements, size = elements + values.size, size + values.nbytes
-  nodes = {}
-  for name, (dtype, shape) in cutter.specs.items():
-    _check_whole(name, shape, list(posts[name]))
-    joined = b''.join(posts[name][number] for number in sorted(posts[name]))
-    nodes[name] = identity.tensor_node(name, dtype, shape, joined)
-  return identity.root(nodes), elements, size
+  cutter, rows, size = Cutter(), {}, 0
+  for (name, number), values in (c for b in blocks for c in cutter.add(b)):
+    rows.setdefault(name, []).append(_row(number, identity.hash_chunk(values)))
+    size += values.nbytes
+  rows = {name: np.array(found, _ROW) for name, found in rows.items()}
+  table = merge([ChunkTable(specs=cutter.specs, rows=rows)])
+  return table.target_id, table.elements, size
+
+
+def _row(
+  number, post, codec=_UNCODED, pack=manifest.NO_PACK, length=0
+) -> tuple:
+  return number, codec, pack, length, np.frombuffer(post, np.uint8)
 
 
 # Encoding.
@@ -316,21 +302,21 @@ class Encoder:
     """Uploads packs of the blobs, which come in the order of their keys."""
     rows: dict[str, list[tuple]] = {}
     lengths: list[int] = []
-    changed = elements = 0
+    changed = 0
 
     def packs() -> Iterator[bytes]:
-      nonlocal changed, elements
+      nonlocal changed
       pack = bytearray()
-      for (name, number), codec, blob, post, values, count in coded:
+      for (name, number), codec, blob, post, _, count in coded:
         if pack and len(pack) + len(blob) > PACK_BYTES:
           lengths.append(len(pack))
           yield bytes(pack)
           pack.clear()
         place = len(lengths) if blob else manifest.NO_PACK
-        row = number, codec, place, len(blob), np.frombuffer(post, np.uint8)
+        row = _row(number, post, codec, place, len(blob))
         rows.setdefault(name, []).append(row)
         pack += blob
-        changed, elements = changed + count, elements + values.size
+        changed += count
       if pack:
         lengths.append(len(pack))
         yield bytes(pack)
@@ -338,7 +324,6 @@ class Encoder:
     names = list(rebuild.in_order(self.store.put, packs(), _UPLOADS, 1))
     return ChunkTable(
       changed=changed,
-      elements=elements,
       packs=tuple(zip(names, lengths, strict=True)),
       rows={name: np.array(found, _ROW) for name, found in rows.items()},
     )
@@ -385,7 +370,6 @@ class ChunkTable:
     base_id: identity of the weights that every chunk was encoded against; ''
       if the rows stand alone, or hold hashes alone.
     changed: number of elements that differ from the base.
-    elements: number of elements of all its chunks.
     cut_bytes: bytes of chunks that no block held whole.
     packs: (sha256, bytes) of the objects that hold its blobs.
     rows: {name: numbers of chunks, ascending, and their rows}.
@@ -394,7 +378,6 @@ class ChunkTable:
   specs: manifest.Specs = dataclasses.field(default_factory=dict)
   base_id: str = ''
   changed: int = 0
-  elements: int = 0
   cut_bytes: int = 0
   packs: tuple[tuple[str, int], ...] = ()
   rows: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -418,13 +401,17 @@ class ChunkTable:
   @property
   def tensors(self) -> tuple[manifest.Tensor, ...]:
     """Tensors of the manifest, of a table of all processes."""
-    tensors = []
-    for name, spec in sorted(self.specs.items()):
-      chunks = np.empty(len(self.rows[name]), manifest.CHUNK)
-      for field in manifest.CHUNK.names or ():
-        chunks[field] = self.rows[name][field]
-      tensors.append(manifest.Tensor(name, *spec, chunks))
-    return tuple(tensors)
+    columns = list(manifest.CHUNK.names or ())
+    return tuple(
+      manifest.Tensor(
+        name, *spec, self.rows[name][columns].astype(manifest.CHUNK)
+      )
+      for name, spec in sorted(self.specs.items())
+    )
+
+  @property
+  def elements(self) -> int:
+    return sum(math.prod(shape) for _, shape in self.specs.values())
 
   @property
   def target_id(self) -> str:
@@ -463,8 +450,22 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
     specs=specs,
     base_id=bases.pop() if len(bases) == 1 else '',
     changed=sum(table.changed for table in tables),
-    elements=sum(table.elements for table in tables),
     cut_bytes=sum(table.cut_bytes for table in tables),
     packs=tuple(packs),
     rows=merged,
   )
+
+
+def _check_whole(name: str, shape: tuple[int, ...], numbers: Any) -> None:
+  """Refuses a tensor that does not have each of its chunks once."""
+  numbers, sizes = np.asarray(numbers, int), identity.of(shape).sizes
+  if len(np.unique(numbers)) < len(numbers):
+    raise ValueError(
+      f'{name}: the blocks of one process overlap those of another.'
+    )
+  lost = np.setdiff1d(np.arange(len(sizes)), numbers)
+  if lost.size:
+    raise ValueError(
+      f'{name}: {sizes[lost].sum()} elements are in chunks that no blocks make '
+      'whole.'
+    )

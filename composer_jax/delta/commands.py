@@ -114,10 +114,7 @@ def _open_pointer(
   key = keys.open_key(key_path)
   found = store.read_pointer(run_id)
   if found is None:
-    raise ValueError(
-      f'{store.url} has no run {run_id!r}'
-      + (f'; it has {store.run_ids()}.' if store.is_writable else '.')
-    )
+    raise ValueError(f'{store.url} has no run {run_id!r}.')
   try:
     return manifest.unseal(found[0], key, run_id)
   except ValueError as error:

@@ -14,10 +14,9 @@ import dataclasses
 import logging
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from composer_jax.core import files
 from composer_jax.delta import rebuild
@@ -25,20 +24,15 @@ from composer_jax.delta.format import keys
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
 
-# A store in which so many bundles fail is not worth more of a poll's time, and
-# each that cannot be reached takes as long as the store's patience.
-MAX_FAILURES = 32
+# Each object that cannot be reached takes as long as the store's patience.
 MAX_UNREACHED = 3
 
 _log = logging.getLogger(__name__)
 
 
-class _Way(NamedTuple):
-  """Bundles to apply in order to `start`, which is None before a keyframe."""
-
-  bytes: int
-  start: rebuild.Held | None
-  links: tuple[manifests.Link, ...]
+# Bytes, the weights to start from (None before a keyframe), and links of the
+# bundles to apply to them in order.
+_Way = tuple[int, rebuild.Held | None, tuple[manifests.Link, ...]]
 
 
 def load(
@@ -65,17 +59,17 @@ def load(
     OSError: the store cannot be reached or what it must have is missing.
   """
   version = pointer.version if version is None else version
-  reader = rebuild.Reader(store, cost)
-  return _Walk(reader, pointer, version, held, wanted, threads).to_end()
+  cost = cost or rebuild.UpdateCost()
+  return _Walk(store, pointer, version, held, wanted, threads, cost).to_end()
 
 
 class _Walk:
   """Goes from bundle to bundle and around those that fail."""
 
-  def __init__(self, reader, pointer, version, held, wanted, threads):
-    self._reader, self._pointer, self._version = reader, pointer, version
-    self._held = held
-    self._wanted, self._threads = wanted, threads
+  def __init__(self, store, pointer, version, held, wanted, threads, cost):
+    self._store, self._pointer, self._version = store, pointer, version
+    self._held, self._wanted, self._threads = held, wanted, threads
+    self._cost = cost
     # Buffers that others read.
     tensors = held.tensors.values() if held else ()
     self._kept = {id(tensor.buffer) for tensor in tensors}
@@ -87,14 +81,17 @@ class _Walk:
 
   def to_end(self) -> rebuild.Held:
     while way := self._cheapest():
-      reached = way.start
-      for link in way.links:
+      _, reached, links = way
+      for link in links:
         reached = self._step(link, reached)
         if reached is None:
           break
       if reached is not None:
         return dataclasses.replace(reached, version=self._version)
-    raise self._no_way()
+    reasons = self._failures[:4] or ['no bundle leads there']
+    more = len(self._failures) - len(reasons)
+    text = '; '.join(reasons) + (f'; and {more} more' if more > 0 else '')
+    raise ValueError(f'version {self._version} cannot be rebuilt: {text}')
 
   def _cheapest(self) -> _Way | None:
     """Returns the way of fewest bytes, None if there is none.
@@ -117,24 +114,24 @@ class _Walk:
         # Equal weights under another version will do, but nobody vouches for
         # the name of what is held except the manifest of the version.
         if held and held.target_id == bundle.target_id:
-          ways.append(_Way(cost, held, after))
+          ways.append((cost, held, after))
           break
         total += link.bytes + bundle.bundle_bytes
         if held and held.target_id == bundle.base_id:
-          ways.append(_Way(total, held, links))
+          ways.append((total, held, links))
           break
       if keyframe is not None and keyframe.version == link.version:
         frame = self._read(keyframe, target_id)
         if frame is not None:
           size = keyframe.bytes + frame.bundle_bytes
-          ways.append(_Way(cost + size, None, (keyframe, *after)))
+          ways.append((cost + size, None, (keyframe, *after)))
       if bundle is None or bundle.kind == manifests.KEY:
         break
-      if ways and (held is None or total >= ways[0].bytes):
+      if ways and (held is None or total >= ways[0][0]):
         break
       cost, after, target_id = total, links, bundle.base_id
       link, keyframe = bundle.previous, bundle.keyframe
-    return min(ways, key=lambda way: (way.bytes, len(way.links)), default=None)
+    return min(ways, key=lambda way: (way[0], len(way[2])), default=None)
 
   def _read(
     self, link: manifests.Link, target_id: str
@@ -143,8 +140,9 @@ class _Walk:
     if link.manifest not in self._bundles:
       self._bundles[link.manifest] = None
       try:
-        bundle = rebuild.read_manifest(self._reader, link, target_id)
+        bundle = rebuild.read_manifest(self._store, link, target_id)
         self._bundles[link.manifest] = bundle
+        self._cost.bytes += link.bytes
       except (ValueError, OSError) as error:
         self._note(error)
     return self._bundles[link.manifest]
@@ -153,21 +151,21 @@ class _Walk:
     self, link: manifests.Link, base: rebuild.Held | None
   ) -> rebuild.Held | None:
     """Applies one bundle; None, and it is not tried again, where it fails."""
-    bundle, how = self._bundles[link.manifest], (self._wanted, self._threads)
+    bundle = self._bundles[link.manifest]
+    how: Any = dict(wanted=self._wanted, threads=self._threads, cost=self._cost)
     assert bundle is not None
     try:
       # What the way has reached is as large as the policy, and nobody else's.
-      reached = rebuild.apply(self._reader, bundle, base, *how, kept=self._kept)
-    except rebuild.DamagedBase as error:
-      # The bundle may be good: what it was applied to is not.
-      self._held = None
-      self._note(error)
-      return None
+      reached = rebuild.apply(self._store, bundle, base, kept=self._kept, **how)
     except (ValueError, OSError) as error:
-      self._bundles[link.manifest] = None
+      if self._held and isinstance(error, rebuild.DamagedBase):
+        # The bundle may be good: what it was applied to is not.
+        self._held = None
+      else:
+        self._bundles[link.manifest] = None
       self._note(error)
       return None
-    self._reader.cost.route += (bundle.title,)
+    self._cost.route += (bundle.title,)
     return reached
 
   def _note(self, error: Exception) -> None:
@@ -179,14 +177,6 @@ class _Walk:
       *(self._pointer.run_id, self._pointer.version, error),
     )
     self._failures.append(str(error))
-    if len(self._failures) == MAX_FAILURES:
-      raise self._no_way()
-
-  def _no_way(self) -> ValueError:
-    reasons = self._failures[:4] or ['no bundle leads there']
-    more = len(self._failures) - len(reasons)
-    text = '; '.join(reasons) + (f'; and {more} more' if more > 0 else '')
-    return ValueError(f'version {self._version} cannot be rebuilt: {text}')
 
 
 # Following.
@@ -233,7 +223,6 @@ class Follower:
     self._memory = None if memory is None else pathlib.Path(memory)
     self._wanted, self._threads, self._now = wanted, threads, now
     self._where = f'{store.url}/refs/{run_id}/latest'
-    self._polling = threading.Lock()
     self._seen: manifests.Pointer | None = None
     if self._memory is not None:
       files.sweep(self._memory.parent)  # of receivers that were killed
@@ -244,19 +233,18 @@ class Follower:
     After damage the old weights stay in `held`, `problem` says what is wrong
     and a warning says it once; the next poll tries again.
     """
-    with self._polling:
-      try:
-        held = self._poll()
-      except (ValueError, OSError) as error:
-        if str(error) != self.problem:
-          serving = 'has no weights to serve yet'
-          if self.held is not None:
-            serving = f'keeps serving version {self.held.version}'
-          _log.warning('Run %r %s: %s', self._run_id, serving, error)
-        self.problem = str(error)
-        return None
-      self.problem = None
-      return held
+    try:
+      held = self._poll()
+    except (ValueError, OSError) as error:
+      if str(error) != self.problem:
+        serving = 'has no weights to serve yet'
+        if self.held is not None:
+          serving = f'keeps serving version {self.held.version}'
+        _log.warning('Run %r %s: %s', self._run_id, serving, error)
+      self.problem = str(error)
+      return None
+    self.problem = None
+    return held
 
   def _poll(self) -> rebuild.Held | None:
     begun, cost, held = time.perf_counter(), rebuild.UpdateCost(), self.held

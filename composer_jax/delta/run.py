@@ -4,9 +4,11 @@ Only `Run.point` changes what readers see, by one comparison and swap. A store
 holds one run: what its pointer does not lead to is garbage.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from composer_jax.delta import chunking, rebuild
 from composer_jax.delta.format import keys, manifest
@@ -137,25 +139,28 @@ class Run:
     self._known[link.manifest] = previous, keyframe, bundle.packs
     return link, bundle
 
-  def point(self, head: manifest.Link, keyframe: manifest.Link, bundle) -> None:
-    """Moves the pointer to a bundle, whose manifest this is: this commits."""
-    self._move(head=head, keyframe=keyframe, target_id=bundle.target_id)
-    self.specs = bundle.specs
+  def point(
+    self,
+    keyframe: manifest.Link,
+    head: manifest.Link | None = None,
+    bundle: manifest.Manifest | None = None,
+  ) -> None:
+    """Moves the pointer, unless another publisher did first: this commits.
 
-  def add_keyframe(self, keyframe: manifest.Link) -> None:
-    """Moves the pointer to the same head and another keyframe of it."""
-    assert self.head is not None
-    head, target_id = self.head.head, self.head.target_id
-    self._move(head=head, keyframe=keyframe, target_id=target_id)
-
-  def _move(self, **fields) -> None:
-    """Moves the pointer, unless another publisher did first."""
+    Args:
+      keyframe: newest keyframe.
+      head: bundle of the version; None for the same as before.
+      bundle: manifest of that bundle.
+    """
+    last: Any = self.head
     pointer = manifest.Pointer(
       run_id=self.run_id,
       sequence=self._sequence + 1,
       rewinds=self._rewinds,
+      target_id=(bundle or last).target_id,
+      head=head or last.head,
+      keyframe=keyframe,
       expires=int(self._now() + self._expires_s) if self._expires_s else 0,
-      **fields,
     )
     data = manifest.seal(pointer, self._key)
     try:
@@ -165,6 +170,7 @@ class Run:
       if not self._has_landed(data):
         raise
     self._sealed, self._sequence, self.head = data, pointer.sequence, pointer
+    self.specs = bundle.specs if bundle else self.specs
 
   def _has_landed(self, data: bytes) -> bool:
     try:
@@ -186,25 +192,45 @@ class Run:
     expires = self.head.expires or float('inf')
     is_aging = expires - self._now() < self._expires_s / 2
     if not self.check_alone() or is_aging:
-      self.add_keyframe(self.head.keyframe)
+      self.point(self.head.keyframe)
 
-  def find(
+  def _find(
     self, version: int
   ) -> tuple[manifest.Link, manifest.Link, manifest.Manifest]:
-    """Returns the newest bundle up to a version, and the keyframe before it.
+    """Returns the newest keyframe and the newest bundle up to a version.
 
     Raises:
       ValueError, OSError: what leads there is damaged or deleted.
     """
     assert self.head is not None
-    link, keyframe = self.head.head, self.head.keyframe
+    keyframe, link = self.head.keyframe, self.head.head
     while True:
       bundle = rebuild.read_manifest(self._store, link)
       if link.version <= version:
-        return link, keyframe, bundle
+        return keyframe, link, bundle
       if bundle.previous is None or bundle.keyframe is None:
         raise ValueError(f'no version up to {version} was published.')
-      link, keyframe = bundle.previous, bundle.keyframe
+      keyframe, link = bundle.keyframe, bundle.previous
+
+  def found(
+    self, version: int, target_id: str
+  ) -> tuple[manifest.Link, manifest.Manifest]:
+    """Returns the bundle of a version; refuses one of other weights."""
+    assert self.head is not None
+    problem = f'version {version} of run {self.run_id!r} is neither new (the '
+    problem += f'last is {self.head.version}) nor kept'
+    with contextlib.suppress(ValueError, FileNotFoundError):
+      _, link, bundle = self._find(version)
+      if (link.version, bundle.target_id) == (version, target_id):
+        return link, bundle
+      if link.version == version:
+        problem = (
+          f'run {self.run_id!r} has published version {version} with other '
+          f'weights ({bundle.target_id[:16]}, now {target_id[:16]})'
+        )
+    raise ValueError(
+      f'{problem}. A trainer resumed from checkpoint v calls rewind(v) first.'
+    )
 
   def rewind(self, version: int) -> None:
     """Points to the newest version up to `version`.
@@ -212,7 +238,7 @@ class Run:
     If that is deleted or damaged, the next version starts a chain afresh.
     """
     try:
-      found = self.find(version)
+      found = self._find(version)
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
@@ -221,12 +247,16 @@ class Run:
 
   def has_lost(self) -> bool:
     """Whether the store forgot an object that a joiner needs."""
-    sizes = self._store.sizes()
-    try:
+    sizes, lost = self._store.sizes(), True
+    with contextlib.suppress(ValueError, FileNotFoundError):
       needed = self._needed(1)
-    except (ValueError, FileNotFoundError):
-      return True
-    return any(sizes.get(name) != length for name, length in needed.items())
+      lost = any(sizes.get(name) != length for name, length in needed.items())
+    if lost:
+      _log.warning(
+        '%s: what joiners need is gone from %s; a keyframe is written.',
+        *(self.run_id, self._store.url),
+      )
+    return lost
 
   def collect(self, keep: int, grace_s: float) -> int:
     """Deletes what neither the last versions nor joiners need.

@@ -53,7 +53,7 @@ def from_arrays(arrays, version=0):
     )
     for number in numbers:
       chunk = tensor.chunk(number)
-      chunk[...] = array[grid.slices(number)]
+      chunk[...] = array[tuple(slice(*ends) for ends in grid.chunk(number))]
       posts[number] = np.frombuffer(identity.hash_chunk(chunk), np.uint8)
     tensor.buffer.setflags(write=False)
     tensors[name] = tensor

@@ -159,7 +159,7 @@ def test_every_bit_of_every_file_counts(tiny, every):
       bad[bit // 8] ^= 1 << bit % 8
       assert refuses(tiny, key, bytes(bad), None), (key, bit)
       number += 1
-  assert number * every > 9_000
+  assert number > 1_000
 
 
 def test_every_bit_of_the_pointer_counts_for_a_follower(tiny):

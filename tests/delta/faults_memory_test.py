@@ -112,11 +112,8 @@ def _claims(frame, length):
   return head + frame[5 + has_window :]
 
 
-def _planes(*frames):
-  parts = [b'\0']
-  for frame in frames:
-    parts += [len(frame).to_bytes(4, 'little'), frame]
-  return b''.join(parts)
+def _plane(frame):
+  return len(frame).to_bytes(4, 'little') + frame
 
 
 def _signed(world, header, table, blob=None):
@@ -155,13 +152,12 @@ def _bundle_bombs(world):
   header['target_id'] = identity.root(nodes)
   frame = _bomb(128 * MIB)
   for blob in (
-    _planes(frame),
-    _planes(_claims(frame, MIB)),
-    _planes(_claims(frame, 2**62)),
-    _planes(_claims(frame, 0)),
-    _planes(*[frame] * 20),
-    b'\0' + b'\xff' * 40,
-    b'\1' + _planes(frame)[1:],
+    _plane(frame),
+    _plane(_claims(frame, MIB)),
+    _plane(_claims(frame, 2**62)),
+    _plane(_claims(frame, 0)),
+    _plane(frame) * 20,
+    b'\xff' * 40,
   ):
     row['codec'] = coding.PLANES
     _signed(world, dict(header), row.copy(), blob)

@@ -21,7 +21,7 @@ from tests.delta import faults, faults_crash, faults_scenarios
 _TOLD = 4
 
 
-class _Clock:
+class Clock:
   """Stands still for those who wait until the other one is dead.
 
   However busy the machine is, nobody who lives is too slow.
@@ -49,7 +49,7 @@ def _blocks(version, process):
 
 def _publisher(root, process, attempt):
   peers = team.Peers(process=process, count=2, attempt=attempt)
-  team.time = _Clock(root)
+  team.time = Clock(root)
   return faults.publisher_of(
     stores.Store(root / 'store'),
     peers=peers,

@@ -176,3 +176,15 @@ def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
   monkeypatch.undo()
   assert store.read_pointer('run') == before
   assert publisher.publish(t.blocks(t.weights(1)), 1).kind == 'delta'
+
+
+def test_blocks_may_lie_anywhere_in_memory(tmp_path):
+  store = stores.Store(tmp_path)
+  publisher = t.open_publisher(store)
+  for v in range(2):
+    raw = bytes(np.arange(4 * 300 + 1).astype(np.uint8) + np.uint8(v))
+    odd = np.frombuffer(raw, np.float32, 300, 1)
+    strided = np.stack([odd, odd]).T
+    arrays = {'odd': odd, 'strided': strided}
+    publisher.publish(t.blocks(arrays), v)
+    t.assert_same_bits(t.served(store), arrays)

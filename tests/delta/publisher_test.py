@@ -398,8 +398,7 @@ def test_gc_is_queued_and_its_failure_ends_no_run(tmp_path):
       sender.gc(1, said.append)
     sender.wait()
     assert said == []
-    for path in (tmp_path / 'store' / 'objects').iterdir():
-      path.write_bytes(b'damaged')
+    (tmp_path / 'store' / 'refs' / RUN / 'latest').write_bytes(b'rot')
     sender.gc(1, said.append)
     sender.wait()
   assert len(said) == 1

@@ -198,11 +198,8 @@ def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
   assert told in commands.apply(out=tmp_path / 'out', **place)
 
 
-@pytest.fixture(params=['memory', 's3'])
-def remote(request):
-  if request.param == 'memory':
-    yield 'memory://delta_test'
-    return
+@pytest.fixture
+def remote():
   with s3_server.run():
     yield f's3://{s3_server.BUCKET}/weights'
 

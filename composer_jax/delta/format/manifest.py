@@ -134,7 +134,7 @@ class Manifest:
       _require(good, 'pack')
     names = [t.name for t in self.tensors]
     _require(names == sorted(set(names)), 'order of the tensors')
-    allowed = [coding.RAW, coding.PLANES] if is_key else range(coding.CLASS + 1)
+    allowed = [coding.PLANES] if is_key else range(coding.CLASS + 1)
     self._check_table(allowed)
     found = identity.root({t.name: t.node for t in self.tensors})
     if found != self.target_id:
@@ -150,13 +150,12 @@ class Manifest:
     raw_bytes = np.concatenate(raw_bytes)
     codecs, lengths = table['codec'], table['length']
     _require(np.isin(codecs, allowed).all(), 'codec of a chunk')
-    bare, raw = codecs == coding.SAME, codecs == coding.RAW
+    bare = codecs == coding.SAME
     in_pack = table['pack'] < len(packs)
     good = np.where(bare, table['pack'] == NO_PACK, in_pack).all()
     _require(good, 'pack of a chunk')
-    most = np.where(bare, 0, raw_bytes + coding.MAX_OVERHEAD * ~raw)
-    least = np.where(raw, raw_bytes, ~bare)
-    good = ((least <= lengths) & (lengths <= most)).all()
+    most = np.where(bare, 0, raw_bytes + coding.MAX_OVERHEAD)
+    good = ((~bare <= lengths) & (lengths <= most)).all()
     _require(good, 'length of a blob')
     _, filled = place(table, len(packs))
     good = filled.tolist() == packs

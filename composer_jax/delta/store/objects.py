@@ -36,7 +36,7 @@ _URL = re.compile(
   f'|({"|".join(remote.KINDS)})://[^/]+(/[^/]+)*/*'
 )
 # What was meant as a URL must not become a folder of that name.
-_MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):|.*://')
+_MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|direct):|.*://')
 
 
 def _object(name: str) -> str:
@@ -64,8 +64,8 @@ class Store:
     """Opens a place; nothing is asked of it before the first use.
 
     Args:
-      url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
-        alone, http(s)://.
+      url: a directory, or file://, s3://, gs://, az://, or, to read alone,
+        http(s)://.
       options: arguments of a remote store in the words of obstore, such as
         `retry_config`, `client_options` and `endpoint`.
     """
@@ -73,7 +73,7 @@ class Store:
     if not text or (_MEANT_AS_URL.match(text) and not _URL.fullmatch(text)):
       raise ValueError(
         f'{text!r} names no store; take a directory, s3://BUCKET/PREFIX, '
-        'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
+        'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or, to read, '
         'http://HOST:PORT.'
       )
     self.url = text.rstrip('/') or '/'
