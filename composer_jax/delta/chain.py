@@ -151,12 +151,8 @@ class BundleWriter:
 
     Args:
       blocks: all blocks of all tensors that this process has; copied.
-      version: policy version above the last one, or one published before.
-
-    Raises:
-      ValueError: other weights stand under this version, another publisher
-        moved the pointer, or blocks disagree, overlap or leave holes.
-      OSError: the store is full or refuses; what was committed stays.
+      version: policy version above the last one, or one published before;
+        a ValueError says if it was published with other weights.
     """
     version = operator.index(version)  # a numpy integer will do
     started = time.monotonic()
@@ -206,14 +202,16 @@ class BundleWriter:
       raise ValueError(f'keep must be at least 1, not {keep}.')
     if not self._team.leads:
       return 0
-    self._run.make_sure()
+    if self._run.is_unsure:
+      self._run.open()
     return self._run.collect(keep, self._options.grace_s)
 
   def _agree(self, decide: Callable[[], Any]) -> Any:
     """Returns what process 0 decides, and takes over where the run stands."""
 
     def lead() -> Any:
-      self._run.make_sure()
+      if self._run.is_unsure:
+        self._run.open()
       decision = decide()
       head = self._run.head
       return decision, head and dataclasses.asdict(head)
@@ -355,10 +353,9 @@ class BundleWriter:
       self._base.target_id = target_id
 
   def _add_keyframe(self) -> int:
-    """Writes a keyframe of the head, named by a second move of the pointer.
+    """Writes a keyframe of the head; returns its bytes, 0 but in process 0.
 
-    Returns its bytes, 0 in other processes than the first. Where the store has
-    no room for it, the next version gets one.
+    Where the store has no room for it, the next version gets one.
     """
     version = self.version
     assert version is not None

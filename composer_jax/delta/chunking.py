@@ -49,14 +49,15 @@ class Cutter:
   Attributes:
     specs: {name: (dtype, shape)} of the tensors seen so far.
     cut_bytes: bytes of the chunks that no block held whole.
+    waiting: chunks of which something is missing: values, what is missing of
+      them, and the cuts that came.
   """
 
   def __init__(self):
     self.specs: manifest.Specs = {}
     self.cut_bytes = 0
     self._done: dict[str, np.ndarray] = {}
-    # Values, what is missing of them, and what came, of chunks that wait.
-    self._waiting: dict[Key, tuple[np.ndarray, np.ndarray, list[Cut]]] = {}
+    self.waiting: dict[Key, tuple[np.ndarray, np.ndarray, list[Cut]]] = {}
 
   def add(self, block: AnyBlock) -> Iterator[tuple[Key, np.ndarray]]:
     """Yields the chunks that a block holds whole, as views, or completes.
@@ -85,11 +86,11 @@ class Cutter:
     key, index, inside = cut
     dtype, shape = self.specs[key[0]]
     chunk = identity.of(shape).chunk(key[1])
-    if key not in self._waiting:
+    if key not in self.waiting:
       sides = [stop - start for start, stop in chunk]
       empty = np.empty(sides, identity.DTYPES[dtype])
-      self._waiting[key] = empty, np.ones(sides, bool), []
-    values, missing, cuts = self._waiting[key]
+      self.waiting[key] = empty, np.ones(sides, bool), []
+    values, missing, cuts = self.waiting[key]
     at = identity.within(index, chunk)
     if self._done[key[0]][key[1]] or not missing[at].all():
       raise _overlap(key[0], index)
@@ -97,7 +98,7 @@ class Cutter:
     # A copy of its own: the block is gone before the cut is sent on.
     cuts.append((key, index, values[at]))
     if not missing.any():
-      del self._waiting[key]
+      del self.waiting[key]
       self._finish(*key, index)
       self.cut_bytes += values.nbytes
       yield key, values
@@ -110,15 +111,10 @@ class Cutter:
     """
     foreign = [
       key
-      for key, (_, missing, _) in self._waiting.items()
+      for key, (_, missing, _) in self.waiting.items()
       if missing[(0,) * missing.ndim]
     ]
-    return [cut for key in foreign for cut in self._waiting.pop(key)[2]]
-
-  @property
-  def waiting(self) -> set[Key]:
-    """Chunks of which something is missing."""
-    return set(self._waiting)
+    return [cut for key in foreign for cut in self.waiting.pop(key)[2]]
 
   def _check(self, name, dtype, shape, index, values) -> None:
     if values.dtype != identity.DTYPES.get(dtype):
@@ -145,7 +141,7 @@ class Cutter:
       )
 
   def _finish(self, name, number, index) -> None:
-    if self._done[name][number] or (name, number) in self._waiting:
+    if self._done[name][number] or (name, number) in self.waiting:
       raise _overlap(name, index)
     self._done[name][number] = True
 
@@ -274,13 +270,7 @@ class Encoder:
     ) as coded:
       return dataclasses.replace(self._table(coded), specs=weights.specs)
 
-  def _encode(
-    self,
-    key: Key,
-    values: np.ndarray,
-    base: np.ndarray | None,
-    post: bytes | None = None,
-  ) -> _Coded:
+  def _encode(self, key: Key, values, base, post=None) -> _Coded:
     values, kept = _flat(values), base
     kind, blob = coding.encode(values, base, tier=self.tier)
     if kind != coding.SAME or kept is None:

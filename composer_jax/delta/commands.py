@@ -27,12 +27,10 @@ def publish(
     source: checkpoint as `checkpoints.read` takes it.
     key: file of the key; made when missing.
     version: policy version; None for the one after the last.
-    expires_days: days after which receivers take the run for abandoned, unless
-      something was published meanwhile; 0 for never.
+    expires_days: days until receivers distrust the pointer; 0 for never.
   """
   options = chain.BundleOptions(tier=tier, expires_s=86400 * expires_days)
   place = objects.Store(store)
-  place.check_writable()
   # A trainer that finds a pointer it cannot trust starts the run anew. Here a
   # mistyped --key would do that, and readers of the run would lose it.
   if place.read_pointer(run) is not None:

@@ -47,16 +47,13 @@ def load(
 ) -> rebuild.Held:
   """Returns the weights of a pointer, or of an older version it leads to.
 
-  In memory are at most what is held, and what the way has reached.
+  In memory are at most what is held, and what the way has reached. A ValueError
+  says what is wrong with the ways that were tried.
 
   Args:
     pointer: pointer whose signature the caller has verified.
     version: version to load; None for the pointer's own.
     held: weights that may spare a part of the way.
-
-  Raises:
-    ValueError: no way leads there; says what is wrong with those tried.
-    OSError: the store cannot be reached or what it must have is missing.
   """
   version = pointer.version if version is None else version
   cost = cost or rebuild.UpdateCost()
@@ -214,7 +211,6 @@ class Follower:
         while it lives.
       wanted: (name, dtype, shape) -> the blocks of a tensor to hold; None for
         all of all.
-      now: unix seconds, for the pointer's expiry.
     """
     self.held: rebuild.Held | None = None
     self.problem: str | None = None
@@ -277,9 +273,9 @@ class Follower:
     sealed, _ = found
     try:
       pointer = manifests.unseal(sealed, self._key, self._run_id)
-    except manifests.OtherFormat as error:
-      raise ValueError(f'{self._where}: {error}.') from error
     except ValueError as error:
+      if isinstance(error, manifests.OtherFormat):
+        raise ValueError(f'{self._where}: {error}.') from error
       raise ValueError(
         f'{self._where}: the pointer is damaged: {error}. The next publish '
         'writes a new one; if no publisher runs, start the trainer again.'
@@ -319,9 +315,7 @@ class Follower:
 
   def _recall(self, memory: pathlib.Path, key: keys.Hmac) -> manifests.Pointer:
     try:
-      with memory.open('rb') as file:
-        sealed = file.read(manifests.MAX_POINTER_BYTES + 1)
-      return manifests.unseal(sealed, key, self._run_id)
+      return manifests.unseal(memory.read_bytes(), key, self._run_id)
     except ValueError as error:
       raise ValueError(
         f'{memory}: {error}. Delete it to trust the store anew.'

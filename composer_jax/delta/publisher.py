@@ -54,8 +54,7 @@ class Publisher:
     *,
     peers: team.Peers | None = None,
   ):
-    if not isinstance(store, objects.Store):
-      store = objects.Store(store)
+    store = objects.opened(store)
     store.check_writable()
     peers = peers or _peers()
     opened = _open_or_make_key(pathlib.Path(key), peers, store, run_id)
@@ -81,13 +80,12 @@ class Publisher:
   def publish(self, tree: Any, version: int, *, owned: bool = False) -> None:
     """Copies a tree and starts publishing; waits for what was started before.
 
+    An error of that is raised here, and this tree is not published.
+
     Args:
       tree: arrays of jax or numpy, which may be donated or written to then.
       version: above the last one, or one published before.
       owned: whether nobody else has the tree's arrays, which spares the copy.
-
-    Raises:
-      ValueError, OSError: of what was started before; this is not started.
     """
     self.wait()
     if not owned:
@@ -161,12 +159,7 @@ def _peers() -> team.Peers | None:
   )
 
 
-def _open_or_make_key(
-  path: pathlib.Path,
-  peers: team.Peers | None,
-  store: objects.Store,
-  run_id: str,
-) -> keys.Hmac:
+def _open_or_make_key(path: pathlib.Path, peers, store, run_id) -> keys.Hmac:
   """Opens the key; the first process makes it if there is none."""
   deadline = time.monotonic() + _TIMEOUT_S
   while not path.exists():

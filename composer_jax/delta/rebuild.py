@@ -99,13 +99,7 @@ class HeldTensor:
   posts: np.ndarray
 
   @classmethod
-  def empty(
-    cls,
-    dtype: str,
-    shape: tuple[int, ...],
-    numbers: np.ndarray,
-    posts: np.ndarray,
-  ) -> 'HeldTensor':
+  def empty(cls, dtype, shape, numbers, posts) -> 'HeldTensor':
     """Makes room for chunks whose values will follow."""
     sizes = identity.of(shape).sizes[numbers]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -250,9 +244,6 @@ class _Slot:
     number = self.made.numbers[at]
     return f'{self.name} (chunk {number}, version {self.version})'
 
-  def size(self, at: int) -> int:
-    return int(self.made.offsets[at + 1] - self.made.offsets[at])
-
   def blobs(self, packs: tuple[tuple[str, int], ...]) -> Iterator['Blob']:
     for at in np.flatnonzero(self.rows['length']).tolist():
       start, length = int(self.places[at]), int(self.rows['length'][at])
@@ -348,10 +339,6 @@ def apply(
     kept: None leaves the base as it is. Else it is lost, whether this succeeds
       or not: its memory is written to, but for buffers of these ids.
     cost: gets the bytes added that are read.
-
-  Raises:
-    ValueError: names the tensor whose base or blob is wrong.
-    OSError: an object cannot be read.
   """
   if bundle.kind == manifests.KEY:
     base = None
@@ -434,10 +421,7 @@ def _slot(bundle, tensor, places, base, wanted, kept) -> _Slot:
 
 
 def _turns(
-  store: objects.Store,
-  bundle: manifests.Manifest,
-  slots: list[_Slot],
-  cost: UpdateCost | None,
+  store, bundle: manifests.Manifest, slots: list[_Slot], cost
 ) -> Generator[list[tuple[Blob, memoryview]], None, None]:
   """Yields blobs and their bytes, as many as a thread takes at a time."""
   asked = requests(blob for slot in slots for blob in slot.blobs(bundle.packs))
@@ -461,7 +445,7 @@ def _turns(
       turn.append((blob, data))
       if cost is not None:
         cost.bytes += len(data)
-      elements += blob.slot.size(blob.at)
+      elements += blob.slot.made.values(blob.at).size
       if elements >= _TURN_ELEMENTS:
         yield turn
         turn, elements = [], 0

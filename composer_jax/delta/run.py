@@ -24,8 +24,7 @@ class Run:
     run_id: name of the run.
     head: last pointer, None while there is nothing to build on.
     specs: {name: (dtype, shape)} of the head's tensors.
-    is_unsure: whether only the store knows where the run stands; `make_sure`
-      asks.
+    is_unsure: whether only the store knows where the run stands; see `open`.
   """
 
   def __init__(
@@ -37,14 +36,13 @@ class Run:
     expires_s: float,
     now: Callable[[], float],
   ):
-    manifest.check_run_id(run_id)
     self._store, self.run_id, self._key = store, run_id, key
     self._expires_s, self._now = expires_s, now
     # Links and packs of the manifests that are known here, by name.
     self._known: dict[str, tuple] = {}
-    self._open()
+    self.open()
 
-  def _open(self) -> None:
+  def open(self) -> None:
     """Reads where the run stands; what is damaged ends its chain."""
     self.head: manifest.Pointer | None = None
     self.specs: manifest.Specs = {}
@@ -78,11 +76,6 @@ class Run:
       self.start_afresh(error)
       return
     self.head = head
-
-  def make_sure(self) -> None:
-    """Asks the store where the run stands, if a failure left that open."""
-    if self.is_unsure:
-      self._open()
 
   def start_afresh(self, reason: object) -> None:
     """Voids all versions; receivers keep theirs until the next pointer."""
@@ -147,10 +140,8 @@ class Run:
   ) -> None:
     """Moves the pointer, unless another publisher did first: this commits.
 
-    Args:
-      keyframe: newest keyframe.
-      head: bundle of the version; None for the same as before.
-      bundle: manifest of that bundle.
+    It names the newest keyframe and the head, whose manifest is the bundle;
+    without them the head is that of before.
     """
     last: Any = self.head
     pointer = manifest.Pointer(
@@ -197,11 +188,7 @@ class Run:
   def _find(
     self, version: int
   ) -> tuple[manifest.Link, manifest.Link, manifest.Manifest]:
-    """Returns the newest keyframe and the newest bundle up to a version.
-
-    Raises:
-      ValueError, OSError: what leads there is damaged or deleted.
-    """
+    """Returns the newest keyframe and the newest bundle up to a version."""
     assert self.head is not None
     keyframe, link = self.head.keyframe, self.head.head
     while True:
@@ -261,13 +248,8 @@ class Run:
   def collect(self, keep: int, grace_s: float) -> int:
     """Deletes what neither the last versions nor joiners need.
 
-    Younger objects stay, as they may be about to be pointed to.
-
-    Returns:
-      The bytes freed.
-
-    Raises:
-      ValueError: the pointer or a manifest is damaged; nothing was deleted.
+    Younger objects stay, as they may be about to be pointed to. Nothing is
+    deleted if the pointer or a manifest is damaged. Returns the bytes freed.
     """
     if self.head is None:
       return 0

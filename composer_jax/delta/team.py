@@ -108,7 +108,7 @@ class Team:
       [(key, index, str(values.dtype)) for key, index, values in cuts],
       [values.view(f'u{values.itemsize}') for _, _, values in cuts],
     )
-    wanted = cutter.waiting
+    wanted = set(cutter.waiting)
     for message in self.exchange(data):
       heads, arrays = chunking.from_bytes(message)
       for (key, index, dtype), bits in zip(heads, arrays, strict=True):

@@ -127,10 +127,8 @@ def decode(
 ) -> np.ndarray:
   """Undoes `encode`, to a flat array `out` or a new one of the size.
 
-  The base is never modified; PLANES needs none.
-
-  Raises:
-    ValueError: the blob is not one that `encode` makes for such a chunk.
+  The base is never modified; PLANES needs none. A blob that `encode` does not
+  make for such a chunk is a ValueError.
   """
   number = model.kind(dtype)
   if out is None:

@@ -23,18 +23,11 @@ FORMAT = 'CDB5'
 # both is the publisher. The identity of weights has 32.
 HASH_BYTES = 16
 
-_FROM_ML_DTYPES = (
-  *('bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e8m0fnu'),
-  *('int4', 'uint4'),
+_NAMES = (
+  'bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu int4 uint4 float16 '
+  'float32 float64 bool int8 uint8 int16 uint16 int32 uint32 int64 uint64'
 )
-_FROM_NUMPY = (
-  *('float16', 'float32', 'float64', 'bool', 'int8', 'uint8', 'int16'),
-  *('uint16', 'int32', 'uint32', 'int64', 'uint64'),
-)
-DTYPES = {
-  **{name: np.dtype(getattr(ml_dtypes, name)) for name in _FROM_ML_DTYPES},
-  **{name: np.dtype(name) for name in _FROM_NUMPY},
-}
+DTYPES = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in _NAMES.split()}
 _HEX = re.compile('[0-9a-f]{64}')
 
 
@@ -178,9 +171,7 @@ class Grid:
   @property
   def is_flat(self) -> bool:
     """Whether the chunks one after another are the array in C order."""
-    if 0 in self.shape:
-      return True
-    return all(
+    return not self.num_chunks or all(
       math.prod(self.sides[:dim]) == 1
       for dim, count in enumerate(self.counts)
       if count > 1

@@ -1,6 +1,6 @@
 """A place of write-once objects and one pointer for each run.
 
-  objects/<sha256>     never changed: packs of blobs, manifests, indices
+  objects/<sha256>     never changed: packs of blobs, and manifests
   refs/<run>/latest    the sealed pointer, replaced last and atomically
   messages/<run>/...   what the processes of one publisher tell each other
 
@@ -50,6 +50,10 @@ def _pointer(run_id: str) -> str:
   return f'refs/{run_id}/latest'
 
 
+def opened(place: 'str | os.PathLike | Store') -> 'Store':
+  return place if isinstance(place, Store) else Store(place)
+
+
 class Store:
   """Reads and writes one place; threads and processes may share it.
 
@@ -61,7 +65,7 @@ class Store:
   def __init__(
     self, url: str | os.PathLike, *, options: dict[str, Any] | None = None
   ):
-    """Opens a place; nothing is asked of it before the first use.
+    """Opens a place, of which nothing is asked before the first use.
 
     Args:
       url: a directory, or file://, s3://, gs://, az://, or, to read alone,

@@ -40,9 +40,7 @@ RETRY: dict[str, Any] = {
 # Class of obstore, and what marks a content for a conditional write.
 KINDS = {
   's3': ('S3Store', 'e_tag'),
-  's3a': ('S3Store', 'e_tag'),
   'gs': ('GCSStore', 'version'),
-  'gcs': ('GCSStore', 'version'),
   'az': ('AzureStore', 'e_tag'),
 }
 # Statuses that time may cure.
@@ -276,9 +274,8 @@ class WebBackend:
       wait_s = min(2 * wait_s, backoff['max_backoff'].total_seconds())
     raise _refusal('reading', url, status, trouble)
 
-  def _ask(
-    self, url: str, start: int, stop: int, fresh: bool
-  ) -> tuple[int, bytes]:
+  def _ask(self, url: str, start: int, stop: int, fresh: bool) -> tuple:
+    """Returns the status and, if it is good, what came of the range."""
     headers = {'Accept-Encoding': 'identity', **self._headers}
     headers['Range'] = f'bytes={start}-{stop - 1}'
     if fresh:
