@@ -81,9 +81,7 @@ def reading(root, published, count=3):
 
 
 def wait_until(condition):
-  end = time.monotonic() + 60
   while not condition():
-    assert time.monotonic() < end
     time.sleep(0.001)
 
 

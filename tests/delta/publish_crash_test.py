@@ -76,7 +76,7 @@ print(json.dumps(results))
 
 def run_python(code):
   done = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, timeout=300
+    [sys.executable, '-c', code], capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])

@@ -73,7 +73,7 @@ def cut_bytes(arrays, count):
   return total
 
 
-def run_together(root, count, work, timeout_s=20.0, attempt='first'):
+def run_together(root, count, work, timeout_s=1e6, attempt='first'):
   """Runs work(publisher, process), each with a store of its own."""
 
   def run(process):
@@ -193,9 +193,7 @@ def test_each_process_reads_its_part_of_the_base(tmp_path):
     future.result()
 
   def reopen(process):
-    peers = team.Peers(
-      process=process, count=3, attempt='again', timeout_s=20.0
-    )
+    peers = team.Peers(process=process, count=3, attempt='again', timeout_s=1e6)
     store = Weighed(tmp_path)
     publisher = t.open_publisher(store, peers=peers)
     kind = publisher.publish(blocks(weights(1), process, 3), 1).kind
@@ -244,7 +242,7 @@ def hot(version):
 
 def test_after_a_failure_all_have_the_same_base(tmp_path):
   def work(process):
-    peers = team.Peers(process=process, count=2, attempt='a', timeout_s=20.0)
+    peers = team.Peers(process=process, count=2, attempt='a', timeout_s=1e6)
     publisher = t.open_publisher(stores.Store(tmp_path), peers=peers)
     kinds = []
     for v in range(7):
@@ -297,7 +295,7 @@ class Mute(stores.Store):
 
 def test_who_missed_a_commit_asks_the_store(tmp_path):
   def work(process):
-    peers = team.Peers(process=process, count=2, attempt='a', timeout_s=20.0)
+    peers = team.Peers(process=process, count=2, attempt='a', timeout_s=1e6)
     store = Mute(tmp_path)
     publisher = t.open_publisher(store, peers=peers)
     publisher.publish(blocks(weights(0), process, 2), 0)

@@ -248,7 +248,7 @@ class Gate:
     self.shape, self.dtype, self.size = values.shape, values.dtype, values.size
 
   def __array__(self, dtype=None, copy=None):
-    assert self.opened.wait(10)
+    assert self.opened.wait()
     if self._error is not None:
       raise self._error
     return self._values
@@ -266,7 +266,7 @@ def test_one_tree_is_in_flight_and_the_next_waits(tmp_path):
     waiter.join(0.05)
     assert waiter.is_alive()
     gate.opened.set()
-    waiter.join(10)
+    waiter.join()
     sender.wait()
     assert [i.version for i in sender.results()] == [0, 1]
     assert sender.results() == []
@@ -351,9 +351,9 @@ def test_a_tree_may_be_donated_or_written_to_once_publish_returned(tmp_path):
   double = jax.jit(lambda a: 2 * a, donate_argnums=0)
   with bundles.Publisher(tmp_path / 'store', tmp_path / 'key', RUN) as sender:
     started, go_on = threading.Event(), threading.Event()
-    sender._start(lambda: (started.set(), go_on.wait(10)))
+    sender._start(lambda: (started.set(), go_on.wait()))
     sender.wait = lambda: None  # It does not wait for what holds it up.
-    assert started.wait(10)
+    assert started.wait()
     sender.publish(tree, 0)
     del sender.wait
     tree['b'][:] = -1
@@ -453,8 +453,7 @@ def test_a_sender_that_is_closed_twice_waits_for_nothing(tmp_path):
   sender.close()
   waiting = threading.Thread(target=sender.wait, daemon=True)
   waiting.start()
-  waiting.join(10)
-  assert not waiting.is_alive()
+  waiting.join()
   with pytest.raises(RuntimeError, match='closed'):
     sender.publish(POLICIES[0], 0)
 

@@ -301,7 +301,6 @@ def test_a_missing_extra_is_named_with_its_cure():
     [sys.executable, '-c', ABSENT_EXTRAS],
     capture_output=True,
     text=True,
-    timeout=60,
     check=True,
   )
   lines = done.stdout.splitlines()

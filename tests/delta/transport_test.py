@@ -241,9 +241,7 @@ def in_background(receiver, workdir, engine=None):
 
 
 def wait_for(condition):
-  deadline = time.monotonic() + 20
   while not (found := condition()):
-    assert time.monotonic() < deadline, 'it does not happen'
     time.sleep(0.005)
   return found
 
