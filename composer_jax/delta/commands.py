@@ -31,6 +31,7 @@ def publish(
   """
   options = chain.BundleOptions(tier=tier, expires_s=86400 * expires_days)
   place = objects.Store(store)
+  place.check_writable()
   # A trainer that finds a pointer it cannot trust starts the run anew. Here a
   # mistyped --key would do that, and readers of the run would lose it.
   if place.read_pointer(run) is not None:
