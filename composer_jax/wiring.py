@@ -82,10 +82,7 @@ def _check(spec: specs.Spec) -> None:
       'chat template of an imported model: set --config.initial.'
     )
   store = spec.systems['delta'].store
-  if (
-    store.startswith(('memory:', transport.DIRECT))
-    and spec.rl.placement == 'processes'
-  ):
+  if store == transport.DIRECT and spec.rl.placement == 'processes':
     raise ValueError(
       f'--config.delta.store {store!r} lives in a single process: set '
       "--config.rl.placement='colocated', or --config.delta.store='' for a "

@@ -1,14 +1,14 @@
 """Commits each version of a run as a bundle; survives a kill anywhere.
 
-The order of writes is packs, manifest, index, pointer. Until the pointer is
-replaced, which is atomic, readers see the version before; afterwards the new
-one. What a killed publisher leaves behind is unreachable and `gc` removes it.
+The order of writes is packs, manifest, pointer. Until the pointer is replaced,
+which is atomic, readers see the version before; afterwards the new one. What a
+killed publisher leaves behind is unreachable and `gc` removes it.
 Publishing the same weights under the same version again changes nothing, unless
 the last version was damaged: then it is written anew, as a keyframe.
 
 Every version but the first is one delta to the version before. A further
 keyframe follows the delta of its version, so that receivers that follow closely
-never wait for it. A store that forgot something that is listed gets one at
+never wait for it. A store that forgot something that joiners need gets one at
 once. A second publisher of a run is noticed at its next move of the pointer.
 """
 
@@ -26,7 +26,7 @@ from composer_jax.delta.codec import coding
 from composer_jax.delta.format import keys, manifest
 from composer_jax.delta.store import objects
 
-# Versions between two looks whether all that is listed is still there.
+# Versions between two looks whether all that joiners need is still there.
 LOOK_EVERY = 4
 
 _log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class BundleOptions:
     keyframe_every: versions from a keyframe to the next; joiners start there.
     expires_s: seconds after which receivers doubt a pointer if nothing was
       published since; 0 for never.
-    keep: number of last versions that stay listed.
-    grace_s: seconds for which `gc` deletes no object.
+    keep: number of last versions that `gc` leaves.
+    grace_s: seconds for which it deletes no object.
     threads: number of threads that encode.
   """
 
@@ -104,8 +104,8 @@ class BundleWriter:
   """Publishes one run; goes on from the last version the store committed.
 
   A trainer that resumes from a checkpoint of version v calls `rewind(v)`, which
-  makes later versions void, and publishes v. A damaged pointer, index or
-  manifest ends the chain, and a keyframe starts another.
+  makes later versions void, and publishes v. A damaged pointer or manifest
+  ends the chain, and a keyframe starts another.
 
   Of several processes each has one, with its `peers`. All call `publish` and
   `rewind` alike, each with its own blocks; `gc` works in process 0 alone.
@@ -151,12 +151,8 @@ class BundleWriter:
 
     Args:
       blocks: all blocks of all tensors that this process has; copied.
-      version: policy version above the last one, or one published before.
-
-    Raises:
-      ValueError: other weights stand under this version, another publisher
-        moved the pointer, or blocks disagree, overlap or leave holes.
-      OSError: the store is full or refuses; what was committed stays.
+      version: policy version above the last one, or one published before;
+        a ValueError says if it was published with other weights.
     """
     version = operator.index(version)  # a numpy integer will do
     started = time.monotonic()
@@ -180,9 +176,9 @@ class BundleWriter:
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow.
 
-    The newest listed version up to `version` becomes the last one. If all are
-    later, the next publish starts a chain afresh with a keyframe, and until
-    then receivers keep what they have.
+    The newest version up to `version` becomes the last one. If all are later,
+    the next publish starts a chain afresh with a keyframe, and until then
+    receivers keep what they have.
     """
 
     def rewind() -> None:
@@ -194,11 +190,11 @@ class BundleWriter:
       self._agree(rewind)
 
   def gc(self, keep: int | None = None) -> int:
-    """Deletes what no run of the store needs; returns bytes freed.
+    """Deletes what nobody needs any more; returns bytes freed.
 
-    Of this run, bundles before the last `keep` versions (None: as the options
-    say) leave the index as `run.pruned` says. A resumed trainer can rewind only
-    to a version that is listed, so `keep` should span its checkpoints. If
+    What stays are the last `keep` versions (None: as the options say), and all
+    from the newest keyframe before them on. A resumed trainer can rewind only
+    to a version that is there, so `keep` should span its checkpoints. If
     something that has to be followed is damaged, nothing is deleted.
     """
     keep = self._options.keep if keep is None else keep
@@ -206,18 +202,16 @@ class BundleWriter:
       raise ValueError(f'keep must be at least 1, not {keep}.')
     if not self._team.leads:
       return 0
-    self._run.make_sure()
-    edges = runs.pruned(self._run.edges, keep)
-    if edges != self._run.edges:
-      self._run.check_alone()
-      self._run.point(edges)
-    return self._run.collect(self._options.grace_s)
+    if self._run.is_unsure:
+      self._run.open()
+    return self._run.collect(keep, self._options.grace_s)
 
   def _agree(self, decide: Callable[[], Any]) -> Any:
     """Returns what process 0 decides, and takes over where the run stands."""
 
     def lead() -> Any:
-      self._run.make_sure()
+      if self._run.is_unsure:
+        self._run.open()
       decision = decide()
       head = self._run.head
       return decision, head and dataclasses.asdict(head)
@@ -311,49 +305,13 @@ class BundleWriter:
     if not again:
       fits = run.head is not None and table.base_id == run.head.target_id
       return {} if fits and table.specs == run.specs else None
-    edge = self._same(version, table.target_id)
-    if version == self.version and not self._heal():
-      return None
-    bundle = rebuild.read_manifest(self._store, edge)
-    return _info(edge, bundle, elements=table.elements)
-
-  def _same(self, version: int, target_id: str) -> manifest.Edge:
-    """Returns the bundle of a version that has these weights."""
-    run = self._run
-    edge = runs.head_of(run.edges, version)
-    if edge is not None and edge.target == target_id[:16]:
-      return edge
-    if edge is None:
-      oldest = min(edge.version for edge in run.edges)
-      problem = (
-        f'version {version} of run {run.run_id!r} is neither new (the last is '
-        f'{self.version}) nor kept (the oldest is {oldest})'
-      )
-    else:
-      problem = (
-        f'run {run.run_id!r} has published version {version} with other '
-        f'weights ({edge.target}, now {target_id[:16]})'
-      )
-    raise ValueError(
-      f'{problem}. A trainer resumed from checkpoint v calls rewind(v) first.'
-    )
-
-  def _heal(self) -> bool:
-    """Reads the last version as a receiver would; heals pointer and index.
-
-    False if the weights are damaged: the version starts a new chain then.
-    """
-    run = self._run
-    run.heal()
-    assert run.head is not None
-    try:
-      rebuild.read_manifest(self._store, run.head)
-      if self._read_base(None) is not None:
-        return True
-      run.start_afresh('its last version is damaged.')
-    except (ValueError, OSError) as error:
-      run.start_afresh(error)
-    return False
+    if (version, table.target_id) == (self.version, self.target_id):
+      # It is read as by a receiver; damaged, it starts a new chain.
+      run.heal()
+      if self._read_base(None) is None:
+        run.start_afresh('its last version is damaged.')
+        return None
+    return _info(*run.found(version, table.target_id), elements=table.elements)
 
   def _commit(
     self, version: int, table: chunking.ChunkTable, started: float
@@ -361,17 +319,19 @@ class BundleWriter:
     encoded = time.monotonic()
 
     def point() -> tuple[dict[str, Any], bool]:
-      run, keyframe_every = self._run, self._options.keyframe_every
-      base = run.head if table.base_id else None
-      edge, bundle = run.write(table, version, base)
-      edges = *run.edges, edge
-      frames = [e.version for e in edges if e.kind == manifest.KEY]
-      due = not frames or version - max(frames) >= keyframe_every
-      run.point(runs.pruned(edges, self._options.keep), edge, bundle)
+      run = self._run
+      link, bundle = run.write(table, version, table.base_id)
+      keyframe = run.head.keyframe if table.base_id and run.head else link
+      run.point(keyframe, link, bundle)
+      due = version - keyframe.version >= self._options.keyframe_every
+      self._committed += 1
+      if not due and self._committed % LOOK_EVERY == 0:
+        with _forgiven(version):
+          due = run.has_lost()
       self._take_over(bundle.target_id)
-      _log.info('%s: version %d, %s', run.run_id, version, edge.kind)
+      _log.info('%s: version %d, %s', run.run_id, version, bundle.kind)
       info = _info(
-        edge,
+        link,
         bundle,
         changed=table.changed,
         elements=table.elements,
@@ -379,7 +339,7 @@ class BundleWriter:
         encode_s=encoded - started,
         upload_s=time.monotonic() - encoded,
       )
-      return info, due or self._has_lost()
+      return info, due
 
     info, due = self._agree(point)
     self._take_over(info['target_id'])
@@ -392,54 +352,34 @@ class BundleWriter:
       self._base, self._staged = self._staged, None
       self._base.target_id = target_id
 
-  def _has_lost(self) -> bool:
-    """Looks now and then whether the store forgot what is listed."""
-    self._committed += 1
-    if self._committed % LOOK_EVERY:
-      return False
-    with _forgiven(self.version):
-      lost = self._run.lost()
-      if lost:
-        names = ', '.join(edge.title for edge in lost[:8])
-        _log.warning(
-          '%s: objects of %s are gone from %s; a keyframe is written.',
-          *(self._run.run_id, names, self._store.url),
-        )
-        self._run.edges = tuple(e for e in self._run.edges if e not in lost)
-        return True
-    return False
-
   def _add_keyframe(self) -> int:
-    """Writes a keyframe of the head, listed by a second move of the pointer.
+    """Writes a keyframe of the head; returns its bytes, 0 but in process 0.
 
-    Returns its bytes, 0 in other processes than the first. Where the store has
-    no room for it, the next version gets one.
+    Where the store has no room for it, the next version gets one.
     """
-    run = self._run
-    assert run.head is not None
-    with _forgiven(run.head.version):
+    version = self.version
+    assert version is not None
+    with _forgiven(version):
       table = self._keyframe()
       if self._team.leads:
-        edge, _ = run.write(table, run.head.version, None)
-        run.point(runs.pruned((*run.edges, edge), self._options.keep))
-        return edge.bytes
+        link, bundle = self._run.write(table, version, '')
+        self._run.point(link)
+        return link.bytes + bundle.bundle_bytes
     return 0
 
 
 def _info(
-  edge: manifest.Edge, bundle: manifest.Manifest, **costs
+  link: manifest.Link, bundle: manifest.Manifest, **costs
 ) -> dict[str, Any]:
   """Returns fields of a BundleInfo, as JSON carries them between processes."""
   names = ('version', 'kind', 'target_id', 'base_id', 'full_bytes')
   fields = {name: getattr(bundle, name) for name in names}
-  return {**fields, 'bytes': edge.bytes, **costs}
+  return {**fields, 'bytes': link.bytes + bundle.bundle_bytes, **costs}
 
 
 @contextlib.contextmanager
-def _forgiven(version: int | None) -> Iterator[None]:
+def _forgiven(version: int) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    _log.warning(
-      'version %s is out, but a keyframe of it is not: %s', *(version, error)
-    )
+    _log.warning('version %d is out, but no keyframe of it: %s', version, error)

@@ -94,15 +94,15 @@ def read(source: str) -> dict[str, np.ndarray]:
   Args:
     source: WORKDIR:STAGE for what a finished stage exported; a folder of
       numbered checkpoints for the latest; one of them; or any orbax checkpoint.
-
-  Raises:
-    ValueError: there is no checkpoint, or it is damaged.
-    OSError: the system refuses to read it.
   """
   folder = _find(source)
   if not (folder / manager.STATE).is_dir() or not folder.name.isdecimal():
     return _named_plain(folder)
-  arrays = _variables(_read_ours(folder))
+  arrays = _read_ours(folder)
+  if {'params', 'opt_state'} <= {name.partition('/')[0] for name in arrays}:
+    # A train state, which holds more than the model.
+    kept = ('params/', 'selection_bias')
+    arrays = {n: a for n, a in arrays.items() if n.startswith(kept)}
   # As `decoder.policy`, whose selection bias stays float32.
   return {
     name: array.astype(ml_dtypes.bfloat16)
@@ -179,12 +179,3 @@ def _named_plain(folder: pathlib.Path) -> dict[str, np.ndarray]:
       f"{folder}: two leaves of the tree have the same '/'-joined name."
     )
   return {name: np.asarray(leaf) for name, leaf in found.items()}
-
-
-def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Leaves out what a train state holds beside the model."""
-  groups = {name.partition('/')[0] for name in arrays}
-  if not {'params', 'opt_state'} <= groups:
-    return arrays
-  kept = ('params', 'selection_bias')
-  return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}

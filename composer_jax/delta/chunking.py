@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,14 +49,15 @@ class Cutter:
   Attributes:
     specs: {name: (dtype, shape)} of the tensors seen so far.
     cut_bytes: bytes of the chunks that no block held whole.
+    waiting: chunks of which something is missing: values, what is missing of
+      them, and the cuts that came.
   """
 
   def __init__(self):
     self.specs: manifest.Specs = {}
     self.cut_bytes = 0
     self._done: dict[str, np.ndarray] = {}
-    # Values, what is missing of them, and what came, of chunks that wait.
-    self._waiting: dict[Key, tuple[np.ndarray, np.ndarray, list[Cut]]] = {}
+    self.waiting: dict[Key, tuple[np.ndarray, np.ndarray, list[Cut]]] = {}
 
   def add(self, block: AnyBlock) -> Iterator[tuple[Key, np.ndarray]]:
     """Yields the chunks that a block holds whole, as views, or completes.
@@ -84,11 +86,11 @@ class Cutter:
     key, index, inside = cut
     dtype, shape = self.specs[key[0]]
     chunk = identity.of(shape).chunk(key[1])
-    if key not in self._waiting:
+    if key not in self.waiting:
       sides = [stop - start for start, stop in chunk]
       empty = np.empty(sides, identity.DTYPES[dtype])
-      self._waiting[key] = empty, np.ones(sides, bool), []
-    values, missing, cuts = self._waiting[key]
+      self.waiting[key] = empty, np.ones(sides, bool), []
+    values, missing, cuts = self.waiting[key]
     at = identity.within(index, chunk)
     if self._done[key[0]][key[1]] or not missing[at].all():
       raise _overlap(key[0], index)
@@ -96,7 +98,7 @@ class Cutter:
     # A copy of its own: the block is gone before the cut is sent on.
     cuts.append((key, index, values[at]))
     if not missing.any():
-      del self._waiting[key]
+      del self.waiting[key]
       self._finish(*key, index)
       self.cut_bytes += values.nbytes
       yield key, values
@@ -109,15 +111,10 @@ class Cutter:
     """
     foreign = [
       key
-      for key, (_, missing, _) in self._waiting.items()
+      for key, (_, missing, _) in self.waiting.items()
       if missing[(0,) * missing.ndim]
     ]
-    return [cut for key in foreign for cut in self._waiting.pop(key)[2]]
-
-  @property
-  def waiting(self) -> set[Key]:
-    """Chunks of which something is missing."""
-    return set(self._waiting)
+    return [cut for key in foreign for cut in self.waiting.pop(key)[2]]
 
   def _check(self, name, dtype, shape, index, values) -> None:
     if values.dtype != identity.DTYPES.get(dtype):
@@ -144,28 +141,13 @@ class Cutter:
       )
 
   def _finish(self, name, number, index) -> None:
-    if self._done[name][number] or (name, number) in self._waiting:
+    if self._done[name][number] or (name, number) in self.waiting:
       raise _overlap(name, index)
     self._done[name][number] = True
 
 
 def _overlap(name: str, index: identity.Index) -> ValueError:
   return ValueError(f'{name}: the block at {index} overlaps another block.')
-
-
-def _check_whole(name: str, shape: tuple[int, ...], numbers: Any) -> None:
-  """Refuses a tensor that does not have each of its chunks once."""
-  numbers, sizes = np.asarray(numbers, int), identity.of(shape).sizes
-  if len(np.unique(numbers)) < len(numbers):
-    raise ValueError(
-      f'{name}: the blocks of one process overlap those of another.'
-    )
-  lost = np.setdiff1d(np.arange(len(sizes)), numbers)
-  if lost.size:
-    raise ValueError(
-      f'{name}: {sizes[lost].sum()} elements are in chunks that no blocks make '
-      'whole.'
-    )
 
 
 def wanted_by(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
@@ -179,19 +161,19 @@ def wanted_by(blocks: Iterable[AnyBlock]) -> rebuild.Wanted:
 
 def identify(blocks: Iterable[AnyBlock]) -> tuple[str, int, int]:
   """Returns the identity, elements and bytes of weights, in no store."""
-  cutter, elements, size = Cutter(), 0, 0
-  posts: dict[str, dict[int, bytes]] = {}
-  for block in blocks:
-    posts.setdefault(block[0], {})
-    for (name, number), values in cutter.add(block):
-      posts[name][number] = identity.hash_chunk(values)
-      elements, size = elements + values.size, size + values.nbytes
-  nodes = {}
-  for name, (dtype, shape) in cutter.specs.items():
-    _check_whole(name, shape, list(posts[name]))
-    joined = b''.join(posts[name][number] for number in sorted(posts[name]))
-    nodes[name] = identity.tensor_node(name, dtype, shape, joined)
-  return identity.root(nodes), elements, size
+  cutter, rows, size = Cutter(), {}, 0
+  for (name, number), values in (c for b in blocks for c in cutter.add(b)):
+    rows.setdefault(name, []).append(_row(number, identity.hash_chunk(values)))
+    size += values.nbytes
+  rows = {name: np.array(found, _ROW) for name, found in rows.items()}
+  table = merge([ChunkTable(specs=cutter.specs, rows=rows)])
+  return table.target_id, table.elements, size
+
+
+def _row(
+  number, post, codec=_UNCODED, pack=manifest.NO_PACK, length=0
+) -> tuple:
+  return number, codec, pack, length, np.frombuffer(post, np.uint8)
 
 
 # Encoding.
@@ -288,13 +270,7 @@ class Encoder:
     ) as coded:
       return dataclasses.replace(self._table(coded), specs=weights.specs)
 
-  def _encode(
-    self,
-    key: Key,
-    values: np.ndarray,
-    base: np.ndarray | None,
-    post: bytes | None = None,
-  ) -> _Coded:
+  def _encode(self, key: Key, values, base, post=None) -> _Coded:
     values, kept = _flat(values), base
     kind, blob = coding.encode(values, base, tier=self.tier)
     if kind != coding.SAME or kept is None:
@@ -316,21 +292,21 @@ class Encoder:
     """Uploads packs of the blobs, which come in the order of their keys."""
     rows: dict[str, list[tuple]] = {}
     lengths: list[int] = []
-    changed = elements = 0
+    changed = 0
 
     def packs() -> Iterator[bytes]:
-      nonlocal changed, elements
+      nonlocal changed
       pack = bytearray()
-      for (name, number), codec, blob, post, values, count in coded:
+      for (name, number), codec, blob, post, _, count in coded:
         if pack and len(pack) + len(blob) > PACK_BYTES:
           lengths.append(len(pack))
           yield bytes(pack)
           pack.clear()
         place = len(lengths) if blob else manifest.NO_PACK
-        row = number, codec, place, len(blob), np.frombuffer(post, np.uint8)
+        row = _row(number, post, codec, place, len(blob))
         rows.setdefault(name, []).append(row)
         pack += blob
-        changed, elements = changed + count, elements + values.size
+        changed += count
       if pack:
         lengths.append(len(pack))
         yield bytes(pack)
@@ -338,7 +314,6 @@ class Encoder:
     names = list(rebuild.in_order(self.store.put, packs(), _UPLOADS, 1))
     return ChunkTable(
       changed=changed,
-      elements=elements,
       packs=tuple(zip(names, lengths, strict=True)),
       rows={name: np.array(found, _ROW) for name, found in rows.items()},
     )
@@ -385,7 +360,6 @@ class ChunkTable:
     base_id: identity of the weights that every chunk was encoded against; ''
       if the rows stand alone, or hold hashes alone.
     changed: number of elements that differ from the base.
-    elements: number of elements of all its chunks.
     cut_bytes: bytes of chunks that no block held whole.
     packs: (sha256, bytes) of the objects that hold its blobs.
     rows: {name: numbers of chunks, ascending, and their rows}.
@@ -394,7 +368,6 @@ class ChunkTable:
   specs: manifest.Specs = dataclasses.field(default_factory=dict)
   base_id: str = ''
   changed: int = 0
-  elements: int = 0
   cut_bytes: int = 0
   packs: tuple[tuple[str, int], ...] = ()
   rows: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -418,13 +391,17 @@ class ChunkTable:
   @property
   def tensors(self) -> tuple[manifest.Tensor, ...]:
     """Tensors of the manifest, of a table of all processes."""
-    tensors = []
-    for name, spec in sorted(self.specs.items()):
-      chunks = np.empty(len(self.rows[name]), manifest.CHUNK)
-      for field in manifest.CHUNK.names or ():
-        chunks[field] = self.rows[name][field]
-      tensors.append(manifest.Tensor(name, *spec, chunks))
-    return tuple(tensors)
+    columns = list(manifest.CHUNK.names or ())
+    return tuple(
+      manifest.Tensor(
+        name, *spec, self.rows[name][columns].astype(manifest.CHUNK)
+      )
+      for name, spec in sorted(self.specs.items())
+    )
+
+  @property
+  def elements(self) -> int:
+    return sum(math.prod(shape) for _, shape in self.specs.values())
 
   @property
   def target_id(self) -> str:
@@ -463,8 +440,22 @@ def merge(tables: Sequence[ChunkTable]) -> ChunkTable:
     specs=specs,
     base_id=bases.pop() if len(bases) == 1 else '',
     changed=sum(table.changed for table in tables),
-    elements=sum(table.elements for table in tables),
     cut_bytes=sum(table.cut_bytes for table in tables),
     packs=tuple(packs),
     rows=merged,
   )
+
+
+def _check_whole(name: str, shape: tuple[int, ...], numbers: Any) -> None:
+  """Refuses a tensor that does not have each of its chunks once."""
+  numbers, sizes = np.asarray(numbers, int), identity.of(shape).sizes
+  if len(np.unique(numbers)) < len(numbers):
+    raise ValueError(
+      f'{name}: the blocks of one process overlap those of another.'
+    )
+  lost = np.setdiff1d(np.arange(len(sizes)), numbers)
+  if lost.size:
+    raise ValueError(
+      f'{name}: {sizes[lost].sum()} elements are in chunks that no blocks make '
+      'whole.'
+    )

@@ -27,8 +27,7 @@ def publish(
     source: checkpoint as `checkpoints.read` takes it.
     key: file of the key; made when missing.
     version: policy version; None for the one after the last.
-    expires_days: days after which receivers take the run for abandoned, unless
-      something was published meanwhile; 0 for never.
+    expires_days: days until receivers distrust the pointer; 0 for never.
   """
   options = chain.BundleOptions(tier=tier, expires_s=86400 * expires_days)
   place = objects.Store(store)
@@ -114,10 +113,7 @@ def _open_pointer(
   key = keys.open_key(key_path)
   found = store.read_pointer(run_id)
   if found is None:
-    raise ValueError(
-      f'{store.url} has no run {run_id!r}'
-      + (f'; it has {store.run_ids()}.' if store.is_writable else '.')
-    )
+    raise ValueError(f'{store.url} has no run {run_id!r}.')
   try:
     return manifest.unseal(found[0], key, run_id)
   except ValueError as error:

@@ -14,10 +14,9 @@ import dataclasses
 import logging
 import os
 import pathlib
-import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from composer_jax.core import files
 from composer_jax.delta import rebuild
@@ -25,54 +24,15 @@ from composer_jax.delta.format import keys
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects
 
-# A store in which so many bundles fail is not worth more of a poll's time, and
-# each that cannot be reached takes as long as the store's patience.
-MAX_FAILURES = 32
+# Each object that cannot be reached takes as long as the store's patience.
 MAX_UNREACHED = 3
 
 _log = logging.getLogger(__name__)
 
 
-class Way(NamedTuple):
-  """Bundles to apply in order to `start`, which is None before a keyframe."""
-
-  bytes: int
-  start: rebuild.Held | None
-  edges: tuple[manifests.Edge, ...]
-
-
-def cheapest(
-  listed: Collection[manifests.Edge],
-  version: int,
-  held: rebuild.Held | None = None,
-  banned: Collection[str] = (),
-) -> Way | None:
-  """Returns the way of fewest bytes to a version, None if there is none.
-
-  It starts at a keyframe, or at `held`, unless a rewind made that void; banned
-  are manifests that turned out to be unusable.
-  """
-  targets = {edge.version: edge.target for edge in listed}
-  good = [edge for edge in listed if edge.manifest not in banned]
-  frames = {e.version: e for e in good if e.kind == manifests.KEY}
-  deltas = {e.version: e for e in good if e.kind == manifests.DELTA}
-  cost, edges, ways = 0, tuple[manifests.Edge, ...](), list[Way]()
-  while True:
-    if held is not None:
-      # Equal weights under another version will do, and so will those of a
-      # version that the index forgot.
-      short, is_same = held.target_id[:16], held.version == version
-      if is_same if version not in targets else targets[version] == short:
-        ways.append(Way(cost, held, edges))
-    if (frame := frames.get(version)) is not None:
-      ways.append(Way(cost + frame.bytes, None, (frame, *edges)))
-    if (delta := deltas.get(version)) is None:
-      return min(
-        ways, key=lambda way: (way.bytes, len(way.edges)), default=None
-      )
-    assert delta.base_version is not None
-    edges, cost = (delta, *edges), cost + delta.bytes
-    version = delta.base_version
+# Bytes, the weights to start from (None before a keyframe), and links of the
+# bundles to apply to them in order.
+_Way = tuple[int, rebuild.Held | None, tuple[manifests.Link, ...]]
 
 
 def load(
@@ -87,101 +47,122 @@ def load(
 ) -> rebuild.Held:
   """Returns the weights of a pointer, or of an older version it leads to.
 
-  In memory are at most what is held, and what the way has reached.
+  In memory are at most what is held, and what the way has reached. A ValueError
+  says what is wrong with the ways that were tried.
 
   Args:
     pointer: pointer whose signature the caller has verified.
     version: version to load; None for the pointer's own.
     held: weights that may spare a part of the way.
-
-  Raises:
-    ValueError: no way leads there; says what is wrong with those tried.
-    OSError: the store cannot be reached or what it must have is missing.
   """
-  walk = _Walk(rebuild.Reader(store, cost), pointer, held, wanted, threads)
-  if version is None or version == pointer.version:
-    return walk.to_head()
-  return walk.to(version)
+  version = pointer.version if version is None else version
+  cost = cost or rebuild.UpdateCost()
+  return _Walk(store, pointer, version, held, wanted, threads, cost).to_end()
 
 
 class _Walk:
   """Goes from bundle to bundle and around those that fail."""
 
-  def __init__(self, reader, pointer, held, wanted, threads):
-    self._reader, self._pointer, self._held = reader, pointer, held
-    self._wanted, self._threads = wanted, threads
+  def __init__(self, store, pointer, version, held, wanted, threads, cost):
+    self._store, self._pointer, self._version = store, pointer, version
+    self._held, self._wanted, self._threads = held, wanted, threads
+    self._cost = cost
     # Buffers that others read.
     tensors = held.tensors.values() if held else ()
     self._kept = {id(tensor.buffer) for tensor in tensors}
     # Texts: an exception holds its frames, and they hold buffers.
     self._failures: list[str] = []
-    self._banned: set[str] = set()
+    # None for those that are of no use.
+    self._bundles: dict[str, manifests.Manifest | None] = {}
     self._unreached = 0
 
-  def to_head(self) -> rebuild.Held:
-    pointer, held = self._pointer, self._held
-    bundle = self._read(pointer)
-    if bundle is not None:
-      if held is not None and held.target_id == pointer.target_id:
-        return dataclasses.replace(held, version=pointer.version)
-      if pointer.base_id in ('', held.target_id if held else ''):
-        # The usual case: the next delta, and no need of the index.
-        reached = self._step(pointer, bundle, held)
-        if reached is not None:
-          return reached
-    # Nobody vouches for the name of what is held but the manifest.
-    if held is not None and held.target_id == pointer.target_id:
-      self._held = None
-    return self.to(pointer.version)
-
-  def to(self, version: int) -> rebuild.Held:
-    try:
-      edges = rebuild.read_index(self._reader, self._pointer)
-    except (ValueError, OSError) as error:
-      self._note(error)
-      raise self._no_way(version) from error
-    while len(self._failures) < MAX_FAILURES:
-      way = cheapest(edges, version, self._held, self._banned)
-      if way is None:
-        break
-      reached = way.start
-      for edge in way.edges:
-        bundle = self._read(edge)
-        reached = self._step(edge, bundle, reached) if bundle else None
+  def to_end(self) -> rebuild.Held:
+    while way := self._cheapest():
+      _, reached, links = way
+      for link in links:
+        reached = self._step(link, reached)
         if reached is None:
           break
       if reached is not None:
-        return dataclasses.replace(reached, version=version)
-    raise self._no_way(version)
+        return dataclasses.replace(reached, version=self._version)
+    reasons = self._failures[:4] or ['no bundle leads there']
+    more = len(self._failures) - len(reasons)
+    text = '; '.join(reasons) + (f'; and {more} more' if more > 0 else '')
+    raise ValueError(f'version {self._version} cannot be rebuilt: {text}')
 
-  def _read(self, named) -> manifests.Manifest | None:
-    try:
-      bundle = rebuild.read_manifest(self._reader, named)
-      _check_named(bundle, named, self._pointer)
-      return bundle
-    except (ValueError, OSError) as error:
-      self._banned.add(named.manifest)
-      self._note(error)
-    return None
+  def _cheapest(self) -> _Way | None:
+    """Returns the way of fewest bytes, None if there is none.
+
+    It is looked for from the head back to a keyframe, and further as long as
+    what is held may be nearer. A receiver that holds the version before takes
+    the delta.
+    """
+    held, target_id = self._held, self._pointer.target_id
+    link, keyframe = self._pointer.head, self._pointer.keyframe
+    while link is not None and link.version > self._version:
+      if (passed := self._read(link, target_id)) is None:
+        return None
+      link, keyframe = passed.previous, passed.keyframe
+      target_id = passed.base_id
+    ways, cost, after = list[_Way](), 0, tuple[manifests.Link, ...]()
+    while link is not None and (after or link.version == self._version):
+      bundle, total, links = self._read(link, target_id), cost, (link, *after)
+      if bundle is not None:
+        # Equal weights under another version will do, but nobody vouches for
+        # the name of what is held except the manifest of the version.
+        if held and held.target_id == bundle.target_id:
+          ways.append((cost, held, after))
+          break
+        total += link.bytes + bundle.bundle_bytes
+        if held and held.target_id == bundle.base_id:
+          ways.append((total, held, links))
+          break
+      if keyframe is not None and keyframe.version == link.version:
+        frame = self._read(keyframe, target_id)
+        if frame is not None:
+          size = keyframe.bytes + frame.bundle_bytes
+          ways.append((cost + size, None, (keyframe, *after)))
+      if bundle is None or bundle.kind == manifests.KEY:
+        break
+      if ways and (held is None or total >= ways[0][0]):
+        break
+      cost, after, target_id = total, links, bundle.base_id
+      link, keyframe = bundle.previous, bundle.keyframe
+    return min(ways, key=lambda way: (way[0], len(way[2])), default=None)
+
+  def _read(
+    self, link: manifests.Link, target_id: str
+  ) -> manifests.Manifest | None:
+    """Reads a manifest once; None for one that is of no use."""
+    if link.manifest not in self._bundles:
+      self._bundles[link.manifest] = None
+      try:
+        bundle = rebuild.read_manifest(self._store, link, target_id)
+        self._bundles[link.manifest] = bundle
+        self._cost.bytes += link.bytes
+      except (ValueError, OSError) as error:
+        self._note(error)
+    return self._bundles[link.manifest]
 
   def _step(
-    self, named, bundle, base: rebuild.Held | None
+    self, link: manifests.Link, base: rebuild.Held | None
   ) -> rebuild.Held | None:
     """Applies one bundle; None, and it is not tried again, where it fails."""
-    how = self._wanted, self._threads
+    bundle = self._bundles[link.manifest]
+    how: Any = dict(wanted=self._wanted, threads=self._threads, cost=self._cost)
+    assert bundle is not None
     try:
       # What the way has reached is as large as the policy, and nobody else's.
-      reached = rebuild.apply(self._reader, bundle, base, *how, kept=self._kept)
-    except rebuild.DamagedBase as error:
-      # The bundle may be good: what it was applied to is not.
-      self._held = None
-      self._note(error)
-      return None
+      reached = rebuild.apply(self._store, bundle, base, kept=self._kept, **how)
     except (ValueError, OSError) as error:
-      self._banned.add(named.manifest)
+      if self._held and isinstance(error, rebuild.DamagedBase):
+        # The bundle may be good: what it was applied to is not.
+        self._held = None
+      else:
+        self._bundles[link.manifest] = None
       self._note(error)
       return None
-    self._reader.cost.route += (bundle.title,)
+    self._cost.route += (bundle.title,)
     return reached
 
   def _note(self, error: Exception) -> None:
@@ -193,32 +174,6 @@ class _Walk:
       *(self._pointer.run_id, self._pointer.version, error),
     )
     self._failures.append(str(error))
-
-  def _no_way(self, version: int) -> ValueError:
-    reasons = self._failures[:4] or ['no bundle of the index leads there']
-    more = len(self._failures) - len(reasons)
-    text = '; '.join(reasons) + (f'; and {more} more' if more > 0 else '')
-    return ValueError(f'version {version} cannot be rebuilt: {text}')
-
-
-def _check_named(
-  bundle: manifests.Manifest,
-  named: manifests.Edge | manifests.Pointer,
-  pointer: manifests.Pointer,
-) -> None:
-  """Refuses a manifest that belies what leads to it."""
-  claims = [('run_id', pointer.run_id), ('version', named.version)]
-  if bundle.version == pointer.version:
-    claims.append(('target_id', pointer.target_id))
-  is_head = isinstance(named, manifests.Pointer)
-  names = ('base_id',) if is_head else ('base_version', 'target')
-  claims += [(name, getattr(named, name)) for name in names]
-  for name, claim in claims:
-    if (found := getattr(bundle, name)) != claim:
-      raise ValueError(
-        f'manifest {named.manifest}: its {name} is {found!r}, and what leads '
-        f'to it says {claim!r}.'
-      )
 
 
 # Following.
@@ -256,7 +211,6 @@ class Follower:
         while it lives.
       wanted: (name, dtype, shape) -> the blocks of a tensor to hold; None for
         all of all.
-      now: unix seconds, for the pointer's expiry.
     """
     self.held: rebuild.Held | None = None
     self.problem: str | None = None
@@ -265,7 +219,6 @@ class Follower:
     self._memory = None if memory is None else pathlib.Path(memory)
     self._wanted, self._threads, self._now = wanted, threads, now
     self._where = f'{store.url}/refs/{run_id}/latest'
-    self._polling = threading.Lock()
     self._seen: manifests.Pointer | None = None
     if self._memory is not None:
       files.sweep(self._memory.parent)  # of receivers that were killed
@@ -276,19 +229,18 @@ class Follower:
     After damage the old weights stay in `held`, `problem` says what is wrong
     and a warning says it once; the next poll tries again.
     """
-    with self._polling:
-      try:
-        held = self._poll()
-      except (ValueError, OSError) as error:
-        if str(error) != self.problem:
-          serving = 'has no weights to serve yet'
-          if self.held is not None:
-            serving = f'keeps serving version {self.held.version}'
-          _log.warning('Run %r %s: %s', self._run_id, serving, error)
-        self.problem = str(error)
-        return None
-      self.problem = None
-      return held
+    try:
+      held = self._poll()
+    except (ValueError, OSError) as error:
+      if str(error) != self.problem:
+        serving = 'has no weights to serve yet'
+        if self.held is not None:
+          serving = f'keeps serving version {self.held.version}'
+        _log.warning('Run %r %s: %s', self._run_id, serving, error)
+      self.problem = str(error)
+      return None
+    self.problem = None
+    return held
 
   def _poll(self) -> rebuild.Held | None:
     begun, cost, held = time.perf_counter(), rebuild.UpdateCost(), self.held
@@ -321,9 +273,9 @@ class Follower:
     sealed, _ = found
     try:
       pointer = manifests.unseal(sealed, self._key, self._run_id)
-    except manifests.OtherFormat as error:
-      raise ValueError(f'{self._where}: {error}.') from error
     except ValueError as error:
+      if isinstance(error, manifests.OtherFormat):
+        raise ValueError(f'{self._where}: {error}.') from error
       raise ValueError(
         f'{self._where}: the pointer is damaged: {error}. The next publish '
         'writes a new one; if no publisher runs, start the trainer again.'
@@ -363,9 +315,7 @@ class Follower:
 
   def _recall(self, memory: pathlib.Path, key: keys.Hmac) -> manifests.Pointer:
     try:
-      with memory.open('rb') as file:
-        sealed = file.read(manifests.MAX_POINTER_BYTES + 1)
-      return manifests.unseal(sealed, key, self._run_id)
+      return manifests.unseal(memory.read_bytes(), key, self._run_id)
     except ValueError as error:
       raise ValueError(
         f'{memory}: {error}. Delete it to trust the store anew.'

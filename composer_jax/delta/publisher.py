@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import pathlib
-import queue
 import secrets
 import sys
 import time
@@ -55,15 +54,14 @@ class Publisher:
     *,
     peers: team.Peers | None = None,
   ):
-    if not isinstance(store, objects.Store):
-      store = objects.Store(store)
+    store = objects.opened(store)
     store.check_writable()
     peers = peers or _peers()
     opened = _open_or_make_key(pathlib.Path(key), peers, store, run_id)
     self._chain = chain.BundleWriter(
       store, run_id, opened, options=options, peers=peers
     )
-    self._done: queue.SimpleQueue[chain.BundleInfo] = queue.SimpleQueue()
+    self._done: list[chain.BundleInfo] = []
     self._tasks: collections.deque[futures.Future] = collections.deque()
     self._thread = futures.ThreadPoolExecutor(1, 'bundles')
     self._is_closed = False
@@ -82,26 +80,25 @@ class Publisher:
   def publish(self, tree: Any, version: int, *, owned: bool = False) -> None:
     """Copies a tree and starts publishing; waits for what was started before.
 
+    An error of that is raised here, and this tree is not published.
+
     Args:
       tree: arrays of jax or numpy, which may be donated or written to then.
       version: above the last one, or one published before.
       owned: whether nobody else has the tree's arrays, which spares the copy.
-
-    Raises:
-      ValueError, OSError: of what was started before; this is not started.
     """
     self.wait()
     if not owned:
       tree = copy(tree)
     self._start(
-      lambda: self._done.put(self._chain.publish(blocks(tree), version))
+      lambda: self._done.append(self._chain.publish(blocks(tree), version))
     )
 
   def results(self) -> list[chain.BundleInfo]:
     """Returns what was finished since, in order; an error is raised once."""
     while self._tasks and self._tasks[0].done():
       self._tasks.popleft().result()
-    return [self._done.get() for _ in range(self._done.qsize())]
+    return [self._done.pop(0) for _ in range(len(self._done))]
 
   def wait(self) -> None:
     """Waits until nothing is in flight; raises what `results` would."""
@@ -162,22 +159,18 @@ def _peers() -> team.Peers | None:
   )
 
 
-def _open_or_make_key(
-  path: pathlib.Path,
-  peers: team.Peers | None,
-  store: objects.Store,
-  run_id: str,
-) -> keys.Hmac:
+def _open_or_make_key(path: pathlib.Path, peers, store, run_id) -> keys.Hmac:
   """Opens the key; the first process makes it if there is none."""
   deadline = time.monotonic() + _TIMEOUT_S
-  while peers is not None and peers.process and not path.exists():
-    if time.monotonic() > deadline:
-      raise ValueError(
-        f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
-        'must see the same file, which the first one makes.'
-      )
-    time.sleep(0.05)
-  if not path.exists():
+  while not path.exists():
+    if peers is not None and peers.process:
+      if time.monotonic() > deadline:
+        raise ValueError(
+          f'{path}: no key within {_TIMEOUT_S:.0f} s; the processes of a run '
+          'must see the same file, which the first one makes.'
+        )
+      time.sleep(0.05)
+      continue
     # To a publisher a pointer of another key is a damaged one, to be replaced:
     # two jobs at one store would do that to each other without end.
     if store.read_pointer(run_id) is not None:

@@ -13,7 +13,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple, TypeVar
@@ -85,7 +84,7 @@ class HeldTensor:
   """The chunks of one tensor that a receiver holds; nobody writes to them.
 
   Attributes:
-    shape: shape of the whole tensor, and `grid` its grid.
+    shape: shape of the whole tensor.
     numbers: numbers of the chunks, ascending.
     offsets: where each chunk begins in `buffer`, and its end.
     buffer: flat values, chunk after chunk, each in C order.
@@ -94,25 +93,22 @@ class HeldTensor:
 
   dtype: str
   shape: tuple[int, ...]
-  grid: identity.Grid
   numbers: np.ndarray
   offsets: np.ndarray
   buffer: np.ndarray
   posts: np.ndarray
 
   @classmethod
-  def empty(
-    cls,
-    dtype: str,
-    shape: tuple[int, ...],
-    numbers: np.ndarray,
-    posts: np.ndarray,
-  ) -> 'HeldTensor':
+  def empty(cls, dtype, shape, numbers, posts) -> 'HeldTensor':
     """Makes room for chunks whose values will follow."""
-    grid = identity.of(shape)
-    offsets = np.concatenate([[0], np.cumsum(grid.sizes[numbers])])
+    sizes = identity.of(shape).sizes[numbers]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
     buffer = np.empty(int(offsets[-1]), identity.DTYPES[dtype])
-    return cls(dtype, shape, grid, numbers, offsets, buffer, posts)
+    return cls(dtype, shape, numbers, offsets, buffer, posts)
+
+  @property
+  def grid(self) -> identity.Grid:
+    return identity.of(self.shape)
 
   def values(self, at: int) -> np.ndarray:
     """Returns the flat values of the chunk that is held at a place."""
@@ -199,50 +195,24 @@ class UpdateCost:
   wall_s: float = 0.0
 
 
-class Reader:
-  """Reads a store and counts what that costs."""
-
-  def __init__(self, store: objects.Store, cost: UpdateCost | None = None):
-    self.cost = cost or UpdateCost()
-    self._store, self._lock = store, threading.Lock()
-
-  def get(self, name: str, length: int) -> bytes:
-    """Returns an object whose sha256 is its name, of a stated length."""
-    return self._counted(lambda: self._store.get(name, length))
-
-  def blobs(self, blobs: 'list[Blob]', *, fresh: bool = False) -> memoryview:
-    """Returns the bytes of neighbours; verified if they are a whole pack."""
-    first, stop = blobs[0], blobs[-1].stop
-    name, length = first.pack
-    with _naming(first.slot.where(first.at)):
-      if not fresh and (first.start, stop) == (0, length):
-        return memoryview(self.get(name, length))
-      ask = lambda: self._store.get_range(name, first.start, stop, fresh=fresh)
-      return memoryview(self._counted(ask))
-
-  def _counted(self, read: Callable[[], bytes]) -> bytes:
-    data = read()
-    with self._lock:
-      self.cost.bytes += len(data)
-    return data
-
-
 def read_manifest(
-  source: Reader | objects.Store, named: manifests.Edge | manifests.Pointer
+  store: objects.Store, link: manifests.Link, target_id: str = ''
 ) -> manifests.Manifest:
-  """Reads the manifest that an edge or pointer names; errors name it, too."""
-  data = source.get(named.manifest, named.manifest_bytes)
-  with _naming(f'manifest {named.manifest}'):
-    return manifests.Manifest.from_bytes(data)
+  """Reads what a link leads to, and refuses one that belies it.
 
-
-def read_index(
-  source: Reader | objects.Store, pointer: manifests.Pointer
-) -> tuple[manifests.Edge, ...]:
-  """Reads the list of a run's bundles; errors as of `read_manifest`."""
-  data = source.get(pointer.index, pointer.index_bytes)
-  with _naming(f'index {pointer.index}'):
-    return manifests.parse_index(data, pointer.run_id)
+  Args:
+    target_id: identity that it must lead to; '' for any.
+  """
+  data = store.get(link.manifest, link.bytes)
+  with _naming(f'manifest {link.manifest}'):
+    bundle = manifests.Manifest.from_bytes(data)
+    for name, claim in ('version', link.version), ('target_id', target_id):
+      found = getattr(bundle, name)
+      if found != claim and claim != '':
+        raise ValueError(
+          f'its {name} is {found!r}, and what leads to it says {claim!r}.'
+        )
+  return bundle
 
 
 # Applying.
@@ -273,9 +243,6 @@ class _Slot:
   def where(self, at: int) -> str:
     number = self.made.numbers[at]
     return f'{self.name} (chunk {number}, version {self.version})'
-
-  def size(self, at: int) -> int:
-    return int(self.made.offsets[at + 1] - self.made.offsets[at])
 
   def blobs(self, packs: tuple[tuple[str, int], ...]) -> Iterator['Blob']:
     for at in np.flatnonzero(self.rows['length']).tolist():
@@ -343,14 +310,27 @@ def requests(blobs: Iterable[Blob]) -> list[list[Blob]]:
   return found
 
 
+def read_blobs(
+  store: objects.Store, blobs: list[Blob], *, fresh: bool = False
+) -> memoryview:
+  """Returns the bytes of neighbours; verified if they are a whole pack."""
+  first, stop = blobs[0], blobs[-1].stop
+  name, length = first.pack
+  with _naming(first.slot.where(first.at)):
+    if not fresh and (first.start, stop) == (0, length):
+      return memoryview(store.get(name, length))
+    return memoryview(store.get_range(name, first.start, stop, fresh=fresh))
+
+
 def apply(
-  reader: Reader,
+  store: objects.Store,
   bundle: manifests.Manifest,
   base: Held | None,
   wanted: Wanted | None = None,
   threads: int = 2,
   *,
   kept: Collection[int] | None = None,
+  cost: UpdateCost | None = None,
 ) -> Held:
   """Applies a bundle to a base, which a keyframe does not need.
 
@@ -358,10 +338,7 @@ def apply(
     wanted: blocks to hold; None for all.
     kept: None leaves the base as it is. Else it is lost, whether this succeeds
       or not: its memory is written to, but for buffers of these ids.
-
-  Raises:
-    ValueError: names the tensor whose base or blob is wrong.
-    OSError: an object cannot be read.
+    cost: gets the bytes added that are read.
   """
   if bundle.kind == manifests.KEY:
     base = None
@@ -388,9 +365,9 @@ def apply(
         if not data:
           raise
         # What a link or a cache damaged may arrive whole.
-        blob.slot.decode(blob.at, reader.blobs([blob], fresh=True))
+        blob.slot.decode(blob.at, read_blobs(store, [blob], fresh=True))
 
-  with contextlib.closing(_turns(reader, bundle, slots)) as turns:
+  with contextlib.closing(_turns(store, bundle, slots, cost)) as turns:
     collections.deque(in_order(decode, turns, threads), maxlen=0)
   tensors = {}
   for tensor, slot in zip(bundle.tensors, slots, strict=True):
@@ -402,17 +379,16 @@ def apply(
 
 
 def _check_base(bundle: manifests.Manifest, base: Held | None) -> None:
-  if base is None:
-    raise ValueError(f'version {bundle.version} needs a base.')
+  if base is None or base.target_id != bundle.base_id:
+    held = 'none' if base is None else base.target_id
+    raise ValueError(
+      f'version {bundle.version} builds on the weights {bundle.base_id}, '
+      f'not on those that are held: {held}.'
+    )
   others = sorted(base.specs.items() ^ bundle.specs.items())
   if others:
     raise ValueError(
       f'version {bundle.version} has other tensors than its base: {others[:5]}.'
-    )
-  if base.target_id != bundle.base_id:
-    raise ValueError(
-      f'version {bundle.version} builds on the weights {bundle.base_id}, '
-      f'not on the {base.target_id} that are held.'
     )
 
 
@@ -445,7 +421,7 @@ def _slot(bundle, tensor, places, base, wanted, kept) -> _Slot:
 
 
 def _turns(
-  reader: Reader, bundle: manifests.Manifest, slots: list[_Slot]
+  store, bundle: manifests.Manifest, slots: list[_Slot], cost
 ) -> Generator[list[tuple[Blob, memoryview]], None, None]:
   """Yields blobs and their bytes, as many as a thread takes at a time."""
   asked = requests(blob for slot in slots for blob in slot.blobs(bundle.packs))
@@ -457,17 +433,19 @@ def _turns(
   most = bundle.bundle_bytes // (8 * RANGE_BYTES)
   threads = min(max(most, _FEWEST), IN_FLIGHT)
   with contextlib.closing(
-    in_order(lambda blobs: (blobs, reader.blobs(blobs)), asked, threads, 1)
+    in_order(lambda blobs: read_blobs(store, blobs), asked, threads, 1)
   ) as arriving:
     came = (
       (blob, data[blob.start - blobs[0].start : blob.stop - blobs[0].start])
-      for blobs, data in arriving
+      for blobs, data in zip(asked, arriving, strict=True)
       for blob in blobs
     )
     turn, elements = [], 0
     for blob, data in itertools.chain(bare, came):
       turn.append((blob, data))
-      elements += blob.slot.size(blob.at)
+      if cost is not None:
+        cost.bytes += len(data)
+      elements += blob.slot.made.values(blob.at).size
       if elements >= _TURN_ELEMENTS:
         yield turn
         turn, elements = [], 0

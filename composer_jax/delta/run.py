@@ -1,17 +1,19 @@
 """Where a run stands in its store: the pointer, what it leads to, and upkeep.
 
-Only `Run.point` changes what readers see, by one comparison and swap.
+Only `Run.point` changes what readers see, by one comparison and swap. A store
+holds one run: what its pointer does not lead to is garbage.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from composer_jax.delta import chunking, rebuild
 from composer_jax.delta.format import keys, manifest
 from composer_jax.delta.store import objects
 
-Edges = tuple[manifest.Edge, ...]
 _log = logging.getLogger(__name__)
 
 
@@ -21,9 +23,8 @@ class Run:
   Attributes:
     run_id: name of the run.
     head: last pointer, None while there is nothing to build on.
-    edges: listed bundles.
     specs: {name: (dtype, shape)} of the head's tensors.
-    is_unsure: whether only the store knows where the run stands; `open` asks.
+    is_unsure: whether only the store knows where the run stands; see `open`.
   """
 
   def __init__(
@@ -35,17 +36,15 @@ class Run:
     expires_s: float,
     now: Callable[[], float],
   ):
-    manifest.check_run_id(run_id)
     self._store, self.run_id, self._key = store, run_id, key
     self._expires_s, self._now = expires_s, now
-    # Packs of the manifests that are known here.
-    self._packs: dict[str, tuple[tuple[str, int], ...]] = {}
+    # Links and packs of the manifests that are known here, by name.
+    self._known: dict[str, tuple] = {}
     self.open()
 
   def open(self) -> None:
     """Reads where the run stands; what is damaged ends its chain."""
     self.head: manifest.Pointer | None = None
-    self.edges: Edges = ()
     self.specs: manifest.Specs = {}
     self.is_unsure = False
     # Of the last pointer. Receivers refuse one that falls behind.
@@ -54,6 +53,11 @@ class Run:
     self._tag: str | None = None
     found = self._store.read_pointer(self.run_id)
     if found is None:
+      if others := self._store.run_ids():
+        raise ValueError(
+          f'{self._store.url} has the run {others[0]!r}; publish '
+          f'{self.run_id!r} to another store.'
+        )
       return
     self._sealed, self._tag = found
     try:
@@ -67,17 +71,11 @@ class Run:
       return
     self._sequence, self._rewinds = head.sequence, head.rewinds
     try:
-      edges = rebuild.read_index(self._store, head)
-      bundle = rebuild.read_manifest(self._store, head)
+      self.specs = rebuild.read_manifest(self._store, head.head).specs
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
-    self.head, self.edges, self.specs = head, edges, bundle.specs
-
-  def make_sure(self) -> None:
-    """Asks the store where the run stands, if a failure left that open."""
-    if self.is_unsure:
-      self.open()
+    self.head = head
 
   def start_afresh(self, reason: object) -> None:
     """Voids all versions; receivers keep theirs until the next pointer."""
@@ -85,7 +83,7 @@ class Run:
       '%s: the next version starts a new chain: %s', self.run_id, reason
     )
     self._rewinds += 1
-    self.head, self.edges, self.specs = None, (), {}
+    self.head, self.specs = None, {}
 
   def check_alone(self) -> bool:
     """Returns whether the pointer is intact; refuses one that is not ours."""
@@ -108,64 +106,51 @@ class Run:
     )
 
   def write(
-    self,
-    table: chunking.ChunkTable,
-    version: int,
-    base: manifest.Pointer | None,
-  ) -> tuple[manifest.Edge, manifest.Manifest]:
+    self, table: chunking.ChunkTable, version: int, base_id: str
+  ) -> tuple[manifest.Link, manifest.Manifest]:
     """Writes the manifest of a bundle, to which nothing points yet.
 
-    Its packs are objects already; `base` is None for a keyframe.
+    Its packs are objects already; `base_id` is '' for a keyframe, which may be
+    a second bundle of the head.
     """
+    previous = keyframe = None
+    if self.head is not None:
+      previous, keyframe = self.head.head, self.head.keyframe
+      if version == self.head.version:
+        previous, keyframe, _ = self._read(previous)
     bundle = manifest.Manifest(
-      run_id=self.run_id,
       version=version,
-      base_version=None if base is None else base.version,
-      base_id='' if base is None else base.target_id,
+      base_id=base_id,
       target_id=table.target_id,
+      previous=previous,
+      keyframe=keyframe,
       packs=table.packs,
       tensors=table.tensors,
     )
     data = bundle.to_bytes()
-    name = self._store.put(data)
-    self._packs[name] = bundle.packs
-    edge = manifest.Edge(
-      version=version,
-      base_version=bundle.base_version,
-      bytes=bundle.bundle_bytes + len(data),
-      manifest=name,
-      manifest_bytes=len(data),
-      target=bundle.target,
-    )
-    return edge, bundle
+    link = manifest.Link(version, self._store.put(data), len(data))
+    self._known[link.manifest] = previous, keyframe, bundle.packs
+    return link, bundle
 
   def point(
     self,
-    edges: Edges,
-    edge: manifest.Edge | None = None,
+    keyframe: manifest.Link,
+    head: manifest.Link | None = None,
     bundle: manifest.Manifest | None = None,
   ) -> None:
     """Moves the pointer, unless another publisher did first: this commits.
 
-    Args:
-      edges: bundles listed from now on.
-      edge: bundle of the head; None for the same head, to expire later.
-      bundle: manifest of that bundle.
+    It names the newest keyframe and the head, whose manifest is the bundle;
+    without them the head is that of before.
     """
-    head, weights = edge or self.head, bundle or self.head
-    assert head is not None and weights is not None
-    listed = manifest.write_index(self.run_id, edges)
+    last: Any = self.head
     pointer = manifest.Pointer(
       run_id=self.run_id,
       sequence=self._sequence + 1,
       rewinds=self._rewinds,
-      version=head.version,
-      target_id=weights.target_id,
-      base_id=weights.base_id,
-      manifest=head.manifest,
-      manifest_bytes=head.manifest_bytes,
-      index=self._store.put(listed),
-      index_bytes=len(listed),
+      target_id=(bundle or last).target_id,
+      head=head or last.head,
+      keyframe=keyframe,
       expires=int(self._now() + self._expires_s) if self._expires_s else 0,
     )
     data = manifest.seal(pointer, self._key)
@@ -175,8 +160,7 @@ class Run:
       # The answer of a remote store may be lost after it did what was asked.
       if not self._has_landed(data):
         raise
-    self._sealed, self._sequence = data, pointer.sequence
-    self.head, self.edges = pointer, edges
+    self._sealed, self._sequence, self.head = data, pointer.sequence, pointer
     self.specs = bundle.specs if bundle else self.specs
 
   def _has_landed(self, data: bytes) -> bool:
@@ -194,115 +178,120 @@ class Run:
     return True
 
   def heal(self) -> None:
-    """Writes pointer and index again if they are damaged.
-
-    So it does if half of the time is over in which the pointer is believed.
-    """
+    """Writes the pointer again if it is damaged, or soon too old."""
     assert self.head is not None
     expires = self.head.expires or float('inf')
     is_aging = expires - self._now() < self._expires_s / 2
     if not self.check_alone() or is_aging:
-      self.point(self.edges)
-    self._store.put(manifest.write_index(self.run_id, self.edges))
+      self.point(self.head.keyframe)
+
+  def _find(
+    self, version: int
+  ) -> tuple[manifest.Link, manifest.Link, manifest.Manifest]:
+    """Returns the newest keyframe and the newest bundle up to a version."""
+    assert self.head is not None
+    keyframe, link = self.head.keyframe, self.head.head
+    while True:
+      bundle = rebuild.read_manifest(self._store, link)
+      if link.version <= version:
+        return keyframe, link, bundle
+      if bundle.previous is None or bundle.keyframe is None:
+        raise ValueError(f'no version up to {version} was published.')
+      keyframe, link = bundle.keyframe, bundle.previous
+
+  def found(
+    self, version: int, target_id: str
+  ) -> tuple[manifest.Link, manifest.Manifest]:
+    """Returns the bundle of a version; refuses one of other weights."""
+    assert self.head is not None
+    problem = f'version {version} of run {self.run_id!r} is neither new (the '
+    problem += f'last is {self.head.version}) nor kept'
+    with contextlib.suppress(ValueError, FileNotFoundError):
+      _, link, bundle = self._find(version)
+      if (link.version, bundle.target_id) == (version, target_id):
+        return link, bundle
+      if link.version == version:
+        problem = (
+          f'run {self.run_id!r} has published version {version} with other '
+          f'weights ({bundle.target_id[:16]}, now {target_id[:16]})'
+        )
+    raise ValueError(
+      f'{problem}. A trainer resumed from checkpoint v calls rewind(v) first.'
+    )
 
   def rewind(self, version: int) -> None:
-    """Points to the newest listed version up to `version`.
+    """Points to the newest version up to `version`.
 
-    If none is listed or it is damaged, the next version starts a chain afresh.
+    If that is deleted or damaged, the next version starts a chain afresh.
     """
-    edges = tuple(e for e in self.edges if e.version <= version)
-    edge = head_of(edges, max((e.version for e in edges), default=-1))
     try:
-      if edge is None:
-        raise ValueError(f'no version up to {version} is listed.')
-      bundle = rebuild.read_manifest(self._store, edge)
+      found = self._find(version)
     except (ValueError, OSError) as error:
       self.start_afresh(error)
       return
     self._rewinds += 1
-    self.point(edges, edge, bundle)
+    self.point(*found)
 
-  def lost(self) -> Edges:
-    """Returns the listed bundles of which the store forgot an object."""
-    sizes = self._store.sizes()
-    return tuple(e for e in self.edges if not self._is_there(e, sizes))
-
-  def _is_there(self, edge: manifest.Edge, sizes: dict[str, int]) -> bool:
-    if sizes.get(edge.manifest) != edge.manifest_bytes:
-      return False
-    if edge.manifest not in self._packs:
-      try:
-        bundle = rebuild.read_manifest(self._store, edge)
-      except (ValueError, FileNotFoundError):
-        return False
-      self._packs[edge.manifest] = bundle.packs
-    packs = self._packs[edge.manifest]
-    return all(sizes.get(name) == length for name, length in packs)
-
-  def collect(self, grace_s: float) -> int:
-    """Deletes what the pointer of no run leads to; returns bytes freed.
-
-    Younger objects stay, as another publisher may be about to point to them. If
-    a pointer, index or manifest cannot be followed, nothing is deleted.
-    """
-    needed, runs, url = set(), self._store.run_ids(), self._store.url
-    # Some file systems list a folder that they cannot read as if it were empty.
-    if self.head is not None and self.run_id not in runs:
-      raise ValueError(
-        f'{url} lists the runs {runs} and not {self.run_id!r}, which has a '
-        'pointer there, so nothing is deleted; look whether refs/ can be read.'
+  def has_lost(self) -> bool:
+    """Whether the store forgot an object that a joiner needs."""
+    sizes, lost = self._store.sizes(), True
+    with contextlib.suppress(ValueError, FileNotFoundError):
+      needed = self._needed(1)
+      lost = any(sizes.get(name) != length for name, length in needed.items())
+    if lost:
+      _log.warning(
+        '%s: what joiners need is gone from %s; a keyframe is written.',
+        *(self.run_id, self._store.url),
       )
-    for run_id in runs:
-      needed |= self._needed(run_id)
-    sizes = self._store.sizes()
+    return lost
+
+  def collect(self, keep: int, grace_s: float) -> int:
+    """Deletes what neither the last versions nor joiners need.
+
+    Younger objects stay, as they may be about to be pointed to. Nothing is
+    deleted if the pointer or a manifest is damaged. Returns the bytes freed.
+    """
+    if self.head is None:
+      return 0
+    if not self.check_alone():
+      raise ValueError(f'the pointer of {self._store.url} is damaged.')
+    needed, sizes = self._needed(keep), self._store.sizes()
+    self._known = {n: known for n, known in self._known.items() if n in needed}
     gone = self._store.delete(sizes.keys() - needed, grace_s=grace_s)
     freed = sum(sizes.get(name, 0) for name in gone)
-    _log.info('%s: freed %d bytes in %d objects', url, freed, len(gone))
+    _log.info(
+      '%s: freed %d bytes in %d objects', self._store.url, freed, len(gone)
+    )
     return freed
 
-  def _needed(self, run_id: str) -> set[str]:
-    """Returns the objects that the bundles of a run consist of."""
-    found = self._store.read_pointer(run_id)
-    if found is None:
-      return set()
-    try:
-      pointer = manifest.unseal(found[0], self._key, run_id)
-    except ValueError as error:
-      raise ValueError(
-        f'the pointer of run {run_id!r} cannot be read, so nothing is deleted: '
-        f'{error}'
-      ) from error
-    needed = {pointer.index}
-    for named in (pointer, *rebuild.read_index(self._store, pointer)):
-      bundle = rebuild.read_manifest(self._store, named)
-      needed |= {named.manifest, *(pack for pack, _ in bundle.packs)}
+  def _needed(self, keep: int) -> dict[str, int]:
+    """Returns the objects of the last versions, and their lengths.
+
+    From the newest keyframe before the last `keep` on, or as far back as there
+    are versions.
+    """
+    assert self.head is not None
+    link, keyframe, needed = self.head.head, self.head.keyframe, {}
+    while link is not None:
+      is_start = keyframe is not None and keyframe.version == link.version
+      try:
+        for one in {link, keyframe} if is_start else {link}:
+          before = self._read(one)
+          needed |= {one.manifest: one.bytes, **dict(before[2])}
+      except FileNotFoundError:
+        if link.version >= self.head.keyframe.version:
+          raise
+        break  # It was collected as older than what was kept before.
+      keep -= 1
+      if keep <= 0 and is_start:
+        break
+      link, keyframe, _ = self._read(link)
     return needed
 
-
-def pruned(edges: Iterable[manifest.Edge], keep: int) -> Edges:
-  """Returns the edges that the last `keep` versions and joiners need.
-
-  They are the newest keyframe before the last `keep` versions, and all that
-  follows it. What is not listed any more, `Run.collect` deletes.
-  """
-  edges = tuple(edges)
-  versions = sorted({edge.version for edge in edges})
-  frames = [e.version for e in edges if e.kind == manifest.KEY]
-  if not frames:
-    return edges
-  first = versions[-keep:][0]
-  start = max((v for v in frames if v <= first), default=min(frames))
-  return tuple(
-    e
-    for e in edges
-    if e.version >= min(first, start + 1)
-    or (e.version == start and e.kind == manifest.KEY)
-  )
-
-
-def head_of(
-  edges: Iterable[manifest.Edge], version: int
-) -> manifest.Edge | None:
-  """Returns the bundle of a version that a follower would take: its delta."""
-  found = [e for e in edges if e.version == version]
-  return max(found, key=lambda e: e.order[1], default=None)
+  def _read(self, link: manifest.Link) -> tuple:
+    """Returns the links and packs of a manifest."""
+    if link.manifest not in self._known:
+      bundle = rebuild.read_manifest(self._store, link)
+      known = bundle.previous, bundle.keyframe, bundle.packs
+      self._known[link.manifest] = known
+    return self._known[link.manifest]

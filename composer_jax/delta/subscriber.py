@@ -39,18 +39,15 @@ class Subscriber:
     """Reads nothing yet: the run may not have begun, nor made its key.
 
     Args:
-      store: folder or URL of the store.
       key: file of the publisher's key, or the key.
       like: tree of arrays or `jax.ShapeDtypeStruct`s with shardings, of which
         only this process's part is fetched; None for arrays of numpy by name.
       memory: file that keeps the newest pointer seen; see `follower.Follower`.
     """
-    if not isinstance(store, objects.Store):
-      store = objects.Store(store)
     self.version: int | None = None
     self.target_id = ''
     self.follower = follower.Follower(
-      store,
+      objects.opened(store),
       run_id,
       key,
       memory=memory,

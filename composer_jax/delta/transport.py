@@ -53,10 +53,7 @@ class DeltaOptions(chain.BundleOptions):
       the workdir. 'direct:' hands policies over on the devices, with nothing
       written, where trainer and engine share one process.
     poll_s: seconds between looks of the rollout process; more for a URL.
-    keyframe_every: versions from a full one to the next, which only receivers
-      that join late and repairs read.
-    threads: number of threads that encode, and that decode; each side has a
-      core of two.
+    threads: number of threads that encode, and that decode.
   """
 
   store: str = ''
@@ -196,7 +193,6 @@ class Receiver:
 
     Args:
       workdir: workdir of the run; its key is read from there.
-      store: store as the run's config has it.
       memory: file that keeps the newest pointer seen; see `follower.Follower`.
       mesh: devices of the engine that decodes; chunks go straight to those
         whose shards they meet. None takes them whole, to the first device.

@@ -1,4 +1,7 @@
-"""A publisher by hand: any edge, any order, any pointer, and damage to them."""
+"""A publisher by hand: any bundle, any pointer, and damage to them."""
+
+import contextlib
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -50,7 +53,7 @@ def from_arrays(arrays, version=0):
     )
     for number in numbers:
       chunk = tensor.chunk(number)
-      chunk[...] = array[grid.slices(number)]
+      chunk[...] = array[tuple(slice(*ends) for ends in grid.chunk(number))]
       posts[number] = np.frombuffer(identity.hash_chunk(chunk), np.uint8)
     tensor.buffer.setflags(write=False)
     tensors[name] = tensor
@@ -67,20 +70,44 @@ def assert_same_bits(held, wanted):
     assert found[name].tobytes() == array.tobytes(), name
 
 
+class Edge(NamedTuple):
+  """A bundle that was written: its link, and all its bytes."""
+
+  version: int
+  base_version: int | None
+  link: manifests.Link
+  bytes: int
+
+  @property
+  def manifest(self):
+    return self.link.manifest
+
+
 class Run:
   """Bundles of one run in a store.
 
   Attributes:
     held: weights by version, as a receiver would hold them.
-    edges: of the index; drop one and call `point` again, and it is gone.
+    edges: bundles in the order in which they were written; later ones link to
+      those that are there.
   """
 
   def __init__(self, root, run_id='run', signer=SIGNER, make=weights):
     self.store = store_lib.Store(root)
     self.run_id, self.signer, self.make = run_id, signer, make
     self.held: dict[int, rebuild.Held] = {}
-    self.edges: list[manifests.Edge] = []
+    self.edges: list[Edge] = []
     self.pointer: manifests.Pointer | None = None
+
+  def newest(self, version, *, is_key=False):
+    """The newest bundle up to a version: its delta, or its keyframe."""
+    found = [
+      edge
+      for edge in self.edges
+      if edge.version <= version and is_key <= (edge.base_version is None)
+    ]
+    order = lambda edge: (edge.version, edge.base_version is not None)
+    return max(found, key=order).link if found else None
 
   def add(self, version, base=None, pack_bytes=1000):
     """Writes a keyframe, or a delta from `base`; returns its edge."""
@@ -110,45 +137,29 @@ class Run:
     if pack:
       packs.append((self.store.put(pack), len(pack)))
     manifest = manifests.Manifest(
-      run_id=self.run_id,
       version=version,
-      base_version=base,
       base_id='' if base is None else old.target_id,
       target_id=new.target_id,
+      previous=self.newest(version - 1),
+      keyframe=self.newest(version - 1, is_key=True),
       packs=tuple(packs),
       tensors=tuple(tensors),
     )
     data = manifest.to_bytes()
-    edge = manifests.Edge(
-      version=version,
-      base_version=base,
-      bytes=manifest.bundle_bytes + len(data),
-      manifest=self.store.put(data),
-      manifest_bytes=len(data),
-      target=new.target_id[:16],
-    )
+    link = manifests.Link(version, self.store.put(data), len(data))
+    edge = Edge(version, base, link, manifest.bundle_bytes + len(data))
     self.edges.append(edge)
     return edge
 
   def point(self, version, *, sequence=None, rewinds=0, expires=0):
     """Moves the pointer; the head is the single delta, or else a keyframe."""
-    index = manifests.write_index(self.run_id, self.edges)
-    heads = [e for e in self.edges if e.version == version]
-    head = max(
-      heads, key=lambda e: (e.base_version is not None, e.base_version or 0)
-    )
-    base = head.base_version
     self.pointer = manifests.Pointer(
       run_id=self.run_id,
       sequence=sequence or (self.pointer.sequence + 1 if self.pointer else 1),
       rewinds=rewinds,
-      version=version,
       target_id=self.held[version].target_id,
-      base_id='' if base is None else self.held[base].target_id,
-      manifest=head.manifest,
-      manifest_bytes=head.manifest_bytes,
-      index=self.store.put(index),
-      index_bytes=len(index),
+      head=self.newest(version),
+      keyframe=self.newest(version, is_key=True),
       expires=expires,
     )
     found = self.store.read_pointer(self.run_id)
@@ -168,6 +179,29 @@ class Run:
   def _hold(self, version):
     if version not in self.held:
       self.held[version] = from_arrays(self.make(version), version)
+
+
+def history(store, pointer):
+  """All bundles that a pointer leads to and that are there, oldest first."""
+  link, links, found = pointer.head, {pointer.head, pointer.keyframe}, {}
+  while link is not None:
+    for one in links - found.keys():
+      with contextlib.suppress(FileNotFoundError):
+        found[one] = rebuild.read_manifest(store, one)
+    if link not in found:
+      break
+    link, keyframe = found[link].previous, found[link].keyframe
+    links |= {link, keyframe} - {None}
+  edges = [
+    Edge(
+      one.version,
+      bundle.previous.version if bundle.base_id else None,
+      one,
+      one.bytes + bundle.bundle_bytes,
+    )
+    for one, bundle in found.items()
+  ]
+  return sorted(edges, key=lambda e: (e.version, e.base_version is not None))
 
 
 def damage(path, at=-1):

@@ -46,7 +46,7 @@ def read_pointer(store):
 
 
 def packs_of(store):
-  head = rebuild.read_manifest(store, read_pointer(store))
+  head = rebuild.read_manifest(store, read_pointer(store).head)
   return [store.root / 'objects' / name for name, _ in head.packs]
 
 
@@ -158,12 +158,10 @@ def refused(root):
 def needed(root):
   """The files without which a joiner cannot be served."""
   store = store_lib.Store(root)
-  pointer = read_pointer(store)
-  index = rebuild.read_index(store, pointer)
-  names = {pointer.index, *(e.manifest for e in index)}
-  for edge in index:
-    packs = rebuild.read_manifest(store, edge).packs
-    names |= {name for name, _ in packs}
+  names = set()
+  for edge in bundles.history(store, read_pointer(store)):
+    packs = rebuild.read_manifest(store, edge.link).packs
+    names |= {edge.manifest, *(name for name, _ in packs)}
   return {'latest', *names}
 
 

@@ -43,11 +43,6 @@ def cache(tmp_path, monkeypatch):
   return tmp_path
 
 
-def sources_become(monkeypatch, digest, loaded=None):
-  monkeypatch.setattr(model, 'digest_of_sources', lambda: digest)
-  monkeypatch.setattr(model, 'SOURCES', loaded or digest)
-
-
 def test_kernels_are_compiled_once(cache):
   first, second = compiled(), compiled()
   assert (was_loaded(first), was_loaded(second)) == (False, True)
@@ -56,17 +51,9 @@ def test_kernels_are_compiled_once(cache):
 
 def test_change_in_another_file_compiles_anew(cache, monkeypatch):
   assert compiled()(1) == 2
-  sources_become(monkeypatch, b'changed')
+  monkeypatch.setattr(model, 'SOURCES', b'changed')
   kernel = compiled(2)
   assert kernel(1) == 3 and not was_loaded(kernel)
-
-
-def test_process_older_than_the_sources_leaves_no_kernels(cache, monkeypatch):
-  sources_become(monkeypatch, b'changed', loaded=b'as it began')
-  assert compiled()(1) == 2
-  assert not list(cache.rglob('*.nb?'))
-  sources_become(monkeypatch, b'changed')
-  assert compiled(2)(1) == 3
 
 
 def test_digest_covers_every_file_and_its_name(tmp_path, monkeypatch):

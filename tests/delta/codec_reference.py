@@ -20,8 +20,6 @@ def decode(codec_id, blob, size, dtype, base):
   bits = kind.bits.newbyteorder('<')
   if codec_id == coding.SAME:
     return base.copy()
-  if codec_id == coding.RAW:
-    return np.frombuffer(blob, bits).view(dtype)
   old = None if base is None else base.view(bits).tolist()
   made = _planes if codec_id == coding.PLANES else _steps
   return np.array(made(codec_id, blob, size, kind, old), bits).view(dtype)
@@ -42,57 +40,42 @@ def _moved(bits, step, kind):
 
 
 def _planes(_, blob, size, kind, old):
-  is_steps, at = blob[0], 1
   words = [0] * size
   for n in range(kind.width // 8):
-    (length,) = struct.unpack_from('<I', blob, at)
-    plane, at = blob[at + 4 : at + 4 + length], at + 4 + length
+    (length,) = struct.unpack_from('<I', blob)
+    plane, blob = blob[4 : 4 + length], blob[4 + length :]
     if length != size:
       plane = zstandard.ZstdDecompressor().decompress(plane)
     words = [word | byte << 8 * n for word, byte in zip(words, plane)]
-  if is_steps:
-    steps = [word >> 1 ^ -(word & 1) for word in words]
-    return [_moved(*pair, kind) for pair in zip(old, steps)]
   return [word >> 1 | (word & 1) << kind.width - 1 for word in words]
 
 
 def _steps(codec_id, blob, size, kind, old):
-  low, number = 0, 1
+  low, number = max(0, kind.exponent_mask // 2 - 19), 1
   if codec_id == coding.CLASS:
-    low, blob = blob[0], blob[1:]
-    number = min(model.EXPONENTS, kind.exponent_mask + 1)
+    number = min(20, kind.exponent_mask + 1)
   members = [[] for _ in range(number)]
   for place, bits in enumerate(old):
     exponent = (bits >> kind.shift) & kind.exponent_mask
     members[min(max(exponent - low, 0), number - 1)].append(place)
   head = _Bits(blob)
   classes = _counts(head, number)
-  blob = blob[head.num_bytes :]
-  gap_bits = _Bits(blob)
-  plain = [model.plain_bits(level) for _, level in classes]
-  total = sum(count * k for (count, _), k in zip(classes, plain))
   lanes = 4 if sum(count for count, _ in classes) >= 1024 else 1
-  coder = _Coder(blob[(total + 7) // 8 :], lanes)
-  gaps, nears, fars = model.guesses(kind.width)
-  values, lean = list(old), (0, 0)
-  for inside, (count, level), k in zip(members, classes, plain):
+  coder = _Coder(blob[head.num_bytes :], lanes)
+  gaps, nears, far = model.guesses()
+  values = list(old)
+  for inside, (count, level) in zip(members, classes):
     if not count:
       continue
-    symbols, places, rank = coder.symbols(gaps[level]), [], -1
-    for _ in range(count):
-      while (symbol := next(symbols)) == 31:
-        rank += 31 << k
-      rank += 1 + (symbol << k) + gap_bits.take(k)
+    k = model.plain_bits(level)
+    lows = [coder.plain(k) for _ in range(count)]
+    rank, places = -1, []
+    for low, high in zip(lows, coder.values(count, gaps[level], far)):
+      rank += 1 + (high << k | low)
       places.append(inside[rank])
-    symbols = coder.symbols(_leaning(nears[level], *lean))
-    near = list(itertools.islice(symbols, count))
-    lean = sum(symbol & 1 for symbol in near), count
-    num_far = sum(symbol >= 14 for symbol in near)
-    far = itertools.islice(coder.symbols(fars[level]), num_far)
-    far = iter([_far(symbol, coder) for symbol in list(far)])
-    for place, symbol in zip(places, near):
-      step = next(far) if symbol >= 14 else symbol // 2 + 1
-      step = -step if symbol & 1 else step
+    for place, value in zip(places, coder.values(count, nears[level], far)):
+      step = value // 2 + 1
+      step = -step if value & 1 else step
       values[place] = _moved(old[place], step, kind)
   assert coder.is_finished() and len(values) == size
   return values
@@ -110,19 +93,6 @@ def _counts(head, number):
       guess = level + 4
     classes.append((count, level))
   return classes
-
-
-def _leaning(guess, negative, changed):
-  pairs = (guess[0::2] + guess[1::2]).tolist()
-  odd = [pair * (negative + 8) // (changed + 16) for pair in pairs]
-  both = zip(pairs, odd)
-  return np.array([n for pair, o in both for n in (pair - o, o)])
-
-
-def _far(symbol, coder):
-  k = symbol // 2 + 2
-  lower = coder.plain(min(k, 15))
-  return (2 | symbol & 1) << k | lower | coder.plain(max(k - 15, 0)) << 15
 
 
 class _Bits:
@@ -174,6 +144,22 @@ class _Coder:
       counts[symbol] += 16
       yield symbol
 
+  def values(self, count, near, far):
+    """A sequence of values: symbols, symbols of far ones, their plain bits."""
+    escape = len(near) - 1
+    found = list(itertools.islice(self.symbols(near), count))
+    number = found.count(escape)
+    beyond = list(itertools.islice(self.symbols(far), number))
+    beyond = iter([self._far(symbol) for symbol in beyond])
+    return [v if v < escape else escape - 1 + next(beyond) for v in found]
+
+  def _far(self, symbol):
+    if symbol == 0:
+      return 1
+    k = symbol // 2 - 1
+    parts = (self.plain(min(k - at, 15)) << at for at in range(0, k, 15))
+    return (2 | symbol & 1) << k | sum(parts)
+
   def plain(self, bits):
     if not bits:
       return 0
@@ -199,7 +185,6 @@ def _table(counts):
 def steps(values, base, is_float):
   """Signed differences on the ordered line, the shorter way around."""
   width = 8 * base.dtype.itemsize
-  ordered = model.ordered
   wrapped = ordered(values, is_float) - ordered(base, is_float)
   return wrapped.view(f'i{width // 8}').astype(np.int64)
 
@@ -207,5 +192,27 @@ def steps(values, base, is_float):
 def moved(base, steps_W, is_float):
   """Undoes `steps`: the bits that lie so many steps from the base."""
   wrapped = steps_W.astype(base.dtype)  # modulo the width of the bits
-  keys = model.ordered(base, is_float) + wrapped
-  return model.unordered(keys, is_float)
+  keys = ordered(base, is_float) + wrapped
+  if not is_float:
+    return keys
+  top = keys.dtype.type(1 << (8 * keys.dtype.itemsize - 1))
+  return keys ^ (_sign(~keys) | top)
+
+
+def ordered(bits, is_float):
+  """Where bits lie on the number line: a bijection of all patterns."""
+  if not is_float:
+    return bits
+  top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+  return bits ^ (_sign(bits) | top)
+
+
+def to_bits(values):
+  """The values as unsigned integers, flat."""
+  flat = np.ascontiguousarray(values).reshape(-1)
+  return flat.view(f'u{values.dtype.itemsize}')
+
+
+def _sign(bits):
+  """All bits set where the top one is, else none."""
+  return -(bits >> bits.dtype.type(8 * bits.dtype.itemsize - 1))

@@ -81,9 +81,7 @@ def reading(root, published, count=3):
 
 
 def wait_until(condition):
-  end = time.monotonic() + 60
   while not condition():
-    assert time.monotonic() < end
     time.sleep(0.001)
 
 
@@ -197,10 +195,9 @@ def test_what_is_deleted_while_it_is_read(tmp_path, grace_s):
 def test_a_folder_that_cannot_be_listed_is_not_empty(
   tmp_path, monkeypatch, folder
 ):
-  """Else no run would need anything, and `gc` would delete all of them."""
+  """Else a second run would take the store for its own, and `gc` the first."""
   store = stores.Store(tmp_path)
-  publisher = faults.publisher_of(store)
-  publish(publisher, [], 0, 0)
+  publish(faults.publisher_of(store), [], 0, 0)
   scandir, before = os.scandir, store.sizes()
 
   def broken(path):
@@ -210,6 +207,6 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(
 
   monkeypatch.setattr(os, 'scandir', broken)
   with pytest.raises(OSError, match='Input/output error'):
-    publisher.gc(1)
+    faults.publisher_of(store, 'other')
   monkeypatch.undo()
   assert store.sizes() == before

@@ -15,7 +15,7 @@ FEWEST = {
   'first': 25,
   'delta': 25,
   'packed': 60,
-  'collect': 120,
+  'collect': 70,
   'rewind': 80,
   'heal': 40,
   'follow': 30,  # a receiver keeps no file but the last pointer
@@ -35,7 +35,6 @@ def points(folder, jobs):
     ],
     capture_output=True,
     text=True,
-    timeout=900,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])

@@ -146,29 +146,28 @@ def make_up(world, rng, name):
   """Hostile bundles under names that fit, or under those that are asked for."""
   files = world.store.files
   head = world.head
-  name = rng.choice([head.manifest, head.index])
-  data = bytearray(world.files[f'objects/{name}'])
-  if name == head.manifest:
-    data = bytearray(remix(bytes(data), rng))
+  name = head.head.manifest
+  header, table = parse(world.files[f'objects/{name}'])
+  if rng.random() < 0.5:
+    remix(table, rng)
   else:
-    start = data.find(b'"manifest":"') + 12
     other = rng.choice(sorted(k for k in files if k.startswith('objects/')))
-    data[start : start + 64] = other.removeprefix('objects/').encode()
-  files[f'objects/{hashlib.sha256(data).hexdigest()}'] = bytes(data)
+    if header['previous'] is not None:
+      header['previous'][1] = other.removeprefix('objects/')
+  data = join(header, table)
+  files[f'objects/{hashlib.sha256(data).hexdigest()}'] = data
   if rng.random() < 0.7:
-    files[f'objects/{name}'] = bytes(data)
+    files[f'objects/{name}'] = data
   return 'make up'
 
 
-def remix(data, rng):
+def remix(table, rng):
   """Changes rows of a manifest's chunk table; nothing in it is recomputed."""
-  header, table = parse(data)
   rows = len(table)
   a, b = rng.randrange(rows), rng.randrange(rows)
   fields = rng.choice([['post'], ['codec'], ['pack', 'length', 'codec'], None])
   for field in fields or table.dtype.names:
     table[field][[a, b]] = table[field][[b, a]]
-  return join(header, table)
 
 
 _COLUMNS = manifests.CHUNK.names[:-1]
@@ -202,7 +201,7 @@ def join(header, table):
   )
   frame = zstandard.ZstdCompressor(level=9).compress(head + planes)
   lengths = np.array([len(head), len(frame)], '<u4').tobytes()
-  return b'CDB4\n' + lengths + frame + table['post'].tobytes()
+  return b'CDB5\n' + lengths + frame + table['post'].tobytes()
 
 
 def noise(world, rng, name):

@@ -6,7 +6,6 @@ receiver refuses, or holds weights that really hash to the identity it reports.
 
 import dataclasses
 import hashlib
-import json
 
 import numpy as np
 
@@ -44,8 +43,8 @@ def lie(world, rng, counts):
 
 def _sign(world, fields):
   body = identity.canonical_json(fields)
-  signature = faults.KEY.sign(b'CDB4P' + body)
-  line = b'CDB4P ' + signature.hex().encode() + b'\n'
+  signature = faults.KEY.sign(b'CDB5P' + body)
+  line = b'CDB5P ' + signature.hex().encode() + b'\n'
   world.store.files[faults.LATEST] = line + body
 
 
@@ -100,39 +99,22 @@ _parse, _join = faults_damage.parse, faults_damage.join
 
 
 def _a_manifest(world, rng):
-  """The head's single delta, or another bundle that leads to the head."""
-  index = manifests.parse_index(_read(world, world.head.index), 'run')
-  names = [e.manifest for e in index if e.version == world.head.version]
-  return rng.choice([world.head.manifest, *names])
+  """The head's single delta, or a keyframe of the head."""
+  links = {world.head.head.manifest}
+  if world.head.keyframe.version == world.head.version:
+    links.add(world.head.keyframe.manifest)
+  return rng.choice(sorted(links))
 
 
 def _replace(world, rng, old, data, pointer):
-  """Leads to other bytes in place of a manifest, by pointer and index."""
-  new = _put(world, data)
-  index = _read(world, world.head.index).replace(old.encode(), new.encode())
-  rows = json.loads(index)
-  for edge in rows['edges']:
-    if edge['manifest'] == new:
-      edge['manifest_bytes'] = len(data)
-  bases = {edge['manifest']: edge['base_version'] for edge in rows['edges']}
-  if bases.get(new, 0) is None and rng.random() < 0.7:
+  """Leads to other bytes in place of a manifest of the head."""
+  link = [world.head.version, _put(world, data), len(data)]
+  is_key = old == world.head.keyframe.manifest
+  if old == world.head.head.manifest or rng.random() < 0.7:
     # A keyframe as the head, which everyone takes.
-    pointer['manifest'], pointer['base_id'] = new, ''
-    pointer['manifest_bytes'] = len(data)
-  rows['edges'].sort(
-    key=lambda e: (
-      e['version'],
-      -1 if e['base_version'] is None else e['base_version'],
-      e['manifest'],
-    )
-  )
-  _list(world, identity.canonical_json(rows), pointer)
-  if pointer['manifest'] == old:
-    pointer['manifest'], pointer['manifest_bytes'] = new, len(data)
-
-
-def _list(world, index, pointer):
-  pointer['index'], pointer['index_bytes'] = _put(world, index), len(index)
+    pointer['head'] = link
+  if is_key:
+    pointer['keyframe'] = link
 
 
 def _num_chunks(shape):
@@ -202,21 +184,6 @@ def _bytes(world, rng, pointer):
   _replace(world, rng, old, data, pointer)
 
 
-def _index(world, rng, pointer):
-  data = _read(world, pointer['index'])
-  if rng.random() < 0.3:
-    how = rng.choice(sorted(faults_damage.BYTES))
-    data = faults_damage.BYTES[how](data, rng)
-  else:
-    fields = json.loads(data)
-    _spoil(fields, rng)
-    data = identity.canonical_json(fields)
-  _list(world, data, pointer)
-  if rng.random() < 0.7:
-    # The index is asked for only where the head is not the next delta.
-    pointer['base_id'] = 'b' * 64
-
-
 def _pointer(world, rng, pointer):
   _spoil(pointer, rng)
 
@@ -247,12 +214,10 @@ def _blob(world, rng, pointer):
 
 def _exchange(world, rng, pointer):
   """Two boxes stand in each other's place, blobs and hashes and all."""
-  index = manifests.parse_index(_read(world, world.head.index), 'run')
-  keys = [e for e in index if e.kind == manifests.KEY]
-  if keys[-1].version == world.head.version:
-    old = keys[-1].manifest
-    pointer['manifest'], pointer['base_id'] = old, ''
-    pointer['manifest_bytes'] = keys[-1].manifest_bytes
+  keyframe = world.head.keyframe
+  if keyframe.version == world.head.version:
+    old = keyframe.manifest
+    pointer['head'] = keyframe
   else:
     old = _a_manifest(world, rng)
   header, table = _parse(_read(world, old))
@@ -289,7 +254,6 @@ _LIES = {
   'table': _table,
   'header': _header,
   'bytes': _bytes,
-  'index': _index,
   'pointer': _pointer,
   'blob': _blob,
   'exchange': _exchange,

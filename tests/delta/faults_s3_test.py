@@ -12,7 +12,6 @@ def run(module, *arguments):
     [sys.executable, '-m', f'tests.delta.{module}', *map(str, arguments)],
     capture_output=True,
     text=True,
-    timeout=900,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ from composer_jax.delta import follower as followers
 from composer_jax.delta import rebuild
 from composer_jax.delta.format import manifest as manifests
 from composer_jax.delta.store import objects as stores
-from tests.delta import faults
+from tests.delta import bundles, faults
 
 KIND = 'floats'
 
@@ -63,9 +63,9 @@ def _standing(root):
   pointer = manifests.unseal(
     store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
   )
-  index = rebuild.read_index(store, pointer)
-  edges = [[e.base_version, e.version, e.target] for e in index]
-  return [pointer.version, pointer.target_id, edges]
+  edges = bundles.history(store, pointer)
+  ends = [[e.base_version, e.version] for e in edges]
+  return [pointer.version, pointer.target_id, ends]
 
 
 def _assert_intact(root):
@@ -204,10 +204,10 @@ class Heal(Publish):
 
 
 def _damage_head(root):
-  """Damages every pack but the manifests and the index."""
+  """Damages every pack."""
   for path in (root / 'store' / 'objects').iterdir():
     data = path.read_bytes()
-    if not data.startswith((b'CDB4', b'{')):
+    if not data.startswith(b'CDB5'):
       path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
@@ -307,10 +307,9 @@ def assert_no_garbage(root):
   pointer = manifests.unseal(
     store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
   )
-  index = rebuild.read_index(store, pointer)
-  needed = {pointer.index}
-  for edge in index:
-    bundle = rebuild.read_manifest(store, edge)
+  needed = set()
+  for edge in bundles.history(store, pointer):
+    bundle = rebuild.read_manifest(store, edge.link)
     needed |= {edge.manifest, *(name for name, _ in bundle.packs)}
   assert store.sizes().keys() == needed
   assert not (root / 'store' / 'messages').exists()

@@ -53,7 +53,7 @@ class Store(stores.Store):
   """
 
   def __init__(self, files=()):
-    super().__init__('memory://faults')
+    super().__init__('faults')
     self.files, self.moves, self.asked = dict(files), [], set()
     self.noise = None
     self._backend = _Backend(self)

@@ -40,7 +40,7 @@ def start(find, notify=lambda: None):
 
 def end(follower):
   follower.close()
-  follower.thread.join(10)
+  follower.thread.join()
 
 
 def test_only_the_newest_is_kept_and_taken_once():
@@ -54,7 +54,7 @@ def test_only_the_newest_is_kept_and_taken_once():
       done.set()
 
   follower = start(find)
-  assert done.wait(10)
+  assert done.wait()
   end(follower)
   assert follower.newest().variables == 'b' and follower.newest() is None
   assert follower.problem == ''
@@ -71,7 +71,7 @@ def test_what_fails_is_said_once_and_tried_again(caplog):
     return 3, 'weights'
 
   follower = start(find, notified.set)
-  assert notified.wait(10)
+  assert notified.wait()
   end(follower)
   assert follower.problem == '' and follower.newest().version == 3
   assert caplog.text.count('Nothing newer can be served') == 2
@@ -85,15 +85,15 @@ def test_a_policy_that_does_not_fit_is_a_problem_until_one_does():
     policy = next(found, 'end')
     if policy == 'wait':
       looked.set()
-      assert fits.wait(60)
+      assert fits.wait()
     if policy == 'end':
       done.set()
     return policy if isinstance(policy, tuple) else None
 
   follower = start(find)
-  assert looked.wait(60) and follower.problem == 'it does not fit'
+  assert looked.wait() and follower.problem == 'it does not fit'
   fits.set()
-  assert done.wait(60)
+  assert done.wait()
   end(follower)
   assert follower.problem == '' and follower.newest().variables == 'fits'
 
@@ -106,7 +106,7 @@ def test_a_bug_ends_the_thread_and_is_named():
     raise KeyError('bug')
 
   follower = start(find)
-  follower.thread.join(10)
+  follower.thread.join()
   assert follower.problem == "nothing is followed any more: KeyError('bug')"
 
 

@@ -21,11 +21,11 @@ def test_identity_is_the_merkle_root_it_says_it_is():
     blake3.blake3(array[:, at : at + 16].tobytes()).digest(16)
     for at in range(0, 128, 16)
   )
-  head = b'["tensor","CDB4","w","uint16",[4096,128]]\n'
+  head = b'["tensor","CDB5","w","uint16",[4096,128]]\n'
   node = blake3.blake3(head + posts).digest()
   assert identity.tensor_node('w', 'uint16', (4096, 128), posts) == node
   other = identity.tensor_node('a', 'bool', (0,), b'')
-  expected = blake3.blake3(b'["weights","CDB4",2]\n' + other + node).hexdigest()
+  expected = blake3.blake3(b'["weights","CDB5",2]\n' + other + node).hexdigest()
   assert identity.root({'w': node, 'a': other}) == expected
   tensors = {'w': array, 'a': np.zeros(0, bool)}
   assert identities.target_id(tensors) == expected

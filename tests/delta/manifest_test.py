@@ -1,8 +1,7 @@
-"""Manifests, indexes and pointers have one spelling and refuse any other."""
+"""Manifests and pointers have one spelling and refuse any other."""
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import time
@@ -18,7 +17,7 @@ from composer_jax.delta.format import identity as grids
 from composer_jax.delta.format import manifest as manifests
 from tests.delta import faults_damage
 
-SAME, RAW, PLANES, CLASS = 0, 1, 2, 4
+SAME, PLANES, CLASS = 0, 1, 3
 HASH = hashlib.sha256(b'').hexdigest()
 KEY = keys.Hmac(bytes(32))
 
@@ -38,14 +37,14 @@ def bare(codec):
 
 def bundle(tensors, packs=(), **fields):
   defaults = dict(
-    run_id='run',
     version=7,
-    base_version=6,
     base_id=HASH,
     target_id=identity.root({t.name: t.node for t in tensors}),
+    previous=manifests.Link(6, HASH, 9),
+    keyframe=manifests.Link(3, HASH, 9),
   )
   if fields.pop('is_key', False):
-    defaults |= dict(base_version=None, base_id='')
+    defaults |= dict(base_id='', previous=None, keyframe=None)
   return manifests.Manifest(
     tensors=tuple(tensors),
     packs=tuple((HASH, length) for length in packs),
@@ -59,7 +58,7 @@ WIDE = (2**22,)
 
 @pytest.fixture
 def delta():
-  rows = [(CLASS, 1, 5), bare(SAME), (RAW, 0, 2**20), (PLANES, 1, 7)]
+  rows = [(CLASS, 1, 5), bare(SAME), (PLANES, 0, 2**20), (PLANES, 1, 7)]
   return bundle(
     [
       tensor('a/b', (3,), [(CLASS, 1, 67)]),
@@ -73,14 +72,14 @@ def delta():
 
 def keyframe(**fields):
   return bundle(
-    [tensor('w', (4, 2), [(RAW, 0, 32)], 'float32')],
+    [tensor('w', (4, 2), [(PLANES, 0, 32)], 'float32')],
     [32],
     **dict(is_key=True) | fields,
   )
 
 
 def test_manifests_read_back(delta):
-  packed = bundle([tensor('w', (5,), [(RAW, 0, 5)])], [5], is_key=True)
+  packed = bundle([tensor('w', (5,), [(PLANES, 0, 5)])], [5], is_key=True)
   for written in (delta, keyframe(), packed, bundle([])):
     read = manifests.Manifest.from_bytes(written.to_bytes())
     assert read.to_bytes() == written.to_bytes()
@@ -250,16 +249,23 @@ ROW = ['w', 'float32', [4, 2]]
     (replaced(version=7.0), 'version'),
     (replaced(version=2**63), 'version'),
     (replaced(version='7'), 'version'),
-    (replaced(run_id='../run'), 'run_id'),
-    (replaced(run_id='r' * 129), 'run_id'),
-    (replaced(base_version=6), 'base_id of a delta'),
-    (replaced(base_version=7), 'base version 7 of a manifest'),
-    (replaced(base_version='6'), 'base version'),
-    (replaced(base_id=HASH), 'base_id'),
+    (replaced(base_id=HASH), 'order of its links'),
+    (replaced(base_id='x'), 'base_id'),
+    (replaced(previous=[6, HASH, 9]), 'order of its links'),
+    (replaced(keyframe=[6, HASH, 9]), 'order of its links'),
+    (replaced(previous=[7, HASH, 9], keyframe=[3, HASH, 9]), 'order of'),
+    (replaced(previous=[8, HASH, 9], keyframe=[3, HASH, 9]), 'order of'),
+    (replaced(previous=[5, HASH, 9], keyframe=[6, HASH, 9]), 'order of'),
+    (replaced(previous=['6', HASH, 9]), 'previous'),
+    (replaced(previous=[6, 'x', 9]), 'previous'),
+    (replaced(previous=[6, HASH, 2**29]), 'previous'),
+    (replaced(previous=[6, HASH]), 'previous'),
+    (replaced(previous={'version': 6}), 'previous'),
+    (replaced(keyframe=6), 'keyframe'),
     (replaced(target_id='0' * 64), 'Merkle root'),
     (replaced(target_id='0' * 63), 'target_id'),
     (replaced(more=1), 'fields must be'),
-    (lambda fields: fields.pop('run_id'), 'fields must be'),
+    (lambda fields: fields.pop('version'), 'fields must be'),
     (replaced(packs=[[HASH, 5]]), 'fill it exactly'),
     (replaced(packs=[[HASH, 0]]), 'pack'),
     (replaced(packs=[['x', 1]]), 'pack'),
@@ -302,9 +308,7 @@ def test_a_wrong_header_is_refused_and_named(change, message):
     ([(CLASS, manifests.NO_PACK, 1)], [], 'pack of a chunk'),
     ([(CLASS, 0, 0)], [1], 'length of a blob'),
     ([(SAME, manifests.NO_PACK, 1)], [], 'length of a blob'),
-    ([(CLASS, 0, 5 + 65)], [70], 'length of a blob'),
-    ([(RAW, 0, 4)], [4], 'length of a blob'),
-    ([(RAW, 0, 6)], [6], 'length of a blob'),
+    ([(CLASS, 0, 5 + 513)], [518], 'length of a blob'),
     ([(CLASS, 0, 4)], [5], 'fill it exactly'),
     ([(CLASS, 0, 4)], [3], 'fill it exactly'),
     ([(CLASS, 0, 4)], [4, 1], 'fill it exactly'),
@@ -312,7 +316,7 @@ def test_a_wrong_header_is_refused_and_named(change, message):
   ],
 )
 def test_a_wrong_row_is_refused_and_named(rows, packs, message):
-  good = bundle([tensor('w', (5,), [(CLASS, 0, 5 + 64)])], [69])
+  good = bundle([tensor('w', (5,), [(CLASS, 0, 5 + 512)])], [517])
   assert manifests.Manifest.from_bytes(good.to_bytes()).full_bytes == 5
   with pytest.raises(ValueError, match=message):
     bundle([tensor('w', (5,), rows)], packs)
@@ -328,7 +332,7 @@ def bombs():
   def framed(header):
     return faults_damage.join(header, np.zeros(0, manifests.CHUNK))
 
-  yield b'CDB4\n' + b'\xff' * 8
+  yield b'CDB5\n' + b'\xff' * 8
   yield framed(b'[' * 2**12)
   yield framed(b'{"a":' * 2**12)
   yield framed(b'1' * 2**12)
@@ -355,13 +359,11 @@ def test_bombs_take_memory_in_proportion_to_their_bytes(at):
 
 
 def test_sizes_are_bounded():
-  read_index = functools.partial(manifests.parse_index, run_id='run')
-  for read in (manifests.Manifest.from_bytes, read_index):
-    with pytest.raises(ValueError, match='length|exceeds'):
-      read(bytes(2**28 + 1))
+  with pytest.raises(ValueError, match='length'):
+    manifests.Manifest.from_bytes(bytes(2**28 + 1))
   fields, table = faults_damage.parse(keyframe().to_bytes())
   for more in (2**24, 2**17):  # too long, and too much for so few bytes
-    head = identity.canonical_json(fields | {'run_id': 'r' * more})
+    head = identity.canonical_json(fields | {'base_id': 'r' * more})
     with pytest.raises(ValueError, match='length of its header'):
       manifests.Manifest.from_bytes(faults_damage.join(head, table))
   rng = np.random.default_rng(0)
@@ -393,83 +395,15 @@ def test_a_trillion_parameters_are_read_well_under_a_second():
   np.testing.assert_array_equal(offsets, order % 3200 // 2 * 5000)
 
 
-# --- The index.
-
-
-def edge(version, base_version=None, **fields):
-  defaults = dict(
-    bytes=10,
-    manifest=hashlib.sha256(f'{version} {base_version}'.encode()).hexdigest(),
-    manifest_bytes=9,
-    target=f'{version:016x}',
-  )
-  return manifests.Edge(
-    version=version, base_version=base_version, **defaults | fields
-  )
-
-
-def test_indexes_read_back_sorted():
-  edges = (edge(0), edge(2, 0), edge(2, 1), edge(8), edge(8, 0))
-  data = manifests.write_index('run', edges[::-1])
-  assert manifests.parse_index(data, 'run') == edges
-  with pytest.raises(ValueError, match="belongs to run 'run', not 'walk'"):
-    manifests.parse_index(data, 'walk')
-  assert manifests.parse_index(manifests.write_index('run', ()), 'run') == ()
-  other = identity.parse_canonical(data)
-  other['edges'].reverse()
-  with pytest.raises(ValueError, match='order of the edges'):
-    manifests.parse_index(identity.canonical_json(other), 'run')
-
-
-def test_edges_of_an_index_agree():
-  with pytest.raises(ValueError, match='repeats a manifest'):
-    manifests.write_index('run', (edge(1), edge(1)))
-  with pytest.raises(ValueError, match='two targets'):
-    other = edge(2, 1, target='f' * 16)
-    manifests.write_index('run', (edge(2), other))
-
-
-@pytest.mark.parametrize(
-  'fields, message',
-  [
-    (dict(version=-1), 'version -1 of an edge'),
-    (dict(base_version=3), 'base version 3 of an edge.* before version 3'),
-    (dict(base_version=True), 'base version True'),
-    (dict(bytes=-1), 'bytes -1 of an edge'),
-    (dict(manifest='x'), "manifest 'x' of an edge"),
-    (dict(manifest_bytes=2**29), 'manifest_bytes 536870912 of an edge'),
-    (dict(target='f' * 15), "target 'f{15}' of an edge"),
-    (dict(target='f' * 64), "target 'f+...f+' of an edge"),
-    (dict(target=None), 'target None of an edge'),
-  ],
-)
-def test_wrong_edges_are_refused(fields, message):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(edge(3, 1), **fields)
-
-
-@settings(max_examples=50, deadline=None, database=None)
-@given(st.data())
-def test_indexes_of_arbitrary_values(data):
-  index = manifests.write_index('run', (edge(1), edge(2, 1)))
-  fields = identity.parse_canonical(index)
-  inner = data.draw(st.sampled_from([fields, *fields['edges']]))
-  inner[data.draw(st.sampled_from([*inner, 'more']))] = data.draw(JUNK)
-  spelled = identity.canonical_json(fields)
-  with contextlib.suppress(ValueError):
-    edges = manifests.parse_index(spelled, 'run')
-    assert manifests.write_index('run', edges) == spelled
-
-
 # --- The pointer.
 
 
 @pytest.fixture
 def pointer():
   return manifests.Pointer(
-      run_id='run', sequence=9, rewinds=1, version=7, target_id='1' * 64,
-      base_id='', manifest='2' * 64, manifest_bytes=4, index='3' * 64,
-      index_bytes=5, expires=0,
+      run_id='run', sequence=9, rewinds=1, target_id='1' * 64, expires=0,
+      head=manifests.Link(7, '2' * 64, 4),
+      keyframe=manifests.Link(6, '3' * 64, 5),
   )  # fmt: skip
 
 
@@ -480,11 +414,8 @@ def key():
 
 def test_pointers_read_back_under_their_key(pointer, key):
   data = manifests.seal(pointer, key)
-  assert data.startswith(b'CDB4P ')
+  assert data.startswith(b'CDB5P ')
   assert manifests.unseal(data, key, 'run') == pointer
-  chained = dataclasses.replace(pointer, base_id='4' * 64)
-  data = manifests.seal(chained, key)
-  assert manifests.unseal(data, key, 'run') == chained
   with pytest.raises(ValueError, match='signature is wrong'):
     manifests.unseal(data, keys.Hmac(b'\1' * 32), 'run')
   with pytest.raises(ValueError, match="run 'run', not 'walk'"):
@@ -507,12 +438,12 @@ def test_no_bit_of_a_pointer_can_change(pointer, key):
 
 def test_nothing_is_parsed_before_it_is_verified(key):
   bomb = b'[' * 3000
-  signed = key.sign(b'CDB4P' + bomb)
+  signed = key.sign(b'CDB5P' + bomb)
   for signature, message in {
     bytes(len(signed)): 'signature is wrong',
     signed: 'JSON',  # so it was the signature that kept the parser from it
   }.items():
-    line = f'CDB4P {signature.hex()}\n'.encode()
+    line = f'CDB5P {signature.hex()}\n'.encode()
     with pytest.raises(ValueError, match=message):
       manifests.unseal(line + bomb, key, 'run')
 
@@ -521,13 +452,13 @@ def test_nothing_is_parsed_before_it_is_verified(key):
   'data, message',
   [
     (b'', 'does not begin'),
-    (b'CDB4P 00', 'does not begin'),
-    (b'CDB3P hmac-sha256 00\n{}', 'of the format CDB3, .* reads CDB4 alone'),
-    (b'CDB4P 00 00\n{}', 'does not begin'),
-    (b'CDB4P 0\n{}', 'hexadecimal'),
-    (b'CDB4P AA\n{}', 'lower-case'),
-    (b'CDB4P \xff\n{}', 'ascii'),
-    (b'CDB4P 00\n{}', 'signature is wrong'),
+    (b'CDB5P 00', 'does not begin'),
+    (b'CDB4P hmac-sha256 00\n{}', 'of the format CDB4, .* reads CDB5 alone'),
+    (b'CDB5P 00 00\n{}', 'does not begin'),
+    (b'CDB5P 0\n{}', 'hexadecimal'),
+    (b'CDB5P AA\n{}', 'lower-case'),
+    (b'CDB5P \xff\n{}', 'ascii'),
+    (b'CDB5P 00\n{}', 'signature is wrong'),
   ],
 )
 def test_what_is_no_pointer_is_refused(data, message):
@@ -541,13 +472,15 @@ def test_what_is_no_pointer_is_refused(data, message):
     dict(run_id='a/b'),
     dict(sequence=-1),
     dict(rewinds=True),
-    dict(version=1.0),
     dict(expires=None),
     dict(target_id=''),
-    dict(base_id='x'),
-    dict(manifest=3),
-    dict(index_bytes=2**25),
-    dict(index='F' * 64),
+    dict(target_id='F' * 64),
+    dict(head=None),
+    dict(head=3),
+    dict(head=[1.0, HASH, 9]),
+    dict(keyframe=[7, HASH, 2**29]),
+    dict(keyframe=[7, 'F' * 64, 9]),
+    dict(keyframe=[7, HASH, 9, 9]),
   ],
 )
 def test_wrong_pointers_are_refused_though_signed(pointer, fields):
@@ -555,7 +488,7 @@ def test_wrong_pointers_are_refused_though_signed(pointer, fields):
   with pytest.raises(ValueError, match=name):
     dataclasses.replace(pointer, **fields)
   body = identity.canonical_json(dataclasses.asdict(pointer) | fields)
-  signature = KEY.sign(b'CDB4P' + body)
-  line = f'CDB4P {signature.hex()}\n'.encode()
+  signature = KEY.sign(b'CDB5P' + body)
+  line = f'CDB5P {signature.hex()}\n'.encode()
   with pytest.raises(ValueError, match=name):
     manifests.unseal(line + body, KEY, 'run')

@@ -76,7 +76,7 @@ print(json.dumps(results))
 
 def run_python(code):
   done = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, timeout=300
+    [sys.executable, '-c', code], capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
@@ -155,11 +155,11 @@ class Failing(stores.Store):
     return super().move_pointer(run_id, data, tag)
 
 
-@pytest.mark.parametrize('allowed', range(4))
+@pytest.mark.parametrize('allowed', range(3))
 def test_an_error_at_any_write_leaves_a_publisher_that_can_go_on(
   tmp_path, allowed
 ):
-  # Pack, manifest, index, pointer; then a keyframe, which may fail quietly.
+  # Pack, manifest, pointer; then a keyframe, which may fail quietly.
   store = Failing(tmp_path)
   publisher = t.open_publisher(store, keyframe_every=2)
   follower = t.joiner(store)
@@ -214,7 +214,6 @@ def test_a_lost_answer_is_asked_for(tmp_path, first):
   # Nobody knew; the store does.
   store.mute = False
   if first == 'gc':
-    # The first keyframe leaves the index, which moves the pointer.
     publisher.gc(1)
     assert t.served(store).version == 2
   assert publisher.publish(t.blocks(t.weights(2)), 2).kind == 'delta'

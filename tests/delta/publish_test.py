@@ -11,7 +11,7 @@ from composer_jax.delta import chain, chunking, rebuild
 from composer_jax.delta import follower as followers
 from composer_jax.delta.format import keys, manifest
 from composer_jax.delta.store import objects as stores
-from tests.delta import identities
+from tests.delta import bundles, identities
 
 KEY = keys.Hmac(b'a key of the tests' * 2)
 
@@ -74,7 +74,7 @@ def pointer(store, run_id='run'):
 
 
 def edges(store, run_id='run'):
-  return rebuild.read_index(store, pointer(store, run_id))
+  return bundles.history(store, pointer(store, run_id))
 
 
 def spans(store):
@@ -127,8 +127,8 @@ def test_what_was_counted(store):
   assert (info.changed, info.elements) == (4, elements)
   assert info.full_bytes == sum(a.nbytes for a in before.values())
   assert info.cut_bytes == 0
-  found = len(store.get(pointer(store).manifest))
-  packs = rebuild.read_manifest(store, pointer(store)).packs
+  found = len(store.get(pointer(store).head.manifest))
+  packs = rebuild.read_manifest(store, pointer(store).head).packs
   assert info.bytes == found + sum(length for _, length in packs)
 
 
@@ -140,7 +140,7 @@ def test_blobs_do_not_depend_on_threads_nor_on_the_order_of_blocks(tmp_path):
     for v in range(2):
       arrays = dict(list(weights(v).items())[::step])
       publisher.publish(blocks(arrays), v)
-    manifests.add(pointer(store).manifest)
+    manifests.add(pointer(store).head.manifest)
   assert len(manifests) == 1
 
 
@@ -152,7 +152,7 @@ def test_packs_are_bounded_and_keep_the_order(store, monkeypatch):
   arrays = {f'w{i}': rng.normal(size=20).astype(np.float32) for i in range(9)}
   for v in range(2):
     publisher.publish(blocks({n: a + v for n, a in arrays.items()}), v)
-    found = rebuild.read_manifest(store, pointer(store))
+    found = rebuild.read_manifest(store, pointer(store).head)
     assert len(found.packs) > 3
     # One blob may be longer than a pack; two are never.
     lengths = [t.chunks['length'][0] for t in found.tensors]
@@ -256,7 +256,7 @@ def test_pointers_expire_and_are_renewed_by_publishing(store):
   publisher.publish(blocks(weights(0)), 0)
   second = pointer(store)
   assert (second.expires, second.sequence) == (1110, first.sequence + 1)
-  assert (second.version, second.manifest) == (0, first.manifest)
+  assert (second.version, second.head) == (0, first.head)
   late = followers.Follower(store, 'run', KEY, now=lambda: 1111.0)
   assert late.poll() is None and 'expired' in late.problem
   late = followers.Follower(store, 'run', KEY, now=lambda: 1109.0)
@@ -269,10 +269,10 @@ def test_pointers_expire_and_are_renewed_by_publishing(store):
   before = pointer(store)
   again.publish(blocks(weights(0)), 0)
   assert pointer(store) == before
-  never = open_publisher(store, 'other', expires_s=0)
-  never.publish(blocks(weights(0)), 0)
-  late = followers.Follower(store, 'other', KEY, now=lambda: 1e12)
-  assert late.poll().version == 0
+  never = open_publisher(store, expires_s=0)
+  never.publish(blocks(weights(1)), 1)
+  late = followers.Follower(store, 'run', KEY, now=lambda: 1e12)
+  assert late.poll().version == 1
 
 
 def test_bad_options_are_named(store):
@@ -335,12 +335,12 @@ def test_a_failing_keyframe_is_told_and_tried_again(store, caplog):
 def test_a_store_of_another_format_is_refused_by_name_and_left_alone(store):
   open_publisher(store).publish(blocks(weights(0)), 0)
   path = store.root / 'refs' / 'run' / 'latest'
-  older = path.read_bytes().replace(b'CDB4P', b'CDB3P')
+  older = path.read_bytes().replace(b'CDB5P', b'CDB4P')
   path.write_bytes(older)
   reader = joiner(store)
   assert reader.poll() is None
-  assert 'of the format CDB3, and this version reads CDB4' in reader.problem
-  with pytest.raises(ValueError, match='format CDB3.*into another store'):
+  assert 'of the format CDB4, and this version reads CDB5' in reader.problem
+  with pytest.raises(ValueError, match='format CDB4.*into another store'):
     open_publisher(store)
   assert path.read_bytes() == older
 
@@ -351,7 +351,7 @@ def test_a_store_that_forgets_is_noticed_and_can_be_joined_again(store, lost):
   for v in range(5):
     publisher.publish(blocks(weights(v)), v)
   edge = edges(store)[0 if lost == 'keyframe' else 2]
-  packs = rebuild.read_manifest(store, edge).packs
+  packs = rebuild.read_manifest(store, edge.link).packs
   names = [edge.manifest] if lost == 'manifest' else [n for n, _ in packs]
   for name in names:
     (store.root / 'objects' / name).unlink()

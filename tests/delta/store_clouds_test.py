@@ -65,7 +65,7 @@ class _Cloud(http.server.BaseHTTPRequestHandler):
     pass
 
 
-@pytest.fixture(params=['gs', 'gcs', 'az'])
+@pytest.fixture(params=['gs', 'az'])
 def cloud(request, monkeypatch):
   handler = type('Cloud', (_Cloud,), {'kept': {}, 'lose_next': []})
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:

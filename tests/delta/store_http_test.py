@@ -210,7 +210,7 @@ def test_an_error_of_a_terabyte_is_not_read(status):
   )
   with _serving(handler) as url:
     client = store.Store(url, options=ONCE)
-    before = time.monotonic()
+    before = time.process_time()
     with pytest.raises((OSError, ValueError)):
       client.get('0' * 64)
-    assert time.monotonic() - before < 10
+    assert time.process_time() - before < 10

@@ -86,9 +86,11 @@ def assert_equal(variables, policy):
     )
 
 
-@pytest.mark.parametrize('store', ['', 'memory://receiver-test/run'])
-def test_what_is_received_is_what_was_published(make, policies, store):
-  sender, receiver = make(store)
+@pytest.mark.parametrize('store', ['', 'elsewhere'])
+def test_what_is_received_is_what_was_published(
+  make, policies, store, tmp_path
+):
+  sender, receiver = make(store and str(tmp_path / store))
   following, joining = receiver(), receiver()
   ids = send(sender, policies, 0)
   first = receivers.first(following, 0.0)
@@ -156,10 +158,9 @@ def test_what_is_handed_over_directly_has_the_identity_of_its_bundle(
   assert [row['target_id'] for row in rows] == [ids[0], ids[1]]
 
 
-@pytest.mark.parametrize('store', ['direct:', 'memory://x'])
-def test_what_lives_in_a_process_is_not_for_two(store):
+def test_what_lives_in_a_process_is_not_for_two():
   config = tiny.get_config('smoke')
-  config.delta.store, config.rl.placement = store, 'processes'
+  config.delta.store, config.rl.placement = 'direct:', 'processes'
   with pytest.raises(ValueError, match="single.*placement='colocated'"):
     wiring.spec_of(config.to_dict())
 
@@ -184,7 +185,7 @@ def test_a_store_of_another_key_is_not_believed(make, policies, tmp_path):
   sender, receiver = make()
   send(sender, policies, 0)
   (tmp_path / receivers.KEY).unlink()
-  make('memory://receiver-test/other')  # makes a key
+  make(str(tmp_path / 'other'))  # makes a key
   found = receiver()
   assert found.poll() is None and 'signature' in found.problem
 
@@ -240,9 +241,7 @@ def in_background(receiver, workdir, engine=None):
 
 
 def wait_for(condition):
-  deadline = time.monotonic() + 20
   while not (found := condition()):
-    assert time.monotonic() < deadline, 'it does not happen'
     time.sleep(0.005)
   return found
 

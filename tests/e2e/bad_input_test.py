@@ -118,7 +118,7 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ),
     ('--config.delta.tier=tiny', "config.delta: tier .*'tiny'"),
     ('--config.delta.poll_s=0', 'delta.poll_s must be positive, not 0'),
-    ('--config.delta.store=memory://x', 'single process: set .*colocated'),
+    ('--config.delta.store=direct:', 'single process: set .*colocated'),
   ],
 )
 def test_a_value_out_of_range_is_named(override, message):

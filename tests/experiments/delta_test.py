@@ -165,7 +165,7 @@ def test_what_cannot_be_trusted_is_said_plainly(place, tmp_path):
   place = {**place, 'out': tmp_path / 'out'}
   with pytest.raises(ValueError, match='there is no key; --key must name'):
     commands.apply(**{**place, 'key': tmp_path / 'none'})
-  with pytest.raises(ValueError, match=r"no run 'other'; it has \['demo'\]"):
+  with pytest.raises(ValueError, match="has no run 'other'"):
     commands.apply(**{**place, 'run': 'other'})
   (tmp_path / 'wrong').write_text('hmac-sha256 ' + '00' * 32)
   with pytest.raises(ValueError, match='cannot be trusted: .*signature'):
@@ -198,11 +198,8 @@ def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
   assert told in commands.apply(out=tmp_path / 'out', **place)
 
 
-@pytest.fixture(params=['memory', 's3'])
-def remote(request):
-  if request.param == 'memory':
-    yield 'memory://delta_test'
-    return
+@pytest.fixture
+def remote():
   with s3_server.run():
     yield f's3://{s3_server.BUCKET}/weights'
 

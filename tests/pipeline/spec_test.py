@@ -46,8 +46,8 @@ def make(**changes):
     ({'delta__keep': 0}, r'--config\.delta\.keep must be at least 1; got 0'),
     ({'delta__poll_s': 0.0}, r'--config\.delta\.poll_s must be positive'),
     (
-      {'delta__store': 'memory://x'},
-      r"'memory://x' lives in a single process: set "
+      {'delta__store': 'direct:', 'rl__placement': 'processes'},
+      r"'direct:' lives in a single process: set "
       r"--config\.rl\.placement='colo",
     ),
     (

@@ -1,35 +1,38 @@
 """The format of FLAT and CLASS, and the model that they code by.
 
-Each class of weights (`Classes`) has two sequences: how many weights of
-the class lie between two changed ones, and the changed ones' steps. Both are
-cut into symbols of small alphabets and coded by rANS under tables that start
-from a parametric guess and are rebuilt, as the class goes on, from what was
-seen. A blob, little-endian and the lowest bit first, is
+Weights are sorted into classes by the exponent of the base (`Kind.low`), or,
+for FLAT, are of one class. A class has two sequences: how many weights of it
+lie between two changed ones, and the changed ones' steps. Both are cut into
+symbols of small alphabets and coded by rANS under tables that start from a
+parametric guess and are rebuilt, as the class goes on, from what was seen. A
+blob, little-endian and the lowest bit first, is
 
-  window     u8, the exponent `Classes.low`; FLAT, of one class, has none
   counts     changes and level (density) of each class: `pack_counts`
-  gap bits   the plain bits of all gaps, class by class, then zeros to a byte
   states     u32, what each lane of the coder starts with; `num_lanes` of them
   words      u16, in the order in which the decoder asks for them
 
-Classes follow one another in the symbols; those without changes have none. A
-class has its gaps, the first one from the start of the chunk, then its steps,
-then its far steps, then the plain bits of those:
+Classes follow one another; those without changes have nothing. A class has k
+plain bits of each gap (`plain_bits` of its level), the values of its gaps, the
+first one from the start of the chunk, and the values of its steps:
 
-  gap g      ESCAPE for every 31 << k of it, then (g >> k) % 31; its k lowest
-             bits are gap bits; k is `plain_bits` of the class's level
-  step s     2 * (|s| - 1) + (s < 0) up to 7, else STEP_ESCAPE + (s < 0)
-  far step   |s| = (2 | b) << k | r has the symbol 2 * (k - 2) + b; then r is
-             plain, its 15 lowest bits at most before the others
+  gap g      its k lowest bits are plain, its value is g >> k
+  step s     has the value 2 * (|s| - 1) + (s < 0)
 
-Symbols, and plain bits of far steps, take turns at the lanes, the first of the
-blob at lane 0. A lane with state x gives the symbol whose range of a `table`
-holds x % 4096 = range start + n, and goes on with x = frequency * (x // 4096)
-+ n; or it gives k plain bits, x % 2**k, and goes on with x // 2**k. If x is
-then under 2**16 it becomes x << 16 | word. All lanes end at 2**16, without
-words to spare. Each sequence has tables of its own: from its guess (`guesses`
-of the level; `leaning` for steps) and, after 32, 128, 512, ... symbols, from
-the guess plus 16 for each symbol seen. The code of both is in `rans`.
+A sequence of values has a symbol for each, then one for each that is far, then
+the plain bits of those:
+
+  value v    has the symbol v, but at most ESCAPE (31 of gaps, 14 of steps)
+  far value  v - ESCAPE + 1 = (2 | b) << k | r has the symbol 2 * (k + 1) + b,
+             and 1 has 0; r is plain, 15 bits at a time from the lowest
+
+Symbols and plain bits take turns at the lanes, the first of the blob at lane 0.
+A lane with state x gives the symbol whose range of a `table` holds x % 4096 =
+range start + n, and goes on with x = frequency * (x // 4096) + n; or it gives k
+plain bits, x % 2**k, and goes on with x // 2**k. If x is then under 2**16 it
+becomes x << 16 | word. All lanes end at 2**16, without words to spare. Each
+sequence has tables of its own: from its guess (`guesses` of the level) and,
+after 32, 128, 512, ... symbols, from the guess plus 16 for each symbol seen.
+The code of both is in `rans`.
 
 Everything here is integers: a table that differs by one in the encoder and the
 decoder would garble all that follows.
@@ -53,11 +56,8 @@ import numpy as np
 # exact for every pair. Integers, and floats without a sign, are in order as
 # they are.
 
-# More binary orders of magnitude than a delta tells apart: see `window`.
+# Binary orders of magnitude that a delta tells apart, up to that of 1.
 EXPONENTS = 20
-_SAMPLES = 4096
-# Exponents above all but this share of the weights are not told apart.
-_OUTLIERS = 2**-10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +80,11 @@ class Kind:
   def width(self) -> int:
     return 8 * self.bits.itemsize
 
+  @property
+  def low(self) -> int:
+    """Highest exponent of the lowest class; those after the last share it."""
+    return max(0, self.exponent_mask // 2 + 1 - EXPONENTS)
+
 
 @functools.cache
 def kind(dtype: np.dtype) -> Kind:
@@ -101,57 +106,6 @@ def kind(dtype: np.dtype) -> Kind:
   return Kind(bits, True, info.nmant, 2**info.nexp - 1)
 
 
-def to_bits(values: np.ndarray) -> np.ndarray:
-  """The values as unsigned integers, flat: the same memory where possible."""
-  flat = np.require(values, requirements=['C', 'A']).reshape(-1)
-  return flat.view(kind(values.dtype).bits)
-
-
-def ordered(bits: np.ndarray, is_float: bool) -> np.ndarray:
-  if not is_float:
-    return bits
-  top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
-  return bits ^ (_sign(bits) | top)
-
-
-def unordered(keys: np.ndarray, is_float: bool) -> np.ndarray:
-  if not is_float:
-    return keys
-  top = keys.dtype.type(1 << (8 * keys.dtype.itemsize - 1))
-  return keys ^ (_sign(~keys) | top)
-
-
-def _sign(bits: np.ndarray) -> np.ndarray:
-  """All bits set where the top one is, else none."""
-  return -(bits >> bits.dtype.type(8 * bits.dtype.itemsize - 1))
-
-
-def window(base: np.ndarray, number: Kind) -> int:
-  """The lowest exponent that gets a class of its own, from a sample.
-
-  Classes count `EXPONENTS` binary orders of magnitude down from the largest
-  weights, few outliers aside; smaller weights share the lowest class.
-  """
-  if not number.exponent_mask:
-    return 0
-  sample = base[:: max(1, base.size // _SAMPLES)] >> number.shift
-  up_to = np.cumsum(np.bincount(sample & number.exponent_mask, minlength=1))
-  largest = int(np.searchsorted(up_to, up_to[-1] * (1 - _OUTLIERS)))
-  return max(0, largest + 1 - EXPONENTS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Classes:
-  """How weights are sorted into classes, by the exponent of the base.
-
-  Exponents up to `low` share the lowest class, those beyond the last class it.
-  """
-
-  number: Kind
-  low: int
-  num_classes: int
-
-
 # Tables.
 
 # Probabilities are multiples of 2**-12; states of the coder are 16 to 32 bits
@@ -163,18 +117,14 @@ RAW = 0x8000  # marks plain bits in a list of coding operations
 RAW_BITS = 15
 
 GAP_SYMBOLS = 32
-GAP_ESCAPE = GAP_SYMBOLS - 1
-STEP_SYMBOLS = 16
-STEP_ESCAPE = 14
-NEAR = 7
+STEP_SYMBOLS = 15
+FAR_SYMBOLS = 68
 
 # What a table's guess weighs, and what a symbol seen: gaps follow their law
 # closely, steps less so.
 GAP_GUESS = 4096
 STEP_GUESS = 256
 SEEN = 16
-# Signs are thought to be even, with the weight of twice so many.
-LEAN = 8
 # Tables are rebuilt after so many symbols, then each time they grew fourfold.
 FIRST_REBUILD = 32
 GROWTH = 4
@@ -199,25 +149,19 @@ def plain_bits(level_: int) -> int:
   return min(RAW_BITS, max(0, (level_ - EVEN) // OCTAVE - 2))
 
 
-def plain_bytes(starts: np.ndarray, levels: np.ndarray) -> int:
-  """Bytes that the plain bits of all gaps take, which stand together."""
-  plain = [plain_bits(level_) for level_ in levels.tolist()]
-  return (int(np.diff(starts) @ plain) + 7) // 8
-
-
 def num_lanes(changed: int) -> int:
   """Interleaved coders: more run faster, each costs two bytes."""
   return 4 if changed >= 1024 else 1
 
 
 @functools.cache
-def guesses(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Counts that tables of gaps, steps and far steps start from, by level.
+def guesses() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Counts that tables of gaps and steps start from, by level, and of far ones.
 
   A step is a sum of many small pushes: nearly all are +-1 where few weights
   change, and they spread over 0.4 odds where most do.
   """
-  gaps, near, far = [], [], []
+  gaps, near = [], []
   for level_ in range(LEVELS):
     # Nothing but operations that IEEE 754 rounds the same way everywhere:
     # powers and logarithms are a bit off, in another place on each machine.
@@ -229,12 +173,10 @@ def guesses(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     gaps.append(_geometric(stay, GAP_SYMBOLS, GAP_GUESS))
     spread = 0.4 / odds
     ratio = spread / (1 + spread) * min(1, density * density * 2)
-    ratio = max(0.003, ratio)
-    pairs = _geometric(ratio, STEP_SYMBOLS // 2, STEP_GUESS)
-    near.append(np.repeat(pairs, 2))
-    far_ratio = min(0.8, max(0.2, 1 - 4 / (spread + 4)))
-    far.append(_geometric(far_ratio, 2 * (width - 3), STEP_GUESS))
-  tables = np.stack(gaps), np.stack(near), np.stack(far)
+    pairs = _geometric(max(0.003, ratio), (STEP_SYMBOLS + 1) // 2, STEP_GUESS)
+    near.append([*np.repeat(pairs[:-1], 2), 2 * pairs[-1]])
+  far = _geometric(0.8, FAR_SYMBOLS, STEP_GUESS)
+  tables = np.stack(gaps), np.array(near), far
   for table_ in tables:
     table_.flags.writeable = False
   return tables
@@ -281,11 +223,11 @@ def pack_counts(counts: np.ndarray, levels: np.ndarray) -> bytes:
 
 
 def unpack_counts(
-  blob: bytes | memoryview, at: int, num_classes: int
+  blob: bytes | memoryview, num_classes: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
   """Counts, levels and the place after them."""
   # No class takes more than 64 bits.
-  total = int.from_bytes(blob[at : at + 8 * num_classes], 'little')
+  total = int.from_bytes(blob[: 8 * num_classes], 'little')
   place = 0
 
   def take(bits):
@@ -318,10 +260,9 @@ def unpack_counts(
         raise ValueError(f'level {level_} of class {c}')
       levels[c] = level_
       guess = level_ + OCTAVE
-  at += (place + 7) // 8
-  if at > len(blob):
+  if (place + 7) // 8 > len(blob):
     raise ValueError(f'blob of {len(blob)} bytes ends inside its counts')
-  return counts, levels, at
+  return counts, levels, (place + 7) // 8
 
 
 def digest_of_sources() -> bytes:

@@ -12,14 +12,12 @@ from composer_jax.delta.codec import model
 from composer_jax.delta.codec import scan as compiler
 
 plain_bits = compiler.part(model.plain_bits)
-_U8 = types.Array(types.uint8, 1, 'C', readonly=True)
 _U16 = types.Array(types.uint16, 1, 'C', readonly=True)
 _U32 = types.Array(types.uint32, 1, 'C', readonly=True)
 _I64 = types.Array(types.int64, 1, 'C', readonly=True)
 _I64_2 = types.Array(types.int64, 2, 'C', readonly=True)
-_GUESSES = types.Tuple((_I64_2, _I64_2, _I64_2))
+_GUESSES = types.Tuple((_I64_2, _I64_2, _I64))
 _one32 = np.uint32(1)
-_FAR = 1 << 40  # stands for a step that is still to be decoded
 
 
 @compiler.part
@@ -41,33 +39,6 @@ def table(counts, frequencies, first):
   for s in range(counts.size):
     first[s] = start
     start += frequencies[s]
-
-
-@compiler.part
-def leaning(guess, negative, changed):
-  """A guess of near steps whose signs fall as they did one exponent below.
-
-  Of `changed` steps there, `negative` were.
-  """
-  counts = np.empty(guess.size, np.int64)
-  for s in range(0, guess.size, 2):
-    pair = guess[s] + guess[s + 1]
-    counts[s + 1] = pair * (negative + model.LEAN) // (changed + 2 * model.LEAN)
-    counts[s] = pair - counts[s + 1]
-  return counts
-
-
-@compiler.compiled(
-  types.int64(_U8, _I64, _I64, _I64, types.int64[::1], types.int64[::1])
-)
-def by_class(classes_W, ranks_W, steps_W, starts, ranks_to, steps_to):
-  cursors = starts.copy()
-  for n in range(classes_W.size):
-    at = cursors[classes_W[n]]
-    cursors[classes_W[n]] = at + 1
-    ranks_to[at] = ranks_W[n]
-    steps_to[at] = steps_W[n]
-  return 0
 
 
 @compiler.part
@@ -105,93 +76,75 @@ def _bit_length(value):
   return length
 
 
+@compiler.part
+def _plain_operation(value, bits, ops, num_ops):
+  ops[num_ops] = (value & ((1 << bits) - 1)) << 16 | model.RAW | bits
+  return num_ops + 1
+
+
+@compiler.part
+def _value_operations(values, near, far, ops, num_ops, symbols):
+  """Appends the operations that code values; at most five for each."""
+  escape, num_far = near.size - 1, 0
+  for n in range(values.size):
+    symbols[n] = min(values[n], escape)
+  num_ops = _symbol_operations(symbols, values.size, near.copy(), ops, num_ops)
+  for n in range(values.size):
+    if values[n] >= escape:
+      beyond = values[n] - escape + 1
+      length = _bit_length(beyond)
+      symbols[num_far] = 2 * (length - 1)
+      if length > 1:
+        symbols[num_far] |= (beyond >> (length - 2)) & 1
+      num_far += 1
+  if num_far:
+    num_ops = _symbol_operations(symbols, num_far, far.copy(), ops, num_ops)
+    for n in range(values.size):
+      if values[n] >= escape:
+        beyond = values[n] - escape + 1
+        length = _bit_length(beyond) - 2
+        for low in range(0, length, model.RAW_BITS):
+          bits = min(length - low, model.RAW_BITS)
+          num_ops = _plain_operation(beyond >> low, bits, ops, num_ops)
+  return num_ops
+
+
 @compiler.compiled(
   types.int64(
     *(types.Tuple((_I64, _I64, _I64)), _I64, _GUESSES),
-    *(types.uint32[::1], types.uint8[::1], types.uint8[::1]),
+    *(types.uint32[::1], types.uint8[::1], types.int64[::1]),
   )
 )
-def operations(changes, levels, guesses, ops, symbols, bits):
-  """Lists the coding operations of all classes; their number, or -1.
+def operations(changes, levels, guesses, ops, symbols, values):
+  """Lists the coding operations of all classes; returns their number.
 
-  The plain bits of gaps go to `bits`, which `model.plain_bytes` measures.
+  There are at most 11 for each change. `symbols` and `values` are work space.
   """
   starts, ranks_W, steps_W = changes
-  gaps, nears, fars = guesses
-  num_ops = num_bytes = held = num_held = 0
-  negatives = changed = 0
+  gaps, nears, far = guesses
+  num_ops = 0
   for c in range(starts.size - 1):
-    begin, end = starts[c], starts[c + 1]
-    if begin == end:
+    begin, count = starts[c], starts[c + 1] - starts[c]
+    if not count:
       continue
     level = levels[c]
     plain = plain_bits(level)
-    count = 0
     before = -1
-    for n in range(begin, end):
-      gap = ranks_W[n] - before - 1
-      before = ranks_W[n]
-      held |= (gap & ((1 << plain) - 1)) << num_held
-      num_held += plain
-      while num_held >= 8:
-        bits[num_bytes] = held & 255
-        num_bytes += 1
-        held >>= 8
-        num_held -= 8
-      gap >>= plain
-      while gap >= model.GAP_ESCAPE:
-        if count >= symbols.size:
-          return -1
-        symbols[count] = model.GAP_ESCAPE
-        count += 1
-        gap -= model.GAP_ESCAPE
-      if count >= symbols.size:
-        return -1
-      symbols[count] = gap
-      count += 1
-    if num_ops + count + 4 * (end - begin) > ops.size:
-      return -1
-    num_ops = _symbol_operations(
-      symbols, count, gaps[level].copy(), ops, num_ops
+    for n in range(count):
+      gap = ranks_W[begin + n] - before - 1
+      before = ranks_W[begin + n]
+      values[n] = gap >> plain
+      if plain:
+        num_ops = _plain_operation(gap, plain, ops, num_ops)
+    num_ops = _value_operations(
+      values[:count], gaps[level], far, ops, num_ops, symbols
     )
-    guess = leaning(nears[level], negatives, changed)
-    num_far = negatives = 0
-    for n in range(begin, end):
-      step = abs(steps_W[n])
-      negative = np.int64(steps_W[n] < 0)
-      negatives += negative
-      if step <= model.NEAR:
-        symbols[n - begin] = 2 * (step - 1) + negative
-      else:
-        symbols[n - begin] = model.STEP_ESCAPE + negative
-        num_far += 1
-    changed = end - begin
-    num_ops = _symbol_operations(symbols, end - begin, guess, ops, num_ops)
-    if num_far:
-      count = 0
-      for n in range(begin, end):
-        step = abs(steps_W[n])
-        if step > model.NEAR:
-          length = _bit_length(step)
-          symbols[count] = 2 * (length - 4) + ((step >> (length - 2)) & 1)
-          count += 1
-      num_ops = _symbol_operations(
-        symbols, count, fars[level].copy(), ops, num_ops
-      )
-      for n in range(begin, end):
-        step = abs(steps_W[n])
-        if step > model.NEAR:
-          length = _bit_length(step) - 2
-          lower = min(length, model.RAW_BITS)
-          value = step & ((1 << lower) - 1)
-          ops[num_ops] = value << 16 | model.RAW | lower
-          num_ops += 1
-          if length > lower:
-            value = (step >> lower) & ((1 << (length - lower)) - 1)
-            ops[num_ops] = value << 16 | model.RAW | (length - lower)
-            num_ops += 1
-  if num_held:
-    bits[num_bytes] = held
+    for n in range(count):
+      step = steps_W[begin + n]
+      values[n] = 2 * (abs(step) - 1) + np.int64(step < 0)
+    num_ops = _value_operations(
+      values[:count], nears[level], far, ops, num_ops, symbols
+    )
   return num_ops
 
 
@@ -247,37 +200,6 @@ def _slots(counts, frequencies, first, to):
       slots[n] = s
 
 
-@compiler.part
-def _symbols(stream, at, lane, table, count, out, begin):
-  """Decodes symbols under one table to out[begin:]; the new place.
-
-  The last word is padding, to be read again and again by bytes that end early;
-  a place beyond it tells the caller.
-  """
-  words, states = stream
-  slots, ranges = table
-  lanes = states.size - 1
-  last = words.size - 1
-  for n in range(count):
-    state = states[(lane + n) & lanes]
-    slot = state & np.uint32(model.SCALE - 1)
-    symbol = slots[slot]
-    part = ranges[symbol]
-    state = np.uint32(
-      (part >> np.uint32(16)) * (state >> np.uint32(model.SCALE_BITS))
-      + slot
-      - (part & np.uint32(0xFFFF))
-    )
-    # Without a branch, which would be mispredicted every few symbols.
-    due = np.uint32(state < np.uint32(model.STATE_LOW))
-    word = np.uint32(words[min(at, last)])
-    state = np.uint32(state << (due << np.uint32(4)) | (word * due))
-    at += np.int64(due)
-    states[(lane + n) & lanes] = state
-    out[begin + n] = symbol
-  return at
-
-
 @compiler.part(inline='always')
 def _plain(stream, at, lane, bits):
   """Decodes up to 15 plain bits; they and the new place."""
@@ -292,130 +214,128 @@ def _plain(stream, at, lane, bits):
 
 
 @compiler.part
-def _rebuilt_symbols(stream, at, lane, counts, table, count, out):
-  """Decodes what `_symbol_operations` coded; the new place."""
+def _symbols(stream, at, lane, counts, lookup, count, out):
+  """Decodes what `_symbol_operations` coded; the new place.
+
+  The last word is padding, to be read again and again by bytes that end early;
+  a place beyond it tells the caller.
+  """
+  words, states = stream
+  slots, ranges = lookup
+  lanes, last = states.size - 1, words.size - 1
   frequencies = np.empty(counts.size, np.int64)
   first = np.empty(counts.size, np.int64)
-  done = 0
-  rebuild = model.FIRST_REBUILD
+  done, rebuild = 0, model.FIRST_REBUILD
   while done < count:
-    _slots(counts, frequencies, first, table)
-    batch = min(rebuild, count) - done
-    at = _symbols(stream, at, lane + done, table, batch, out, done)
+    _slots(counts, frequencies, first, lookup)
+    for n in range(done, min(rebuild, count)):
+      state = states[(lane + n) & lanes]
+      slot = state & np.uint32(model.SCALE - 1)
+      symbol = slots[slot]
+      part = ranges[symbol]
+      state = np.uint32(
+        (part >> np.uint32(16)) * (state >> np.uint32(model.SCALE_BITS))
+        + slot
+        - (part & np.uint32(0xFFFF))
+      )
+      # Without a branch, which would be mispredicted every few symbols.
+      due = np.uint32(state < np.uint32(model.STATE_LOW))
+      word = np.uint32(words[min(at, last)])
+      state = np.uint32(state << (due << np.uint32(4)) | (word * due))
+      at += np.int64(due)
+      states[(lane + n) & lanes] = state
+      out[n] = symbol
     if rebuild < count:
       for n in range(done, rebuild):
         counts[out[n]] += model.SEEN
-    done += batch
+    done = min(rebuild, count)
     rebuild *= model.GROWTH
   return at
 
 
+@compiler.part
+def _values(stream, at, lane, near, far, lookup, symbols, values):
+  """Decodes what `_value_operations` coded; the new place and lane."""
+  escape, lanes = near.size - 1, stream[1].size - 1
+  count, num_far = values.size, 0
+  at = _symbols(stream, at, lane, near.copy(), lookup, count, symbols)
+  lane += count
+  for n in range(count):
+    values[n] = symbols[n]
+    num_far += values[n] == escape
+  if num_far:
+    at = _symbols(stream, at, lane, far.copy(), lookup, num_far, symbols)
+    lane += num_far
+    place = 0
+    for n in range(count):
+      if values[n] == escape:
+        symbol = np.int64(symbols[place])
+        place += 1
+        length = (symbol >> 1) - 1
+        beyond = np.int64(1)
+        if length >= 0:
+          beyond = (2 | (symbol & 1)) << length
+        for low in range(0, length, model.RAW_BITS):
+          bits = min(length - low, model.RAW_BITS)
+          value, at = _plain(stream, at, lane & lanes, bits)
+          lane += 1
+          beyond |= value << low
+        values[n] += beyond - 1
+  return at, lane
+
+
 @compiler.compiled(
   types.int64(
-    *(types.Tuple((_U8, _U16, types.uint32[::1])), types.int64, _I64, _I64),
-    *(_GUESSES, types.int64[::1], types.int64[::1], types.uint8[::1]),
+    *(types.Tuple((_U16, types.uint32[::1])), types.int64, _I64, _I64),
+    *(_GUESSES, *[types.int64[::1]] * 3, types.uint8[::1]),
   )
 )
 def decode_changes(
-  coded, size, starts, levels, guesses, ranks_W, steps_W, symbols
+  stream, size, starts, levels, guesses, ranks_W, steps_W, values, symbols
 ):
   """Fills ranks and steps by class; 0, or a negative number for bad bytes.
 
-  `coded` are the plain bits of the gaps and two bytes more, the words, and the
-  states of the lanes.
+  `stream` are the words and the states of the lanes.
   """
-  bits, words, states = coded
-  gaps, nears, fars = guesses
-  stream = words, states
-  at = 0
-  negatives = before = 0
+  words, states = stream
+  gaps, nears, far = guesses
+  at = lane = 0
+  lanes = states.size - 1
   slots = np.zeros(model.SCALE, np.uint8)
   ranges = np.zeros(256, np.uint32)
   lookup = slots, ranges
-  frequencies = np.empty(model.GAP_SYMBOLS, np.int64)
-  first = np.empty(model.GAP_SYMBOLS, np.int64)
-  lane = bit = 0
-  lanes = states.size - 1
   for c in range(starts.size - 1):
-    begin, end = starts[c], starts[c + 1]
-    if begin == end:
+    begin, count = starts[c], starts[c + 1] - starts[c]
+    if not count:
       continue
-    changed = end - begin
     level = levels[c]
     plain = plain_bits(level)
-    # Gaps: every symbol ends one or is an escape, so that as many as changes
-    # are missing can be decoded without looking.
-    counts = gaps[level].copy()
-    found = 0
-    seen = 0
-    rebuild = model.FIRST_REBUILD
-    rank = 0
-    while found < changed:
-      _slots(counts, frequencies, first, lookup)
-      while seen < rebuild and found < changed:
-        batch = min(rebuild - seen, changed - found)
-        at = _symbols(stream, at, lane, lookup, batch, symbols, 0)
-        lane += batch
-        seen += batch
-        for n in range(batch):
-          symbol = symbols[n]
-          counts[symbol] += model.SEEN
-          rank += np.int64(symbol) << plain
-          if symbol != model.GAP_ESCAPE:
-            ranks_W[begin + found] = rank
-            rank += 1
-            found += 1
-        if rank > size:
-          return -2
-      rebuild *= model.GROWTH
-    if plain:
-      low = 0
-      for n in range(begin, end):
-        byte = bit >> 3
-        word = np.int64(bits[byte]) | np.int64(bits[byte + 1]) << 8
-        word |= np.int64(bits[byte + 2]) << 16
-        low += (word >> (bit & 7)) & ((1 << plain) - 1)
-        bit += plain
-        ranks_W[n] += low
-    if ranks_W[end - 1] >= size:
-      return -2
-    # No two classes share a weight, nor the patience with escapes.
-    size -= ranks_W[end - 1] + 1
-    guess = leaning(nears[level], negatives, before)
-    at = _rebuilt_symbols(stream, at, lane, guess, lookup, changed, symbols)
-    lane += changed
-    num_far = negatives = 0
-    for n in range(changed):
-      symbol = np.int64(symbols[n])
-      negatives += symbol & 1
-      if symbol < model.STEP_ESCAPE:
-        # Without a branch, which random signs would mispredict.
-        sign = -(symbol & 1)
-        steps_W[begin + n] = (((symbol >> 1) + 1) ^ sign) - sign
-      else:
-        num_far += 1
-        steps_W[begin + n] = -_FAR if symbol & 1 else _FAR
-    before = changed
-    if num_far:
-      counts = fars[level].copy()
-      at = _rebuilt_symbols(stream, at, lane, counts, lookup, num_far, symbols)
-      lane += num_far
-      n = begin
-      for f in range(num_far):
-        while abs(steps_W[n]) != _FAR:
-          n += 1
-        length = (np.int64(symbols[f]) >> 1) + 2
-        step = (np.int64(2) | (np.int64(symbols[f]) & 1)) << length
-        lower = min(length, model.RAW_BITS)
-        value, at = _plain(stream, at, lane & lanes, lower)
+    for n in range(begin, begin + count):
+      ranks_W[n] = 0
+      if plain:
+        ranks_W[n], at = _plain(stream, at, lane & lanes, plain)
         lane += 1
-        step |= value
-        if length > lower:
-          rest = length - lower
-          value, at = _plain(stream, at, lane & lanes, rest)
-          lane += 1
-          step |= value << lower
-        steps_W[n] = -step if steps_W[n] < 0 else step
+    found = values[:count]
+    at, lane = _values(
+      stream, at, lane, gaps[level], far, lookup, symbols, found
+    )
+    rank = np.int64(-1)
+    for n in range(count):
+      if found[n] > size:
+        return -2
+      rank += 1 + (found[n] << plain) + ranks_W[begin + n]
+      ranks_W[begin + n] = rank
+    # No two classes share a weight.
+    size -= rank + 1
+    if size < 0:
+      return -2
+    at, lane = _values(
+      stream, at, lane, nears[level], far, lookup, symbols, found
+    )
+    for n in range(count):
+      # Without a branch, which random signs would mispredict.
+      sign = -(found[n] & 1)
+      steps_W[begin + n] = (((found[n] >> 1) + 1) ^ sign) - sign
     # Bytes that ended early are noticed once a class.
     if at > words.size - 1:
       return -1
@@ -425,32 +345,15 @@ def decode_changes(
   return 0 if at == words.size - 1 else -3
 
 
-def arrange(classes_W, ranks_W, steps_W, starts):
-  """Ranks and steps by class."""
-  if starts.size == 2:
-    return ranks_W, steps_W
-  arranged = np.empty_like(ranks_W), np.empty_like(steps_W)
-  by_class(classes_W, ranks_W, steps_W, starts, *arranged)
-  return arranged
-
-
-def code(changes, levels, shape, limit):
+def code(changes, levels, limit):
   """The coded changes, or None if they take more than `limit` bytes."""
-  starts, ranks_W, _ = changes
-  some = starts[1:] > starts[:-1]
-  last = ranks_W[starts[1:][some] - 1]
-  plain = np.array([model.plain_bits(n) for n in levels[some].tolist()])
-  escapes = int((last >> plain).sum()) // model.GAP_ESCAPE
-  changed = ranks_W.size
-  symbols = np.empty(changed + escapes, np.uint8)
-  ops = np.empty(5 * changed + escapes, np.uint32)
-  bits = np.empty(model.plain_bytes(starts, levels), np.uint8)
-  guesses = model.guesses(shape.number.width)
-  num_ops = operations(changes, levels, guesses, ops, symbols, bits)
-  assert num_ops >= 0, 'more coding operations than there can be'
+  changed = changes[1].size
+  ops, symbols = np.empty(11 * changed, np.uint32), np.empty(changed, np.uint8)
+  values = np.empty(changed, np.int64)
+  num_ops = operations(changes, levels, model.guesses(), ops, symbols, values)
   lanes = model.num_lanes(changed)
   states = np.full(lanes, model.STATE_LOW, np.uint32)
-  room = limit - 4 * lanes - bits.size
+  room = limit - 4 * lanes
   if room < 0:
     return None
   # One word more than may be kept, where words are tried out.
@@ -458,26 +361,21 @@ def code(changes, levels, shape, limit):
   at = code_operations(ops, num_ops, states, words)
   if at < 1:
     return None
-  head = bits.tobytes() + states.astype('<u4').tobytes()
-  return head + words[at:].astype('<u2').tobytes()
+  return states.astype('<u4').tobytes() + words[at:].astype('<u2').tobytes()
 
 
-def decode(blob, at, size, starts, levels, shape):
+def decode(blob, at, size, starts, levels):
   """Ranks and steps by class, or None if the bytes are none of `code`'s."""
   changed = int(starts[-1])
-  middle = at + model.plain_bytes(starts, levels)
-  begin = middle + 4 * model.num_lanes(changed)
+  begin = at + 4 * model.num_lanes(changed)
   if begin > len(blob) or (len(blob) - begin) % 2:
     return None
-  bits = np.zeros(middle - at + 2, np.uint8)
-  bits[:-2] = np.frombuffer(blob[at:middle], np.uint8)
   words = np.empty((len(blob) - begin) // 2 + 1, np.uint16)
   words[:-1] = np.frombuffer(blob, '<u2', offset=begin)
   words[-1] = 0
-  ranks_W = np.empty(changed, np.int64)
-  steps_W = np.empty(changed, np.int64)
-  states = np.frombuffer(blob[middle:begin], '<u4').astype(np.uint32)
-  coded, to = (bits, words, states), (ranks_W, steps_W)
-  guesses, symbols = model.guesses(shape.number.width), np.empty(changed, 'u1')
-  bad = decode_changes(coded, size, starts, levels, guesses, *to, symbols)
-  return None if bad else (starts, *to)
+  states = np.frombuffer(blob[at:begin], '<u4').astype(np.uint32)
+  ranks_W, steps_W, values = np.empty((3, changed), np.int64)
+  to = ranks_W, steps_W, values, np.empty(changed, np.uint8)
+  stream, guesses = (words, states), model.guesses()
+  bad = decode_changes(stream, size, starts, levels, guesses, *to)
+  return None if bad else (starts, ranks_W, steps_W)

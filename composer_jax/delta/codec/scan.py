@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils, registry
+from numba.core import registry
 
 from composer_jax.delta.codec import model
 
@@ -27,7 +27,6 @@ intrinsic: Any = extending.intrinsic
 
 WORD = 64  # weights that an integer has a bit for
 BATCH = 256
-SPAN = 4096  # weights that stay in the nearest cache
 NEVER = 1 << 30  # more than a chunk can count down
 _I64 = types.Array(types.int64, 1, 'C', readonly=True)
 _one = np.uint64(1)
@@ -53,12 +52,8 @@ part: Any = functools.partial(numba.njit, nogil=True, error_model='numpy')
 
 def compiled(signature: Any) -> Callable[[Callable], Callable]:
   """Compiles a function for one signature, or loads what was compiled."""
-  return functools.partial(_compile, signature)
 
-
-def _compile(signature, function):
-  # A process that began before an update of the sources has old constants.
-  if model.digest_of_sources() == model.SOURCES:
+  def compile(function: Callable) -> Callable:
     target: Any = registry.cpu_target.target_context
     machine = target.codegen().magic_tuple()
     key = hashlib.sha256(f'{signature} {machine}'.encode())
@@ -73,7 +68,9 @@ def _compile(signature, function):
         '(%s: %s); NUMBA_CACHE_DIR names a folder that it may write to',
         *(function.__name__, type(error).__name__, error),
       )
-  return part(signature)(function)
+    return part(signature)(function)
+
+  return compile
 
 
 def _pointer(context, builder, array_type, array, index):
@@ -150,25 +147,6 @@ def classify(typingctx, bits, start, shape, classes, to):
 
 
 @intrinsic
-def copy(typingctx, to, source, start, stop):
-  """to[start:stop] = source[start:stop] of arrays that do not overlap."""
-
-  def code(context, builder, signature, args):
-    element = context.get_data_type(signature.args[0].dtype)
-    first, last = args[2:]
-    target, origin = (
-      context.make_array(signature.args[n])(context, builder, args[n]).data
-      for n in (0, 1)
-    )
-    target, origin = (builder.gep(data, [first]) for data in (target, origin))
-    count, size = builder.sub(last, first), context.get_abi_sizeof(element)
-    cgutils.raw_memcpy(builder, target, origin, count, size)
-    return context.get_dummy_value()
-
-  return types.void(to, source, types.intp, types.intp), code
-
-
-@intrinsic
 def popcount(typingctx, mask):
   def code(context, builder, signature, args):
     return builder.ctpop(args[0])
@@ -206,13 +184,6 @@ def _members(classes, which):
   return total
 
 
-def count_changed(values, base):
-  count = 0
-  for start in range(0, base.size, WORD):
-    count += popcount(differ(values, base, start))
-  return count
-
-
 @part(inline='always')
 def _list(changed, start, count, found):
   """Writes where bits are set to found[count:]; needs room for 64."""
@@ -237,22 +208,6 @@ def _step(new, old, is_float, top_bit):
     new ^= (-(new >> top_bit) & full) | half
     old ^= (-(old >> top_bit) & full) | half
   return ((new - old + half) & full) - half
-
-
-def scan_flat(values, base, before, is_float, count, ranks_W, steps_W):
-  """Like `scan_classes` for one class, `before` of which went by."""
-  top_bit = 8 * base.itemsize - 1
-  for start in range(0, base.size, SPAN):
-    first = count
-    for word in range(start, min(start + SPAN, base.size), WORD):
-      changed = differ(values, base, word)
-      _list(changed, before + word, count, ranks_W)
-      count += popcount(changed)
-    for n in range(first, count):
-      at = ranks_W[n] - before
-      new, old = np.int64(values[at]), np.int64(base[at])
-      steps_W[n] = _step(new, old, is_float, top_bit)
-  return count
 
 
 def scan_classes(values, base, shape, seen, count, changes):
@@ -311,7 +266,7 @@ def _select(bits, number):
 
 
 def apply_classes(base, out, shape, changes, cursors, left):
-  """Writes the base and its changes to `out`; the reverse of `scan_classes`.
+  """Writes changes to `out`, a copy of the base; undoes `scan_classes`.
 
   `cursors` are the next change of each class and `left` how many of the class
   come before it (`NEVER` after the last one); both are moved on.
@@ -323,7 +278,6 @@ def apply_classes(base, out, shape, changes, cursors, left):
   num_classes = np.int64(shape[4]) + 1
   for start in range(0, base.size, BATCH):
     _classify(base, start, shape, classes)
-    copy(out, base, start, start + BATCH)
     for group in range(0, num_classes, 64):
       due = np.uint64(0)
       for c in range(group, min(group + 64, num_classes)):
@@ -370,23 +324,6 @@ def _moved(old, step, is_float, top_bit):
   return new
 
 
-def apply_flat(base, out, is_float, ranks_W, steps_W):
-  """Like `apply_classes` for one class; -1 if a rank is too high."""
-  top_bit = 8 * base.itemsize - 1
-  count = ranks_W.size
-  if count and ranks_W[count - 1] >= base.size:
-    return -1
-  n = 0
-  for start in range(0, base.size, SPAN):
-    stop = min(start + SPAN, base.size)
-    copy(out, base, start, stop)
-    while n < count and ranks_W[n] < stop:
-      at = ranks_W[n]
-      out[at] = _moved(np.int64(base[at]), steps_W[n], is_float, top_bit)
-      n += 1
-  return 0
-
-
 @functools.cache
 def kernel(which, bits):
   """Compiled for one type of bits, when first asked for."""
@@ -397,11 +334,8 @@ def kernel(which, bits):
   lists = types.Tuple((types.uint8[::1], i64[::1], i64[::1]))
   fixed, to = types.Tuple((_I64, _I64, _I64)), i64[::1]
   signature = {
-    count_changed: (array, array),
     scan_classes: (array, array, shape, to, i64, lists),
-    scan_flat: (array, array, i64, i64, i64, to, to),
     apply_classes: (array, t[::1], shape, fixed, to, to),
-    apply_flat: (array, t[::1], i64, _I64, _I64),
   }
   return compiled(i64(*signature[which]))(which)
 
@@ -419,55 +353,43 @@ def _spans(arrays, size):
   return spans
 
 
-def count(values, base):
-  run = kernel(count_changed, base.dtype)
-  return sum(run(*span) for span, _ in _spans((values, base), base.size))
-
-
-def _shape_of(shape, base, valid):
+def _shape_of(number, num_classes, base, valid):
   """What kernels know of classes; weights from `valid` on are padding."""
-  number, t = shape.number, base.dtype.type
+  t = base.dtype.type
+  low = 0 if num_classes == 1 else number.low
   return (
-    *(valid, t(number.shift), t(number.exponent_mask), t(shape.low)),
-    *(t(shape.num_classes - 1), int(number.is_float)),
+    *(valid, t(number.shift), t(number.exponent_mask), t(low)),
+    *(t(num_classes - 1), int(number.is_float)),
   )
 
 
-def scan(values, base, shape):
+def scan(values, base, number, num_classes):
   """Class, rank, and step of the changes by position, and the class sizes."""
-  is_flat = shape.num_classes == 1
-  run = kernel(scan_flat if is_flat else scan_classes, base.dtype)
+  run = kernel(scan_classes, base.dtype)
   # For as many changes as there can be: what is not written takes no memory.
   room = base.size + WORD
   classes_W = np.empty(room, np.uint8)
   ranks_W, steps_W = np.empty(room, np.int64), np.empty(room, np.int64)
-  sizes = np.zeros(shape.num_classes, np.int64)
+  sizes = np.zeros(num_classes, np.int64)
   changed = 0
   for span, valid in _spans((values, base), base.size):
-    if is_flat:
-      to = (int(sizes[0]), shape.number.is_float, changed, ranks_W, steps_W)
-      changed = run(*span, *to)
-      sizes += valid
-      classes_W[:changed] = 0
-    else:
-      about = _shape_of(shape, base, valid)
-      changed = run(*span, about, sizes, changed, (classes_W, ranks_W, steps_W))
+    about = _shape_of(number, num_classes, base, valid)
+    changed = run(*span, about, sizes, changed, (classes_W, ranks_W, steps_W))
   return *(a[:changed] for a in (classes_W, ranks_W, steps_W)), sizes
 
 
-def apply(base, shape, changes, out):
+def apply(base, number, changes, out):
   """Writes the base with its changes to `out`; False if a rank is too high."""
-  starts, ranks_W, steps_W = changes
-  if starts.size == 2:
-    run = kernel(apply_flat, base.dtype)
-    return run(base, out, shape.number.is_float, ranks_W, steps_W) == 0
+  starts, ranks_W, _ = changes
   run = kernel(apply_classes, base.dtype)
   cursors = starts[:-1].copy()
   left = np.full(cursors.size, NEVER)
   some = np.flatnonzero(starts[:-1] < starts[1:])
   left[some] = ranks_W[cursors[some]]
+  np.copyto(out, base)
   for span, valid in _spans((base, out), base.size):
-    run(*span, _shape_of(shape, base, valid), changes, cursors, left)
+    about = _shape_of(number, cursors.size, base, valid)
+    run(*span, about, changes, cursors, left)
   if base.size % BATCH:
     # The last span was a copy.
     out[-valid:] = span[1][:valid]

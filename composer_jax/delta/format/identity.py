@@ -18,24 +18,17 @@ import blake3
 import ml_dtypes
 import numpy as np
 
-FORMAT = 'CDB4'
+FORMAT = 'CDB5'
 # Of a chunk: nobody finds other bits for a given hash of 16 bytes. Who chooses
 # both is the publisher. The identity of weights has 32.
 HASH_BYTES = 16
 
-_FROM_ML_DTYPES = (
-  *('bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e8m0fnu'),
-  *('int4', 'uint4'),
+_NAMES = (
+  'bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu int4 uint4 float16 '
+  'float32 float64 bool int8 uint8 int16 uint16 int32 uint32 int64 uint64'
 )
-_FROM_NUMPY = (
-  *('float16', 'float32', 'float64', 'bool', 'int8', 'uint8', 'int16'),
-  *('uint16', 'int32', 'uint32', 'int64', 'uint64'),
-)
-DTYPES = {
-  **{name: np.dtype(getattr(ml_dtypes, name)) for name in _FROM_ML_DTYPES},
-  **{name: np.dtype(name) for name in _FROM_NUMPY},
-}
-_HEX = re.compile('[0-9a-f]+')
+DTYPES = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in _NAMES.split()}
+_HEX = re.compile('[0-9a-f]{64}')
 
 
 class Block(NamedTuple):
@@ -78,13 +71,13 @@ def root(nodes: Mapping[str, bytes]) -> str:
 
 
 def flat_bits(array: np.ndarray) -> np.ndarray:
-  """Returns an array as flat unsigned integers, a view if it lies in C order.
+  """Returns an array as flat unsigned integers, a view if it lies as they do.
 
   As integers first: numpy copies the types of ml_dtypes element by element and
   under the interpreter's lock.
   """
   bits = array.view(np.dtype(f'u{array.itemsize}'))
-  return np.ascontiguousarray(bits).reshape(-1)
+  return np.require(bits, requirements=['C', 'A']).reshape(-1)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -104,10 +97,9 @@ def parse_canonical(data: bytes) -> Any:
   return value
 
 
-def is_hash(value: Any, digits: int = 64) -> bool:
-  """Whether it is so many digits of lower-case hexadecimal."""
-  good = isinstance(value, str) and len(value) == digits
-  return good and _HEX.fullmatch(value) is not None
+def is_hash(value: Any) -> bool:
+  """Whether it is 64 digits of lower-case hexadecimal."""
+  return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
 def is_count(value: Any) -> bool:
@@ -117,24 +109,18 @@ def is_count(value: Any) -> bool:
 
 # How a global array is cut into chunks: regions that shards do not cut.
 #
-# The grid of an array depends on its shape alone, so the identity of weights
-# depends on no sharding, while a host encodes what it holds and a receiver
-# fetches what it wants. A chunk costs about a hundred bytes, and a shard that
-# holds part of one has to get the rest from its neighbour. So chunks are as
-# large as the shards of `parallel.layouts` and 2**20 elements allow, where
-# `_roles` guesses which dimension is the embedding, which the heads, and so on.
+# The grid depends on the shape alone, so the identity of weights depends on no
+# sharding, while a host encodes what it holds and a receiver fetches what it
+# wants. A shard that holds a part of a chunk needs the rest from its neighbour,
+# so chunks are as large as the shards of `parallel.layouts` and 2**20 elements
+# allow, where `_roles` guesses what each dimension counts.
 #
-# What holds for every file of configs/models on meshes whose axes are powers of
-# two, and is tested: no chunk is cut
-# - by REPLICATED, ever;
-# - by TRAIN, with dense weights over up to 64 devices (fsdp x context), experts
-#   over up to 512, and up to 64 replicas;
-# - by DECODE over up to 8 devices, and up to 32 where the model is 4096 wide.
-# Models less than 2048 wide get chunks for 8 devices, and some that are cut all
-# the same, because many small chunks would outweigh the changes in them: an
-# array of at most 2**18 elements is one chunk, one of up to 2**21 is cut along
-# the embedding and the experts alone (for TRAIN, that is). Any other shape,
-# mesh or layout is right too, only slower: `BundleInfo.cut_bytes` counts it.
+# For every file of configs/models, on meshes whose axes are powers of two, no
+# chunk is cut by REPLICATED; by TRAIN, with dense weights over up to 64 devices
+# and experts over up to 512; by DECODE over up to 8, and up to 32 where a model
+# is 4096 wide. Models under 2048 wide are made for 8, and small arrays of them
+# are cut all the same, as many small chunks would outweigh the changes in them.
+# Anything else is right too, only slower: `BundleInfo.cut_bytes` counts it.
 
 MAX_ELEMENTS = 2**20
 MAX_RANK = 16
@@ -185,9 +171,7 @@ class Grid:
   @property
   def is_flat(self) -> bool:
     """Whether the chunks one after another are the array in C order."""
-    if 0 in self.shape:
-      return True
-    return all(
+    return not self.num_chunks or all(
       math.prod(self.sides[:dim]) == 1
       for dim, count in enumerate(self.counts)
       if count > 1
@@ -202,9 +186,6 @@ class Grid:
       (place * side, min((place + 1) * side, n))
       for place, side, n in zip(places, self.sides, self.shape, strict=True)
     )
-
-  def slices(self, number: int) -> tuple[slice, ...]:
-    return tuple(slice(*ends) for ends in self.chunk(number))
 
   def intersecting(self, index: Index) -> list[int]:
     """Returns the numbers, ascending, of chunks that `index` has a part of.

@@ -45,17 +45,15 @@ def open_key(path: str | os.PathLike) -> Hmac:
     mode = os.fstat(file.fileno()).st_mode
   try:
     kind, text = data.decode('ascii').split()
-    key = bytes.fromhex(text) if kind == ALGORITHM else b''
+    key = Hmac(bytes.fromhex(text) if kind == ALGORITHM else b'')
   except ValueError:
-    key = b''
-  if len(key) < _MIN_KEY_BYTES:
     raise ValueError(
       f'{path}: not a key file, which is one line of {ALGORITHM}, a space, and '
       f'a key of at least {_MIN_KEY_BYTES} bytes in hexadecimal.'
-    )
+    ) from None
   if mode & 0o077:
     _log.warning('%s: others may read this secret key; chmod 600 it.', path)
-  return Hmac(key)
+  return key
 
 
 def write_key(path: str | os.PathLike, key: Hmac) -> None:

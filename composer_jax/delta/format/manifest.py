@@ -1,12 +1,14 @@
-"""What is written down about a bundle, a run's bundles, and its latest one.
+"""What is written down about a bundle, and about the latest one of a run.
 
   Manifest   one bundle: its chunks, where their blobs lie, what they become
-  Index      the live bundles of a run: edges between versions
-  Pointer    signed: the head of a run; names its manifest and the index
+  Pointer    signed: names the manifests of the head and of a keyframe
+  Link       how both name a manifest: by version, sha256 and length
 
-Each says how long what it names is, so that nothing is read further than
-someone verified. Parsing one that is damaged or hostile is a ValueError that
-costs no more memory than a multiple of its bytes.
+A manifest links to the one of the version before and to the newest keyframe up
+to that version, so the pointer leads to all of a run. Each says how long what
+it names is, and nothing is read further than someone verified. Parsing one that
+is damaged or hostile is a ValueError that costs no more memory than a multiple
+of its bytes.
 
 A manifest is its magic, the lengths of its header and of a zstd frame, that
 frame, and the hashes of all chunks. The frame has the header in JSON and the
@@ -18,8 +20,8 @@ import math
 import re
 import reprlib
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -35,7 +37,6 @@ Specs = dict[str, tuple[str, tuple[int, ...]]]  # {name: (dtype, shape)}
 MAX_MANIFEST_BYTES = 2**28
 MAX_HEADER_BYTES = 2**24
 MAX_TENSORS = 2**17
-MAX_INDEX_BYTES = 2**24
 MAX_POINTER_BYTES = folder.MAX_POINTER_BYTES
 _MAX_NAME = 1024
 # A header of bytes that zstd shortens by more is no list of tensors.
@@ -89,62 +90,51 @@ class Tensor:
     return identity.tensor_node(self.name, self.dtype, self.shape, posts)
 
 
-class _Bundle:
-  """What manifests and edges have in common."""
+class Link(NamedTuple):
+  """Leads to a manifest: its version, its sha256 and its length."""
 
-  __slots__ = ()
-
-  @property
-  def kind(self: Any) -> str:
-    return KEY if self.base_version is None else DELTA
-
-  @property
-  def title(self: Any) -> str:
-    """Says what it is, such as 'key 0' or 'delta 0-1'."""
-    base = '' if self.base_version is None else f'{self.base_version}-'
-    return f'{self.kind} {base}{self.version}'
-
-  def _check(self: Any, what: str) -> None:
-    """What a bundle starts from: nothing, or an earlier version."""
-    _check_fields(self, what)
-    version, base = self.version, self.base_version
-    good = base is None or (identity.is_count(base) and base < version)
-    rule = f'which must be before version {version}'
-    _require(good, f'base version {base!r:.99} of {what}, {rule}')
+  version: int
+  manifest: str
+  bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Manifest(_Bundle):
+class Manifest:
   """Everything about one bundle except the blobs themselves.
 
   Attributes:
-    base_version: version that a delta starts from; None for a keyframe.
-    base_id: identity of those weights; '' for a keyframe.
+    base_id: identity of the weights of the version before, from which a delta
+      starts; '' for a keyframe.
     target_id: identity of the resulting weights.
+    previous: bundle of the version before; None for the first of a chain.
+    keyframe: newest keyframe up to that version; None where that is None.
     packs: (sha256, bytes) of the objects that hold the blobs. Blobs lie in
       each in ascending (tensor, chunk) order, without gaps, and fill it.
     tensors: tensors, sorted by name.
   """
 
-  run_id: str
   version: int
-  base_version: int | None
   base_id: str
   target_id: str
+  previous: Link | None
+  keyframe: Link | None
   packs: tuple[tuple[str, int], ...]
   tensors: tuple[Tensor, ...]
 
   def __post_init__(self):
-    self._check('a manifest')
-    is_key = self.kind == KEY
-    _require((self.base_id == '') == is_key, f'base_id of a {self.kind}')
+    _check_fields(self, 'a manifest')
+    is_key, links = self.kind == KEY, (self.previous, self.keyframe)
+    good = links.count(None) in (0, 2 * is_key)
+    versions = [self.version, *(link.version for link in links if link)]
+    good = good and versions == sorted(versions, reverse=True)
+    _require(good and versions.count(self.version) == 1, 'order of its links')
     for pack in self.packs:
       good = len(pack) == 2 and identity.is_hash(pack[0])
       good = good and identity.is_count(pack[1]) and pack[1] > 0
       _require(good, 'pack')
     names = [t.name for t in self.tensors]
     _require(names == sorted(set(names)), 'order of the tensors')
-    allowed = [coding.RAW, coding.PLANES] if is_key else range(coding.CLASS + 1)
+    allowed = [coding.PLANES] if is_key else range(coding.CLASS + 1)
     self._check_table(allowed)
     found = identity.root({t.name: t.node for t in self.tensors})
     if found != self.target_id:
@@ -160,13 +150,12 @@ class Manifest(_Bundle):
     raw_bytes = np.concatenate(raw_bytes)
     codecs, lengths = table['codec'], table['length']
     _require(np.isin(codecs, allowed).all(), 'codec of a chunk')
-    bare, raw = codecs == coding.SAME, codecs == coding.RAW
+    bare = codecs == coding.SAME
     in_pack = table['pack'] < len(packs)
     good = np.where(bare, table['pack'] == NO_PACK, in_pack).all()
     _require(good, 'pack of a chunk')
-    most = np.where(bare, 0, raw_bytes + coding.MAX_OVERHEAD * ~raw)
-    least = np.where(raw, raw_bytes, ~bare)
-    good = ((least <= lengths) & (lengths <= most)).all()
+    most = np.where(bare, 0, raw_bytes + coding.MAX_OVERHEAD)
+    good = ((~bare <= lengths) & (lengths <= most)).all()
     _require(good, 'length of a blob')
     _, filled = place(table, len(packs))
     good = filled.tolist() == packs
@@ -179,9 +168,14 @@ class Manifest(_Bundle):
     )
 
   @property
-  def target(self) -> str:
-    """The first digits of the identity, as edges have them."""
-    return self.target_id[:16]
+  def kind(self) -> str:
+    return DELTA if self.base_id else KEY
+
+  @property
+  def title(self) -> str:
+    """Says what it is, such as 'key 0' or 'delta 0-1'."""
+    base = f'{self.previous.version}-' if self.base_id and self.previous else ''
+    return f'{self.kind} {base}{self.version}'
 
   @property
   def full_bytes(self) -> int:
@@ -268,61 +262,6 @@ def _read_tensors(rows: Any, table: np.ndarray) -> tuple[Tensor, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Edge(_Bundle):
-  """A live bundle, as a way from `base_version` (None: nothing) to `version`.
-
-  Attributes:
-    bytes: bytes of its packs and manifest.
-    manifest: sha256 of its manifest, and `manifest_bytes` its length.
-    target: first 16 digits of the identity it leads to.
-  """
-
-  version: int
-  base_version: int | None
-  bytes: int
-  manifest: str
-  manifest_bytes: int
-  target: str
-
-  def __post_init__(self):
-    self._check('an edge')
-
-  @property
-  def order(self) -> tuple[int, int, str]:
-    """Its end, its start (of a keyframe -1) and its name."""
-    base = -1 if self.base_version is None else self.base_version
-    return self.version, base, self.manifest
-
-
-def write_index(run_id: str, edges: Iterable[Edge]) -> bytes:
-  """Returns an index, the list of a run's bundles."""
-  edges = sorted(edges, key=lambda edge: edge.order)
-  names = {edge.manifest for edge in edges}
-  _require(len(names) == len(edges), 'index that repeats a manifest')
-  targets = {(edge.version, edge.target) for edge in edges}
-  good = len(targets) == len(dict(targets))
-  _require(good, 'index: a version with two targets')
-  rows = [dataclasses.asdict(edge) for edge in edges]
-  return identity.canonical_json({'run_id': run_id, 'edges': rows})
-
-
-def parse_index(data: bytes, run_id: str) -> tuple[Edge, ...]:
-  """Parses and checks the index of a run; ValueError says what is wrong."""
-  _require(len(data) <= MAX_INDEX_BYTES, 'length of an index')
-  fields = identity.parse_canonical(data)
-  good = isinstance(fields, dict) and fields.keys() == {'run_id', 'edges'}
-  _require(good, 'index: its fields must be edges and run_id')
-  rows = _items(fields['edges'], 'edges')
-  edges = tuple(Edge(**_fields_of(row, Edge)) for row in rows)
-  _require(write_index(fields['run_id'], edges) == data, 'order of the edges')
-  if fields['run_id'] != run_id:
-    raise ValueError(
-      f'it belongs to run {fields["run_id"]!r:.200}, not {run_id!r}.'
-    )
-  return edges
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
   """Names the latest version of a run.
 
@@ -330,26 +269,25 @@ class Pointer:
     sequence: number that grows by one whenever the pointer moves.
     rewinds: number of times the run was rewound; the version falls only then.
     target_id: identity of the weights.
-    base_id: identity of the base of `manifest`; '' for a keyframe.
-    manifest: sha256 of the head's delta; of its keyframe if there is none.
-    index: sha256 of the index.
+    head: the version's delta; its keyframe if there is none.
+    keyframe: newest keyframe.
     expires: unix seconds after which it is too old to be believed.
   """
 
   run_id: str
   sequence: int
   rewinds: int
-  version: int
   target_id: str
-  base_id: str
-  manifest: str
-  manifest_bytes: int
-  index: str
-  index_bytes: int
+  head: Link
+  keyframe: Link
   expires: int
 
   def __post_init__(self):
     _check_fields(self, 'a pointer')
+
+  @property
+  def version(self) -> int:
+    return self.head.version
 
 
 def seal(pointer: Pointer, key: keys.Hmac) -> bytes:
@@ -366,7 +304,7 @@ def unseal(data: bytes, key: keys.Hmac, run_id: str) -> Pointer:
   _require(len(data) <= MAX_POINTER_BYTES, 'length of a pointer')
   line, newline, body = data.partition(b'\n')
   parts = line.split(b' ')
-  if re.fullmatch(b'CDB[123]P', data[:5]):
+  if re.fullmatch(b'CDB[1-4]P', data[:5]):
     raise OtherFormat(
       f'a pointer of the format {data[:4].decode()}, and this version reads '
       f'{FORMAT} alone: publish the weights again, into another store'
@@ -407,25 +345,30 @@ def _require(condition: bool | np.bool, what: str) -> None:
     raise ValueError(f'a bundle has an invalid {what}.')
 
 
-# The most that a field may be; counts are below 2**63 anyway.
-_MOST = {'manifest_bytes': MAX_MANIFEST_BYTES, 'index_bytes': MAX_INDEX_BYTES}
-_DIGITS = {'target_id': 64, 'manifest': 64, 'index': 64, 'target': 16}
-
-
 def _check_fields(record: Any, what: str) -> None:
-  """Refuses fields of the wrong type, lengths too long, and no hashes."""
+  """Refuses fields of the wrong type; links may come as lists, as JSON does."""
   for field in dataclasses.fields(record):
     name: str = field.name
     value: Any = getattr(record, name)
     good = True
     if name == 'run_id':
       check_run_id(value)
-    elif name in _DIGITS:
-      good = identity.is_hash(value, _DIGITS[name])
+    elif name == 'target_id':
+      good = identity.is_hash(value)
     elif name == 'base_id':
       good = value == '' or identity.is_hash(value)
     elif field.type is int:
-      good = identity.is_count(value) and value <= _MOST.get(name, value)
+      good = identity.is_count(value)
+    elif field.type in (Link, Link | None):
+      if isinstance(value, list | tuple) and len(value) == len(Link._fields):
+        value = Link(*value)
+        good = identity.is_count(value.version)
+        good = good and identity.is_hash(value.manifest)
+        good = good and identity.is_count(value.bytes)
+        good = good and value.bytes <= MAX_MANIFEST_BYTES
+        object.__setattr__(record, name, value)
+      else:
+        good = value is None and field.type is not Link
     if not good:
       # Not repr, which makes a long text of a long value.
       _require(False, f'{name} {reprlib.repr(value)} of {what}')

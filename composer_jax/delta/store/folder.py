@@ -25,7 +25,6 @@ pipe under the name of an object would hang a reader.
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import pathlib
 import secrets
@@ -83,7 +82,7 @@ class FolderBackend:
       if path.is_file() or not os.path.lexists(path):
         raise
       return _NO_FILE
-    return data, _mark(data)
+    return data, files.sha256(data)
 
   def put(self, key: str, data: bytes) -> None:
     path = self.root / key
@@ -103,7 +102,7 @@ class FolderBackend:
         aside = f'.{path.name}.{secrets.token_hex(8)}.tmp'
         os.rename(path, path.with_name(aside))
       files.write_atomic(path, data)
-    return _mark(data)
+    return files.sha256(data)
 
   def find(self, folder: str) -> dict[str, int]:
     found = {}
@@ -133,10 +132,6 @@ class FolderBackend:
 
 def _no_wait(path: str, flags: int) -> int:
   return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _mark(data: bytes) -> str:
-  return hashlib.sha256(data).hexdigest()
 
 
 @contextlib.contextmanager

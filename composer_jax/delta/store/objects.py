@@ -1,6 +1,6 @@
 """A place of write-once objects and one pointer for each run.
 
-  objects/<sha256>     never changed: packs of blobs, manifests, indices
+  objects/<sha256>     never changed: packs of blobs, and manifests
   refs/<run>/latest    the sealed pointer, replaced last and atomically
   messages/<run>/...   what the processes of one publisher tell each other
 
@@ -36,7 +36,7 @@ _URL = re.compile(
   f'|({"|".join(remote.KINDS)})://[^/]+(/[^/]+)*/*'
 )
 # What was meant as a URL must not become a folder of that name.
-_MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|memory|direct):|.*://')
+_MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|direct):|.*://')
 
 
 def _object(name: str) -> str:
@@ -50,6 +50,10 @@ def _pointer(run_id: str) -> str:
   return f'refs/{run_id}/latest'
 
 
+def opened(place: 'str | os.PathLike | Store') -> 'Store':
+  return place if isinstance(place, Store) else Store(place)
+
+
 class Store:
   """Reads and writes one place; threads and processes may share it.
 
@@ -61,11 +65,11 @@ class Store:
   def __init__(
     self, url: str | os.PathLike, *, options: dict[str, Any] | None = None
   ):
-    """Opens a place; nothing is asked of it before the first use.
+    """Opens a place, of which nothing is asked before the first use.
 
     Args:
-      url: a directory, or file://, s3://, gs://, az://, memory://, or, to read
-        alone, http(s)://.
+      url: a directory, or file://, s3://, gs://, az://, or, to read alone,
+        http(s)://.
       options: arguments of a remote store in the words of obstore, such as
         `retry_config`, `client_options` and `endpoint`.
     """
@@ -73,7 +77,7 @@ class Store:
     if not text or (_MEANT_AS_URL.match(text) and not _URL.fullmatch(text)):
       raise ValueError(
         f'{text!r} names no store; take a directory, s3://BUCKET/PREFIX, '
-        'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, memory://NAME or, to read, '
+        'gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or, to read, '
         'http://HOST:PORT.'
       )
     self.url = text.rstrip('/') or '/'

@@ -1,7 +1,7 @@
 """Stores elsewhere: buckets by obstore, and HTTP servers to be read alone.
 
-obstore does the requests to S3 and servers like it, Google Cloud, Azure and
-memory, and repeats them. Credentials, endpoint and region come from the
+obstore does the requests to S3 and servers like it, Google Cloud and Azure, and
+repeats them. Credentials, endpoint and region come from the
 environment under the names that it documents (AWS_ENDPOINT_URL,
 AWS_SKIP_SIGNATURE=true, AZURE_STORAGE_ACCOUNT_NAME, ...) or from `options`.
 
@@ -40,11 +40,8 @@ RETRY: dict[str, Any] = {
 # Class of obstore, and what marks a content for a conditional write.
 KINDS = {
   's3': ('S3Store', 'e_tag'),
-  's3a': ('S3Store', 'e_tag'),
   'gs': ('GCSStore', 'version'),
-  'gcs': ('GCSStore', 'version'),
   'az': ('AzureStore', 'e_tag'),
-  'memory': ('MemoryStore', 'e_tag'),
 }
 # Statuses that time may cure.
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -55,7 +52,6 @@ _METADATA = re.compile(
 _CONNECTIONS = 32
 _READ_BYTES = 2**18
 _POINTER_STOP = folder.MAX_POINTER_BYTES + 1
-_memory: dict[str, Any] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -64,12 +60,10 @@ def _refusal(doing: str, url: str, status: int | None, text: str) -> OSError:
   if status == 404:
     return FileNotFoundError(errno.ENOENT, 'the store does not hold it', url)
   if status in (401, 403):
-    profile = 'eval "$(aws configure export-credentials --format env)"'
-    hint = f' (an AWS profile by {profile})' if url.startswith('s3') else ''
     return PermissionError(
       errno.EACCES,
       f'{doing} is not allowed: {text}. Give this process credentials in its '
-      f'environment{hint}, or check the name of the store',
+      'environment (docs/concepts/bundles.md), or check the name of the store',
       url,
     )
   if status is None or status in _PASSING:
@@ -104,16 +98,13 @@ class BucketBackend:
     self._url, self._obstore = url, obstore
     protocol, _, path = url.partition('://')
     kind, self._mark = KINDS[protocol]
-    make = getattr(obstore.store, kind)
-    if protocol == 'memory':  # All of one URL are one.
-      self.store = _memory.setdefault(url, make())
-      return
     bucket, _, prefix = path.partition('/')
     options = options | {
       'client_options': CLIENT | options.get('client_options', {}),
       'retry_config': RETRY | options.get('retry_config', {}),
     }
     try:
+      make = getattr(obstore.store, kind)
       self.store = make(bucket, prefix=prefix or None, **options)
     except (obstore.exceptions.BaseError, ValueError) as error:
       raise ValueError(
@@ -283,9 +274,8 @@ class WebBackend:
       wait_s = min(2 * wait_s, backoff['max_backoff'].total_seconds())
     raise _refusal('reading', url, status, trouble)
 
-  def _ask(
-    self, url: str, start: int, stop: int, fresh: bool
-  ) -> tuple[int, bytes]:
+  def _ask(self, url: str, start: int, stop: int, fresh: bool) -> tuple:
+    """Returns the status and, if it is good, what came of the range."""
     headers = {'Accept-Encoding': 'identity', **self._headers}
     headers['Range'] = f'bytes={start}-{stop - 1}'
     if fresh:
