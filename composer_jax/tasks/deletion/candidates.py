@@ -280,21 +280,6 @@ def edit(
   return {**changes, **repaired}, lost
 
 
-def shimmed(
-  texts: Mapping[str, str],
-  changes: Mapping[str, str | None],
-  lost: Mapping[str, Collection[str]],
-) -> dict[str, str | None]:
-  """The changes, with a stand-in for every lost name; see `shim`."""
-  return {
-    **changes,
-    **{
-      path: shim(changes.get(path, texts[path]) or '', names)
-      for path, names in lost.items()
-    },
-  }
-
-
 def shim(text: str, names: Collection[str]) -> str:
   """Adds to a module stand-ins for names that it has lost.
 

@@ -32,8 +32,8 @@ from composer_jax.sandbox import base
 from composer_jax.tasks.deletion import (
   baseline,
   candidates,
+  descriptions,
   edit,
-  prompt,
   proof,
   sdists,
   workspace,
@@ -281,7 +281,8 @@ def _make_tasks(
     described = [
       d
       for d in deletions
-      if options.undescribed or prompt.describes(d.deleted, work.texts)
+      if not options.examples
+      or descriptions.describe(work, d.deleted, d.touched, options.examples).by
     ]
     counts['undescribed'] = len(deletions) - len(described)
     tries = round(wanted * options.tries)

@@ -185,8 +185,8 @@ class Options:
     max_unstable: largest accepted share of tests that change with their order.
     hidden_share: share of the failing test functions that the agent never sees.
     max_guards: largest number of tests of a task beside those of the feature.
-    undescribed: true to accept tasks whose prompt describes none of what was
-      deleted, because it has no documentation.
+    examples: shown test functions that must name what is deleted to describe
+      it, where no prose does; 0 to accept what nothing describes.
     suite_s: wall limit in seconds of a run of the whole suite.
     timeout_s: wall limit in seconds of a run of a task's tests by an agent or a
       grader.
@@ -204,13 +204,13 @@ class Options:
   max_unstable: float = 0.02
   hidden_share: float = 0.25
   max_guards: int = 120
-  undescribed: bool = False
+  examples: int = 3
   suite_s: float = 60.0
   timeout_s: float = 60.0
 
   def __post_init__(self):
     checks.at_least(self, 0, 'body', 'symbol', 'class_', 'file', 'closure')
-    checks.at_least(self, 0, 'seed')
+    checks.at_least(self, 0, 'seed', 'examples')
     checks.at_least(self, 1, 'min_tests', 'max_guards')
     checks.number(self, 0, 'max_share', 'max_unstable', 'hidden_share')
     checks.number(self, 1, 'tries', 'suite_s', 'timeout_s')

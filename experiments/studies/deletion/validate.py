@@ -6,8 +6,8 @@ Adds a line to --results for each task that it does not hold yet: tests of the
 feature that fail without it ('null') and pass with the original ('gold'), other
 tests that pass without and with it, files with a copy of what was deleted, by
 windows of tokens ('leaks') and by the shape of definitions ('shapes'), the
-share of those windows that the rest of the code has too, and whether the prompt
-describes anything. Two tasks that delete definitions alike but for names are
+share of those windows that the rest of the code has too, and what describes it
+in the prompt. Two tasks that delete definitions alike but for names are
 listed at the end.
 """
 
@@ -20,7 +20,7 @@ from absl import flags
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks.deletion import edit, leaks, prompt
+from composer_jax.tasks.deletion import edit, leaks
 from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 from experiments import start
@@ -109,7 +109,7 @@ def _check(
   ]
   row['leaks'] = list(leaks.scan(visible, pieces, left))
   row['copied'] = round(leaks.copied_share(pieces, left), 3)
-  row['described'] = prompt.describes(task.deleted, task.solution)
+  row['described'] = task.provenance['described_by']
   return row
 
 

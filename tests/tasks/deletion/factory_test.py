@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks.deletion import factory, prompt, sdists, workspace
+from composer_jax.tasks.deletion import factory, sdists, workspace
 from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
@@ -302,12 +302,3 @@ def test_flaky_and_hanging_packages_are_quarantined(tmp_path):
   assert (facts['tests'], facts['hashed']) == (10, 5)
   assert [task.package for task in made.tasks] == ['hashed', 'larder']
   assert 'test_set' not in str(made.tasks[0].fail_to_pass)
-
-
-def test_what_has_no_documentation_is_not_described():
-  text = 'def f():\n  return 1\n\n\nclass A:\n  def g(self):\n    """One."""\n'
-  describes = lambda symbol: prompt.describes(
-    [task_set.Deleted(path='a.py', symbol=symbol)], {'a.py': text}
-  )
-  assert not describes('f')
-  assert describes('A') and describes('A.g') and describes('')
