@@ -121,6 +121,7 @@ def candidates(
   *,
   max_share: float,
   seed: str,
+  lines: range = range(_MIN_LINES, 1 << 20),
 ) -> list[Deletion]:
   """Lists the deletions of a tier that some tests enter, but not nearly all.
 
@@ -130,9 +131,10 @@ def candidates(
     tier: one of `task_set.TIERS`.
     max_share: largest share of the tests that may enter the deleted code.
     seed: seed of the order.
+    lines: numbers of lines of code that a body or symbol may have.
   """
   deletions = []
-  for targets in _targets(texts, tier):
+  for targets in _targets(texts, tier, lines):
     touched = frozenset().union(*(mapped.touched(*t) for t in targets))
     runs_at_import = tier == 'body' and any(
       _is_within(function, *target)
@@ -154,7 +156,7 @@ def candidates(
 
 
 def _targets(
-  texts: Mapping[str, str], tier: str
+  texts: Mapping[str, str], tier: str, lines: range
 ) -> list[tuple[tuple[str, str], ...]]:
   """(path, name) of the definitions of each possible deletion of a tier."""
   symbols = {
@@ -178,18 +180,18 @@ def _targets(
     ((s.path, s.name),)
     for of_file in symbols.values()
     for s in of_file
-    if _suits(s, tier)
+    if _suits(s, tier, lines)
   ]
 
 
-def _suits(symbol: deletion_edit.Symbol, tier: str) -> bool:
+def _suits(symbol: deletion_edit.Symbol, tier: str, lines: range) -> bool:
   if tier == 'class':
     return (
       symbol.kind == 'class'
       and symbol.num_methods >= _MIN_METHODS
       and symbol.num_lines >= _MIN_CLASS_LINES
     )
-  if symbol.kind == 'class' or symbol.num_lines < _MIN_LINES:
+  if symbol.kind == 'class' or symbol.num_lines not in lines:
     return False
   # A class that loses a special method inherits one: nothing would be missing.
   is_special = symbol.name.rpartition('.')[2].startswith('__')

@@ -183,14 +183,10 @@ def shape(text: str, name: str) -> str:
   """
   node = copy.deepcopy(_find(_parsed(text), name)[1] if name else _parsed(text))
   body = _WithoutProse().visit(ast.Module(body=node.body, type_ignores=[]))
-  numbers: dict[str, int] = {}
+  named = {name: name for name in dir(builtins)}
   return re.sub(
     r"(?<!keyword\()\b(id|arg|name)='(\w+)'",
-    lambda m: (
-      m[0]
-      if m[2] in vars(builtins)
-      else f'{m[1]}={numbers.setdefault(m[2], len(numbers))}'
-    ),
+    lambda m: f'{m[1]}={named.setdefault(m[2], str(len(named)))}',
     ast.dump(body),
   )
 

@@ -277,6 +277,7 @@ def _make_tasks(
     deletions = candidates.candidates(
         work.texts, before.mapped, tier, max_share=options.max_share,
         seed=f'{options.seed}/{work.pin.normal_name}',
+        lines=range(options.min_lines, options.max_lines + 1),
     )  # fmt: skip
     described = [
       d

@@ -238,9 +238,11 @@ def _deleted(
     elif candidate.tier == 'body':
       pieces.append(_difference(before, (changes[item.path] or '').split('\n')))
     else:
-      symbols = edit.symbols(item.path, texts[item.path])
-      symbol = next(s for s in symbols if s.name == item.symbol)
-      pieces.append(symbol.code(texts[item.path]))
+      pieces += [
+        s.code(texts[item.path])
+        for s in edit.symbols(item.path, texts[item.path])
+        if s.name == item.symbol
+      ]
   return pieces
 
 

@@ -179,6 +179,7 @@ class Options:
   Attributes:
     seed: seed of all choices.
     body, symbol, class_, file, closure: wanted number of valid tasks per tier.
+    min_lines, max_lines: lines of code that a deleted body or symbol may have.
     tries: candidates of a tier to try for each wanted task.
     max_share: largest share of the tests that may fail without a feature.
     min_tests: smallest number of stable tests of an accepted package.
@@ -198,6 +199,8 @@ class Options:
   class_: int = 4
   file: int = 3
   closure: int = 6
+  min_lines: int = 3
+  max_lines: int = 10_000
   tries: float = 3.0
   max_share: float = 0.6
   min_tests: int = 10
@@ -211,7 +214,8 @@ class Options:
   def __post_init__(self):
     checks.at_least(self, 0, 'body', 'symbol', 'class_', 'file', 'closure')
     checks.at_least(self, 0, 'seed', 'examples')
-    checks.at_least(self, 1, 'min_tests', 'max_guards')
+    checks.at_least(self, 1, 'min_tests', 'max_guards', 'min_lines')
+    checks.at_least(self, self.min_lines, 'max_lines')
     checks.number(self, 0, 'max_share', 'max_unstable', 'hidden_share')
     checks.number(self, 1, 'tries', 'suite_s', 'timeout_s')
 

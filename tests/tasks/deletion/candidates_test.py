@@ -40,11 +40,11 @@ ENTERED = {
 MAP = candidates.test_map(ENTERED, small_package.ALL_IDS)
 
 
-def keys(tier, max_share=1.0, seed='0'):
+def keys(tier, max_share=1.0, seed='0', **options):
   return [
     c.key
     for c in candidates.candidates(
-      TEXTS, MAP, tier, max_share=max_share, seed=seed
+      TEXTS, MAP, tier, max_share=max_share, seed=seed, **options
     )
   ]
 
@@ -55,6 +55,12 @@ def test_tiers_have_their_candidates():
   assert keys('class') == ['class/larder/shelf.py:Shelf']
   assert set(keys('file')) == {'file/larder/numbers.py', 'file/larder/shelf.py'}
   assert keys('symbol') != []
+
+
+def test_bodies_of_other_lengths_are_candidates_if_asked_for():
+  small = keys('body', lines=range(1, 3))
+  assert 'body/larder/words.py:slug' in small
+  assert 'body/larder/numbers.py:chunks' not in small
 
 
 def test_what_runs_at_import_is_not_stubbed():
