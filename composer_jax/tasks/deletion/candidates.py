@@ -243,6 +243,27 @@ def _grown(name: str, neighbours: Callable[[set[str]], set[str]]) -> set[str]:
   return group
 
 
+def definitions(
+  deleted: Iterable[task_set.Deleted], texts: Mapping[str, str]
+) -> list[deletion_edit.Symbol]:
+  """All definitions that a deletion takes along."""
+  return [
+    symbol
+    for d in deleted
+    for symbol in deletion_edit.symbols(d.path, texts[d.path])
+    if not d.symbol or f'{symbol.name}.'.startswith(f'{d.symbol}.')
+  ]
+
+
+def shapes(
+  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
+) -> set[str]:
+  """Bodies that a deletion takes along, whatever their names are."""
+  parts = definitions(deleted, texts)
+  kept = [s for s in parts if s.num_lines >= _MIN_LINES] or parts
+  return {deletion_edit.shape(texts[s.path], s.name) for s in kept}
+
+
 def edit(
   texts: Mapping[str, str],
   layout: workspace.PackageLayout,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from composer_jax.tasks.deletion import edit, leaks, workspace
+from composer_jax.tasks.deletion import candidates, edit, leaks, workspace
 from composer_jax.tasks.repository import task_set
 
 _MAX_EXAMPLES = 5
@@ -31,9 +31,6 @@ class Description(NamedTuple):
   examples: str = ''
 
 
-NOTHING = Description()
-
-
 def describe(
   work: workspace.Workspace,
   deleted: Sequence[task_set.Deleted],
@@ -49,12 +46,7 @@ def describe(
     least: number of test functions that make up for a lack of prose.
   """
   texts = work.texts
-  parts = [
-    symbol
-    for item in deleted
-    for symbol in edit.symbols(item.path, texts[item.path])
-    if not item.symbol or f'{symbol.name}.'.startswith(f'{item.symbol}.')
-  ]
+  parts = candidates.definitions(deleted, texts)
   code = [symbol.code(texts[symbol.path]) for symbol in parts]
   kinds = ['docstring'] if any(symbol.docstring for symbol in parts) else []
   said = {}
@@ -71,8 +63,8 @@ def describe(
   every = [s for path in texts for s in edit.symbols(path, texts[path])]
   # A name that two classes have does not say which is meant.
   counts = collections.Counter(s.name.rpartition('.')[2] for s in every)
-  last = {item.symbol.rpartition('.')[2] for item in deleted}
-  names = {name for name in last if counts[name] == 1}
+  names = {d.symbol.rpartition('.')[2] for d in deleted}
+  names = {name for name in names if counts[name] == 1}
   examples = [
     symbol.code(text)
     for path, text in work.tests.items()
@@ -81,7 +73,7 @@ def describe(
     and f'{path}::{symbol.name.replace(".", "::")}' in functions
   ]
   if not examples or len(examples) < least:
-    return NOTHING
+    return Description()
   shortest = sorted(examples, key=len)[:_MAX_EXAMPLES]
   return Description('examples', {}, '\n\n'.join(shortest))
 

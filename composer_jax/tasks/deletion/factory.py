@@ -33,7 +33,6 @@ from composer_jax.tasks.deletion import (
   baseline,
   candidates,
   descriptions,
-  edit,
   proof,
   sdists,
   workspace,
@@ -139,17 +138,11 @@ def make(
     return _unlike(root)
 
 
-def _shapes(
-  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
-) -> set[str]:
-  return {edit.shape(texts[d.path], d.symbol) for d in deleted}
-
-
 def _unlike(root: pathlib.Path) -> task_set.TaskSet:
   """Removes tasks that ask for what others ask for; held-out ones stay."""
   used: set[str] = set()
   for task in sorted(task_set.load(root).tasks, key=lambda t: not t.held_out):
-    shapes = _shapes(task.deleted, task.solution)
+    shapes = candidates.shapes(task.deleted, task.solution)
     if shapes & used:
       task_set.task_path(root, task).unlink()
     used |= shapes
@@ -290,7 +283,7 @@ def _make_tasks(
     for deletion in described:
       if counts[_VALID] >= wanted or not tries:
         break
-      shapes = _shapes(deletion.deleted, work.texts)
+      shapes = candidates.shapes(deletion.deleted, work.texts)
       if shapes & used:
         counts['alike'] += 1
         continue

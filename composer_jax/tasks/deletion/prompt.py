@@ -26,7 +26,7 @@ def prompt(
   tier: str,
   deleted: Sequence[task_set.Deleted],
   texts: Mapping[str, str],
-  described: descriptions.Description = descriptions.NOTHING,
+  described: descriptions.Description,
 ) -> str:
   """Asks for the feature, by its signatures and what describes it."""
   parts = [_describe(item, texts[item.path], described) for item in deleted]
@@ -57,8 +57,7 @@ def _describe(
     outer = item.symbol.rpartition('.')[0]
     where = f'`{item.path}`' + (f', class `{outer}`' if outer else '')
     said = described.said.get(f'{item.path}:{item.symbol}', '')
-    said = textwrap.indent(f'\n\n{said}', '    ') if said else ''
-    return _entry(symbol, where) + said + _methods(symbol, symbols)
+    return _entry(symbol, where, said) + _methods(symbol, symbols)
   listed = [s for s in symbols if s.kind != 'method'][:_MAX_MEMBERS]
   entries = [
     f'- {_entry(s, "")}{_methods(s, symbols)}'
@@ -68,9 +67,9 @@ def _describe(
   return f'`{item.path}`, which held\n\n' + '\n'.join(entries)
 
 
-def _entry(symbol: edit.Symbol, where: str) -> str:
+def _entry(symbol: edit.Symbol, where: str, said: str = '') -> str:
   head = f'`{symbol.signature}`' + (f' in {where}' if where else '')
-  doc = symbol.docstring
+  doc = symbol.docstring or said
   if not where:
     doc = doc.split('\n\n')[0]
   if len(doc) > _MAX_DOC:

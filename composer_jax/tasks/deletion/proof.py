@@ -124,10 +124,8 @@ def _num_lines(texts: Mapping[str, str], candidate: candidates.Deletion) -> int:
   counts_methods = candidate.tier in ('body', 'symbol')
   return sum(
     symbol.num_lines
-    for item in candidate.deleted
-    for symbol in edit.symbols(item.path, texts[item.path])
-    if item.symbol in ('', symbol.name)
-    and (counts_methods or symbol.kind != 'method')
+    for symbol in candidates.definitions(candidate.deleted, texts)
+    if counts_methods or symbol.kind != 'method'
   )
 
 
@@ -238,11 +236,8 @@ def _deleted(
     elif candidate.tier == 'body':
       pieces.append(_difference(before, (changes[item.path] or '').split('\n')))
     else:
-      pieces += [
-        s.code(texts[item.path])
-        for s in edit.symbols(item.path, texts[item.path])
-        if s.name == item.symbol
-      ]
+      whole, *_ = candidates.definitions([item], texts)
+      pieces.append(whole.code(texts[item.path]))
   return pieces
 
 

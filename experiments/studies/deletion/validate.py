@@ -20,7 +20,7 @@ from absl import flags
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks.deletion import edit, leaks
+from composer_jax.tasks.deletion import candidates, edit, leaks
 from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 from experiments import start
@@ -41,10 +41,6 @@ _LIMITS = base.Limits(
   file_bytes=64 << 20,
   output_bytes=16 << 20,
 )
-
-
-def _shapes(task: task_set.RepositoryTask) -> set[str]:
-  return {edit.shape(task.solution[d.path], d.symbol) for d in task.deleted}
 
 
 def _definitions(data: bytes) -> set[str]:
@@ -92,7 +88,7 @@ def _check(
   }
   view = {**files, **task.view()}
   visible = {p: d for p, d in view.items() if d is not None}
-  shapes = _shapes(task)
+  shapes = candidates.shapes(task.deleted, task.solution)
   row['shapes'] = sorted(
     p
     for p, d in visible.items()
@@ -136,7 +132,7 @@ def main() -> None:
   sandbox.close()
   used = collections.defaultdict(list)
   for task in tasks.tasks:
-    for shape in _shapes(task):
+    for shape in candidates.shapes(task.deleted, task.solution):
       used[shape].append(task.task_id)
   every = [rows[t.task_id] for t in tasks.tasks]
   print(f'{len(every)} tasks')

@@ -165,7 +165,8 @@ def test_a_name_that_two_definitions_have_does_not_say_which_is_meant():
 )
 def test_prompts_say_what_was_found(symbol, words):
   deleted = [task_set.Deleted(path='p/a.py', symbol=symbol)]
-  tell = lambda *described: prompt.prompt(
-    'p', '1.0', 'body', deleted, TEXTS, *described
+  tell = lambda described: prompt.prompt(
+    'p', '1.0', 'body', deleted, TEXTS, described
   )
-  assert words in tell(describe(symbol)) and words not in tell()
+  assert words in tell(describe(symbol))
+  assert words not in tell(descriptions.Description())
