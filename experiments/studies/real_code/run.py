@@ -18,6 +18,7 @@ from typing import Any
 from absl import flags
 
 from composer_jax.core import files
+from composer_jax.tasks.deletion import candidates
 from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import machine, writer
 from experiments import start
@@ -102,7 +103,10 @@ def _of_tasks(folder: pathlib.Path) -> results.Row:
   for split, is_held_out in (('train', False), ('held_out', True)):
     tasks = list(known.split(is_held_out))
     row[split] = dict(collections.Counter(t.package for t in tasks))
-    lines = [t.provenance['deleted_lines'] for t in tasks]
+    lines = [
+      sum(d.num_lines for d in candidates.definitions(t.deleted, t.solution))
+      for t in tasks
+    ]
     row[f'{split}_lines'] = statistics.mean(lines) if lines else 0.0
   return row
 
