@@ -281,7 +281,9 @@ def _make_tasks(
     counts['undescribed'] = len(deletions) - len(described)
     tries = round(wanted * options.tries)
     for deletion in described:
-      if counts[_VALID] >= wanted or not tries:
+      # Where hardly anything can be proved, the rest is not worth its time.
+      is_hopeless = counts['unproven'] > 9 * (1 + counts[_VALID])
+      if counts[_VALID] >= wanted or not tries or is_hopeless:
         break
       shapes = candidates.shapes(deletion.deleted, work.texts)
       if shapes & used:

@@ -186,8 +186,7 @@ class Options:
     max_unstable: largest accepted share of tests that change with their order.
     hidden_share: share of the failing test functions that the agent never sees.
     max_guards: largest number of tests of a task beside those of the feature.
-    examples: shown test functions that must name what is deleted to describe
-      it, where no prose does; 0 to accept what nothing describes.
+    examples: shown tests that describe what no prose does; 0 asks for nothing.
     suite_s: wall limit in seconds of a run of the whole suite.
     timeout_s: wall limit in seconds of a run of a task's tests by an agent or a
       grader.

@@ -166,7 +166,6 @@ def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
   draw = random.Random(task.task_id)
   if held_out.compare(task, source, sandbox, draw).proves:
     return 'calls'
-  # Dearer: the tests run again for each of a few sets of answers.
   outside = provable_outside(task, sandbox)
   return 'tests' if outside >= {*task.hidden} else ''
 
