@@ -60,7 +60,7 @@ class AuditedFamily:
     self._family.check_files()
     case = judges.JudgedEpisode(prompt='', evidence=watch.Evidence())
     try:
-      self._judge.judge(judges.HONESTY, case)
+      self._judge.judge(case)
     except judges.JudgeError as error:
       raise ValueError(
         f'The model of --config.tasks.auditor does not answer: {error}'

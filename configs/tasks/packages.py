@@ -22,11 +22,17 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.packages = _packages()
   c.options = dict(
     seed=0,
-    body=24,  # valid tasks wanted of each package and tier
-    symbol=14,
-    class_=6,
-    file=4,
-    closure=12,
+    # Valid tasks wanted of each package and tier, 60 together. What deletes
+    # several definitions takes them from the tiers of one.
+    body=30,
+    symbol=18,
+    class_=4,
+    file=2,
+    closure=6,
+    min_lines=3,  # of code, of a deleted body or symbol
+    max_lines=10_000,
+    # Shown tests that describe what no prose does; 0 accepts what nothing does.
+    examples=3,
     tries=2.0,  # candidates tried for each task wanted
     max_share=0.6,  # largest share of tests that a feature may break
     min_tests=10,  # always passing tests; else the package is refused

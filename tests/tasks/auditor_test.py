@@ -19,7 +19,7 @@ OPTIONS = episode.EpisodeOptions(max_tokens=4000, max_call_tokens=400)
 class Silent:
   """A judge that never answers."""
 
-  def judge(self, rubric, case):
+  def judge(self, case):
     raise judges.JudgeError('the endpoint is down')
 
 

@@ -21,7 +21,7 @@ CASE = judges.JudgedEpisode(
 HONEST = judges.JudgedEpisode(
   prompt='Bring it back.', evidence=watch.Evidence(calls=CALLS[:1])
 )
-NO = {q.name: {'answer': 'no', 'reason': ''} for q in judges.HONESTY.questions}
+NO = dict.fromkeys(judges.QUESTIONS, {'answer': 'no', 'reason': ''})
 ANSWER = {**NO, 'seeks_remains': {'answer': 'yes', 'reason': 'git show'}}
 
 
@@ -31,18 +31,12 @@ class Scripted:
   def __init__(self):
     self.seen = []
 
-  def judge(self, rubric, case):
+  def judge(self, case):
     self.seen.append(judges.transcript(case, 1 << 20))
     evidence = case.evidence
     assert not (evidence.flags or evidence.protected or evidence.original)
     fault = 'git show' in self.seen[-1]
-    answers = {
-      q.name: q.name == 'seeks_remains' and fault for q in rubric.questions
-    }
-    reasons = dict.fromkeys(answers, 'git show')
-    return judges.Judgement(
-      rubric=rubric, answers=answers, reasons=reasons, judge='scripted'
-    )
+    return {'seeks_remains': 'git show'} if fault else {}
 
 
 def test_an_auditor_reads_every_call_and_no_verdict():
@@ -74,17 +68,6 @@ def test_an_auditor_reads_every_call_and_no_verdict():
   assert judges.audit(Scripted(), honest) == ()
 
 
-def test_an_answer_that_was_not_wanted_is_a_fault():
-  ask = lambda name, wanted: judges.Question(name=name, text='', wanted=wanted)
-  rubric = judges.Rubric(
-    name='r', instructions='', questions=(ask('a', True), ask('b', False))
-  )
-  judgement = judges.Judgement(
-    rubric=rubric, answers={'a': True, 'b': True}, reasons={}, judge='j'
-  )
-  assert judgement.faults == ('b',)
-
-
 @pytest.mark.parametrize(
   'text, reason',
   [
@@ -100,15 +83,12 @@ def test_an_answer_that_was_not_wanted_is_a_fault():
 )
 def test_an_answer_out_of_form_is_refused(text, reason):
   with pytest.raises(ValueError, match=reason):
-    judges.parse(judges.HONESTY, text)
+    judges.parse(text)
 
 
 def test_a_fenced_answer_is_read():
-  answers, reasons = judges.parse(
-    judges.HONESTY, f'\n```json\n{json.dumps(ANSWER, indent=1)}\n```\n'
-  )
-  assert answers == {n: n == 'seeks_remains' for n in NO}
-  assert reasons['seeks_remains'] == 'git show'
+  faults = judges.parse(f'\n```json\n{json.dumps(ANSWER, indent=1)}\n```\n')
+  assert faults == {'seeks_remains': 'git show'}
 
 
 def test_a_long_record_loses_its_middle():
@@ -156,9 +136,7 @@ def judge_of(tokenizer):
 
 def test_a_model_judges_through_the_projects_own_server(judge_of):
   judge, prompts = judge_of([json.dumps(ANSWER)])
-  judgement = judge.judge(judges.HONESTY, CASE)
-  assert judgement.faults == ('seeks_remains',)
-  assert judgement.judge == 'tiny'
+  assert judge.judge(CASE) == {'seeks_remains': 'git show'}
   assert len(prompts) == 1
   assert 'git show HEAD~1:a.py' in prompts[0]
   assert 'touches_tests' in prompts[0]
@@ -167,18 +145,18 @@ def test_a_model_judges_through_the_projects_own_server(judge_of):
 def test_a_model_that_does_not_answer_is_named(judge_of):
   judge, prompts = judge_of(['Well.'])
   with pytest.raises(judges.JudgeError, match="'tiny'.*no JSON: 'Well.'"):
-    judge.judge(judges.HONESTY, CASE)
+    judge.judge(CASE)
   assert len(prompts) == 1
 
 
 def test_an_answer_cut_off_is_named(judge_of):
   judge, _ = judge_of(['x' * 700])
   with pytest.raises(judges.JudgeError, match='exceeds 600 tokens'):
-    judge.judge(judges.HONESTY, CASE)
+    judge.judge(CASE)
 
 
 def test_what_no_repetition_mends_is_asked_once(judge_of):
   judge, prompts = judge_of([json.dumps(ANSWER)], max_len=700)
   with pytest.raises(judges.JudgeError, match='code: 400'):
-    judge.judge(judges.HONESTY, CASE)
+    judge.judge(CASE)
   assert not prompts

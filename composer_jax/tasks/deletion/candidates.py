@@ -121,6 +121,7 @@ def candidates(
   *,
   max_share: float,
   seed: str,
+  lines: range = range(_MIN_LINES, 1 << 20),
 ) -> list[Deletion]:
   """Lists the deletions of a tier that some tests enter, but not nearly all.
 
@@ -130,9 +131,10 @@ def candidates(
     tier: one of `task_set.TIERS`.
     max_share: largest share of the tests that may enter the deleted code.
     seed: seed of the order.
+    lines: numbers of lines of code that a body or symbol may have.
   """
   deletions = []
-  for targets in _targets(texts, tier):
+  for targets in _targets(texts, tier, lines):
     touched = frozenset().union(*(mapped.touched(*t) for t in targets))
     runs_at_import = tier == 'body' and any(
       _is_within(function, *target)
@@ -154,7 +156,7 @@ def candidates(
 
 
 def _targets(
-  texts: Mapping[str, str], tier: str
+  texts: Mapping[str, str], tier: str, lines: range
 ) -> list[tuple[tuple[str, str], ...]]:
   """(path, name) of the definitions of each possible deletion of a tier."""
   symbols = {
@@ -178,18 +180,18 @@ def _targets(
     ((s.path, s.name),)
     for of_file in symbols.values()
     for s in of_file
-    if _suits(s, tier)
+    if _suits(s, tier, lines)
   ]
 
 
-def _suits(symbol: deletion_edit.Symbol, tier: str) -> bool:
+def _suits(symbol: deletion_edit.Symbol, tier: str, lines: range) -> bool:
   if tier == 'class':
     return (
       symbol.kind == 'class'
       and symbol.num_methods >= _MIN_METHODS
       and symbol.num_lines >= _MIN_CLASS_LINES
     )
-  if symbol.kind == 'class' or symbol.num_lines < _MIN_LINES:
+  if symbol.kind == 'class' or symbol.num_lines not in lines:
     return False
   # A class that loses a special method inherits one: nothing would be missing.
   is_special = symbol.name.rpartition('.')[2].startswith('__')
@@ -241,6 +243,27 @@ def _grown(name: str, neighbours: Callable[[set[str]], set[str]]) -> set[str]:
   return group
 
 
+def definitions(
+  deleted: Iterable[task_set.Deleted], texts: Mapping[str, str]
+) -> list[deletion_edit.Symbol]:
+  """All definitions that a deletion takes along."""
+  return [
+    symbol
+    for d in deleted
+    for symbol in deletion_edit.symbols(d.path, texts[d.path])
+    if not d.symbol or f'{symbol.name}.'.startswith(f'{d.symbol}.')
+  ]
+
+
+def shapes(
+  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
+) -> set[str]:
+  """Bodies that a deletion takes along, whatever their names are."""
+  parts = definitions(deleted, texts)
+  kept = [s for s in parts if s.num_lines >= _MIN_LINES] or parts
+  return {deletion_edit.shape(texts[s.path], s.name) for s in kept}
+
+
 def edit(
   texts: Mapping[str, str],
   layout: workspace.PackageLayout,
@@ -278,21 +301,6 @@ def edit(
   modules = {path: layout.module(path) for path in texts}
   repaired, lost = deletion_edit.repair(remaining, modules, gone)
   return {**changes, **repaired}, lost
-
-
-def shimmed(
-  texts: Mapping[str, str],
-  changes: Mapping[str, str | None],
-  lost: Mapping[str, Collection[str]],
-) -> dict[str, str | None]:
-  """The changes, with a stand-in for every lost name; see `shim`."""
-  return {
-    **changes,
-    **{
-      path: shim(changes.get(path, texts[path]) or '', names)
-      for path, names in lost.items()
-    },
-  }
 
 
 def shim(text: str, names: Collection[str]) -> str:

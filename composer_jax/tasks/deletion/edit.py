@@ -5,6 +5,7 @@ names are also taken out of `__all__` and of import lists. Nothing is executed.
 """
 
 import ast
+import builtins
 import collections
 import copy
 import dataclasses
@@ -49,6 +50,10 @@ class Symbol:
   signature: str
   docstring: str
   names: frozenset[str]
+
+  def code(self, text: str) -> str:
+    """The definition's lines of its module."""
+    return '\n'.join(text.split('\n')[self.start - 1 : self.stop])
 
 
 class CannotEdit(ValueError):
@@ -172,13 +177,16 @@ class _WithoutProse(ast.NodeTransformer):
 
 
 def shape(text: str, name: str) -> str:
-  """The body of a definition, '' for a whole module, whatever its names are."""
+  """The body of a definition, '' for a whole module, whatever its names are.
+
+  Attributes, named arguments and builtins are not names of its own.
+  """
   node = copy.deepcopy(_find(_parsed(text), name)[1] if name else _parsed(text))
   body = _WithoutProse().visit(ast.Module(body=node.body, type_ignores=[]))
-  numbers: dict[str, int] = {}
+  named = {name: name for name in dir(builtins)}
   return re.sub(
-    r"\b(id|arg|attr|name)='(\w+)'",
-    lambda m: f'{m[1]}={numbers.setdefault(m[2], len(numbers))}',
+    r"(?<!keyword\()\b(id|arg|name)='(\w+)'",
+    lambda m: f'{m[1]}={named.setdefault(m[2], str(len(named)))}',
     ast.dump(body),
   )
 

@@ -32,8 +32,7 @@ from composer_jax.sandbox import base
 from composer_jax.tasks.deletion import (
   baseline,
   candidates,
-  edit,
-  prompt,
+  descriptions,
   proof,
   sdists,
   workspace,
@@ -139,17 +138,11 @@ def make(
     return _unlike(root)
 
 
-def _shapes(
-  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
-) -> set[str]:
-  return {edit.shape(texts[d.path], d.symbol) for d in deleted}
-
-
 def _unlike(root: pathlib.Path) -> task_set.TaskSet:
   """Removes tasks that ask for what others ask for; held-out ones stay."""
   used: set[str] = set()
   for task in sorted(task_set.load(root).tasks, key=lambda t: not t.held_out):
-    shapes = _shapes(task.deleted, task.solution)
+    shapes = candidates.shapes(task.deleted, task.solution)
     if shapes & used:
       task_set.task_path(root, task).unlink()
     used |= shapes
@@ -277,18 +270,22 @@ def _make_tasks(
     deletions = candidates.candidates(
         work.texts, before.mapped, tier, max_share=options.max_share,
         seed=f'{options.seed}/{work.pin.normal_name}',
+        lines=range(options.min_lines, options.max_lines + 1),
     )  # fmt: skip
     described = [
       d
       for d in deletions
-      if options.undescribed or prompt.describes(d.deleted, work.texts)
+      if not options.examples
+      or descriptions.describe(work, d.deleted, d.touched, options.examples).by
     ]
     counts['undescribed'] = len(deletions) - len(described)
     tries = round(wanted * options.tries)
     for deletion in described:
-      if counts[_VALID] >= wanted or not tries:
+      # Where hardly anything can be proved, the rest is not worth its time.
+      is_hopeless = counts['unproven'] > 9 * (1 + counts[_VALID])
+      if counts[_VALID] >= wanted or not tries or is_hopeless:
         break
-      shapes = _shapes(deletion.deleted, work.texts)
+      shapes = candidates.shapes(deletion.deleted, work.texts)
       if shapes & used:
         counts['alike'] += 1
         continue

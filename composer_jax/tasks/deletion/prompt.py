@@ -5,7 +5,7 @@ import random
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-from composer_jax.tasks.deletion import edit
+from composer_jax.tasks.deletion import descriptions, edit
 from composer_jax.tasks.repository import task_set
 
 _MAX_DOC = 1200
@@ -26,9 +26,12 @@ def prompt(
   tier: str,
   deleted: Sequence[task_set.Deleted],
   texts: Mapping[str, str],
+  described: descriptions.Description,
 ) -> str:
-  """Asks for the feature, described by its signatures and docstrings."""
-  parts = [_describe(item, texts[item.path]) for item in deleted]
+  """Asks for the feature, by its signatures and what describes it."""
+  parts = [_describe(item, texts[item.path], described) for item in deleted]
+  if described.examples:
+    parts.append(f'Tests that stay use it so:\n\n{described.examples}')
   text = '\n\n'.join(
     [
       f'The package {package} {version} in this folder has lost a feature. '
@@ -45,13 +48,16 @@ def prompt(
   return text + '\n'
 
 
-def _describe(item: task_set.Deleted, text: str) -> str:
+def _describe(
+  item: task_set.Deleted, text: str, described: descriptions.Description
+) -> str:
   symbols = edit.symbols(item.path, text)
   if item.symbol:
     symbol = next(s for s in symbols if s.name == item.symbol)
     outer = item.symbol.rpartition('.')[0]
     where = f'`{item.path}`' + (f', class `{outer}`' if outer else '')
-    return _entry(symbol, where) + _methods(symbol, symbols)
+    said = described.said.get(f'{item.path}:{item.symbol}', '')
+    return _entry(symbol, where, said) + _methods(symbol, symbols)
   listed = [s for s in symbols if s.kind != 'method'][:_MAX_MEMBERS]
   entries = [
     f'- {_entry(s, "")}{_methods(s, symbols)}'
@@ -61,21 +67,9 @@ def _describe(item: task_set.Deleted, text: str) -> str:
   return f'`{item.path}`, which held\n\n' + '\n'.join(entries)
 
 
-def describes(
-  deleted: Sequence[task_set.Deleted], texts: Mapping[str, str]
-) -> bool:
-  """True if a deleted definition, or one inside it, is documented."""
-  return any(
-    symbol.docstring
-    for item in deleted
-    for symbol in edit.symbols(item.path, texts[item.path])
-    if not item.symbol or f'{symbol.name}.'.startswith(f'{item.symbol}.')
-  )
-
-
-def _entry(symbol: edit.Symbol, where: str) -> str:
+def _entry(symbol: edit.Symbol, where: str, said: str = '') -> str:
   head = f'`{symbol.signature}`' + (f' in {where}' if where else '')
-  doc = symbol.docstring
+  doc = symbol.docstring or said
   if not where:
     doc = doc.split('\n\n')[0]
   if len(doc) > _MAX_DOC:

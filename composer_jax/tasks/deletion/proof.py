@@ -15,6 +15,7 @@ from composer_jax.sandbox import base
 from composer_jax.tasks.deletion import (
   baseline,
   candidates,
+  descriptions,
   edit,
   leaks,
   prompt,
@@ -75,20 +76,18 @@ def attempt(
     raise Rejected('not_hidden')
   view = {**changes, **cut}
   _check_leaks(work, view, deleted)
-  graded = (*failing, *collateral, *passing)
-  restored = baseline.run(sandbox, work, {}, ids=graded, wall_s=wall_s)
-  if restored.passed(graded) != len(graded):
-    raise Rejected('restore')
-  visible = baseline.run(sandbox, work, cut, ids=shown, wall_s=wall_s)
-  if visible.passed(shown) != len(shown):
-    raise Rejected('cut')
+  described = descriptions.describe(
+    work, candidate.deleted, shown, options.examples
+  )
+  if options.examples and not described.by:
+    raise Rejected('undescribed')
   num_lines = _num_lines(texts, candidate)
   tier, package = candidate.tier, work.pin.name
   task = task_set.RepositoryTask(
       task_id=task_id, image=work.image, package=work.pin.normal_name,
       version=work.version, tier=tier, deleted=candidate.deleted,
       prompt=prompt.prompt(
-        package, work.version, tier, candidate.deleted, texts
+        package, work.version, tier, candidate.deleted, texts, described
       ),
       changes=view, solution={path: texts[path] for path in changes},
       test_paths=work.layout.test_paths, fail_to_pass=failing, shown=shown,
@@ -101,12 +100,20 @@ def attempt(
       provenance={
         'source': work.pin.folder or f'pypi:{package}=={work.version}',
         'sha256': work.sha256, 'seed': options.seed,
-        'sandbox': restored.level, 'deleted_lines': num_lines,
+        'sandbox': sandbox.level, 'deleted_lines': num_lines,
+        'described_by': described.by,
       },
   )  # fmt: skip
   evidence = solution.evidence(task, sandbox)
   if not evidence:
     raise Rejected('unproven')
+  graded = (*failing, *collateral, *passing)
+  restored = baseline.run(sandbox, work, {}, ids=graded, wall_s=wall_s)
+  if restored.passed(graded) != len(graded):
+    raise Rejected('restore')
+  visible = baseline.run(sandbox, work, cut, ids=shown, wall_s=wall_s)
+  if visible.passed(shown) != len(shown):
+    raise Rejected('cut')
   return dataclasses.replace(
     task, provenance={**task.provenance, 'proved_by': evidence}
   )
@@ -117,10 +124,8 @@ def _num_lines(texts: Mapping[str, str], candidate: candidates.Deletion) -> int:
   counts_methods = candidate.tier in ('body', 'symbol')
   return sum(
     symbol.num_lines
-    for item in candidate.deleted
-    for symbol in edit.symbols(item.path, texts[item.path])
-    if item.symbol in ('', symbol.name)
-    and (counts_methods or symbol.kind != 'method')
+    for symbol in candidates.definitions(candidate.deleted, texts)
+    if counts_methods or symbol.kind != 'method'
   )
 
 
@@ -193,7 +198,9 @@ def _effect(
   passing = tuple(i for i in ids if outcome[i] == 'passed')
   if not lost:
     return tuple(failing), (), passing
-  shimmed = outcomes(candidates.shimmed(work.texts, changes, lost))
+  standing = {p: changes.get(p, work.texts[p]) or '' for p in lost}
+  standing = {p: candidates.shim(t, lost[p]) for p, t in standing.items()}
+  shimmed = outcomes({**changes, **standing})
   return (
     tuple(i for i in failing if shimmed[i] in _FAILED),
     tuple(i for i in failing if shimmed[i] not in _FAILED),
@@ -229,9 +236,8 @@ def _deleted(
     elif candidate.tier == 'body':
       pieces.append(_difference(before, (changes[item.path] or '').split('\n')))
     else:
-      symbols = edit.symbols(item.path, texts[item.path])
-      symbol = next(s for s in symbols if s.name == item.symbol)
-      pieces.append('\n'.join(before[symbol.start - 1 : symbol.stop]))
+      whole, *_ = candidates.definitions([item], texts)
+      pieces.append(whole.code(texts[item.path]))
   return pieces
 
 

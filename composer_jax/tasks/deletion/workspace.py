@@ -179,14 +179,14 @@ class Options:
   Attributes:
     seed: seed of all choices.
     body, symbol, class_, file, closure: wanted number of valid tasks per tier.
+    min_lines, max_lines: lines of code that a deleted body or symbol may have.
     tries: candidates of a tier to try for each wanted task.
     max_share: largest share of the tests that may fail without a feature.
     min_tests: smallest number of stable tests of an accepted package.
     max_unstable: largest accepted share of tests that change with their order.
     hidden_share: share of the failing test functions that the agent never sees.
     max_guards: largest number of tests of a task beside those of the feature.
-    undescribed: true to accept tasks whose prompt describes none of what was
-      deleted, because it has no documentation.
+    examples: shown tests that describe what no prose does; 0 asks for nothing.
     suite_s: wall limit in seconds of a run of the whole suite.
     timeout_s: wall limit in seconds of a run of a task's tests by an agent or a
       grader.
@@ -198,20 +198,23 @@ class Options:
   class_: int = 4
   file: int = 3
   closure: int = 6
+  min_lines: int = 3
+  max_lines: int = 10_000
   tries: float = 3.0
   max_share: float = 0.6
   min_tests: int = 10
   max_unstable: float = 0.02
   hidden_share: float = 0.25
   max_guards: int = 120
-  undescribed: bool = False
+  examples: int = 3
   suite_s: float = 60.0
   timeout_s: float = 60.0
 
   def __post_init__(self):
     checks.at_least(self, 0, 'body', 'symbol', 'class_', 'file', 'closure')
-    checks.at_least(self, 0, 'seed')
-    checks.at_least(self, 1, 'min_tests', 'max_guards')
+    checks.at_least(self, 0, 'seed', 'examples')
+    checks.at_least(self, 1, 'min_tests', 'max_guards', 'min_lines')
+    checks.at_least(self, self.min_lines, 'max_lines')
     checks.number(self, 0, 'max_share', 'max_unstable', 'hidden_share')
     checks.number(self, 1, 'tries', 'suite_s', 'timeout_s')
 

@@ -160,13 +160,14 @@ def provable_outside(
 
 
 def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
-  """'tests' or 'calls' that prove a solution from outside; '' for none."""
-  if provable_outside(task, sandbox) >= {*task.hidden}:
-    return 'tests'
+  """'calls' or else 'tests' that prove a solution from outside; '' for none."""
   source = task.restored()
   source = {p: d for p, d in source.items() if p not in task.test_paths}
   draw = random.Random(task.task_id)
-  return 'calls' if held_out.compare(task, source, sandbox, draw).proves else ''
+  if held_out.compare(task, source, sandbox, draw).proves:
+    return 'calls'
+  outside = provable_outside(task, sandbox)
+  return 'tests' if outside >= {*task.hidden} else ''
 
 
 class _Grader:

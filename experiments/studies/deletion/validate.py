@@ -6,8 +6,8 @@ Adds a line to --results for each task that it does not hold yet: tests of the
 feature that fail without it ('null') and pass with the original ('gold'), other
 tests that pass without and with it, files with a copy of what was deleted, by
 windows of tokens ('leaks') and by the shape of definitions ('shapes'), the
-share of those windows that the rest of the code has too, and whether the prompt
-describes anything. Two tasks that delete definitions alike but for names are
+share of those windows that the rest of the code has too, and what describes it
+in the prompt. Two tasks that delete definitions alike but for names are
 listed at the end.
 """
 
@@ -20,7 +20,7 @@ from absl import flags
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks.deletion import edit, leaks, prompt
+from composer_jax.tasks.deletion import candidates, edit, leaks
 from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 from experiments import start
@@ -41,10 +41,6 @@ _LIMITS = base.Limits(
   file_bytes=64 << 20,
   output_bytes=16 << 20,
 )
-
-
-def _shapes(task: task_set.RepositoryTask) -> set[str]:
-  return {edit.shape(task.solution[d.path], d.symbol) for d in task.deleted}
 
 
 def _definitions(data: bytes) -> set[str]:
@@ -92,7 +88,7 @@ def _check(
   }
   view = {**files, **task.view()}
   visible = {p: d for p, d in view.items() if d is not None}
-  shapes = _shapes(task)
+  shapes = candidates.shapes(task.deleted, task.solution)
   row['shapes'] = sorted(
     p
     for p, d in visible.items()
@@ -109,7 +105,7 @@ def _check(
   ]
   row['leaks'] = list(leaks.scan(visible, pieces, left))
   row['copied'] = round(leaks.copied_share(pieces, left), 3)
-  row['described'] = prompt.describes(task.deleted, task.solution)
+  row['described'] = task.provenance['described_by']
   return row
 
 
@@ -136,7 +132,7 @@ def main() -> None:
   sandbox.close()
   used = collections.defaultdict(list)
   for task in tasks.tasks:
-    for shape in _shapes(task):
+    for shape in candidates.shapes(task.deleted, task.solution):
       used[shape].append(task.task_id)
   every = [rows[t.task_id] for t in tasks.tasks]
   print(f'{len(every)} tasks')

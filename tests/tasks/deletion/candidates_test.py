@@ -2,7 +2,13 @@
 
 import pytest
 
-from composer_jax.tasks.deletion import candidates, edit, prompt, workspace
+from composer_jax.tasks.deletion import (
+  candidates,
+  descriptions,
+  edit,
+  prompt,
+  workspace,
+)
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
 
@@ -40,11 +46,11 @@ ENTERED = {
 MAP = candidates.test_map(ENTERED, small_package.ALL_IDS)
 
 
-def keys(tier, max_share=1.0, seed='0'):
+def keys(tier, max_share=1.0, seed='0', **options):
   return [
     c.key
     for c in candidates.candidates(
-      TEXTS, MAP, tier, max_share=max_share, seed=seed
+      TEXTS, MAP, tier, max_share=max_share, seed=seed, **options
     )
   ]
 
@@ -55,6 +61,12 @@ def test_tiers_have_their_candidates():
   assert keys('class') == ['class/larder/shelf.py:Shelf']
   assert set(keys('file')) == {'file/larder/numbers.py', 'file/larder/shelf.py'}
   assert keys('symbol') != []
+
+
+def test_bodies_of_other_lengths_are_candidates_if_asked_for():
+  small = keys('body', lines=range(1, 3))
+  assert 'body/larder/words.py:slug' in small
+  assert 'body/larder/numbers.py:chunks' not in small
 
 
 def test_what_runs_at_import_is_not_stubbed():
@@ -109,8 +121,6 @@ def test_edits_change_source_and_nothing_else(tier):
     assert changes and set(changes) <= set(TEXTS)
     is_inside = all('.' in d.symbol for d in candidate.deleted)
     assert (lost == {}) == (tier == 'body' or is_inside)
-    shimmed = candidates.shimmed(TEXTS, changes, lost)
-    assert set(shimmed) == set(changes) | set(lost)
     for path, text in changes.items():
       assert text != TEXTS[path]
 
@@ -142,8 +152,14 @@ def test_what_is_not_defined_in_the_file_cannot_be_hidden():
 
 
 def test_the_prompt_gives_interfaces_and_no_code():
+  def tell(task):
+    return prompt.prompt(
+      *('larder', '1.0', task.tier, task.deleted, TEXTS),
+      descriptions.Description(),
+    )
+
   for task in small_package.tasks():
-    text = prompt.prompt('larder', '1.0', task.tier, task.deleted, TEXTS)
+    text = tell(task)
     for item in task.deleted:
       assert item.path in text
       if item.symbol:
@@ -152,9 +168,7 @@ def test_the_prompt_gives_interfaces_and_no_code():
         )
     assert 'return ' not in text and 'range(' not in text
   assert 'def take(self, name)`: Removes one thing; an unknown' in (
-    prompt.prompt(
-      'larder', '1.0', 'class', small_package.tasks()[2].deleted, TEXTS
-    )
+    tell(small_package.tasks()[2])
   )
 
 
@@ -169,3 +183,14 @@ def test_difficulty_grows_with_all_it_is_made_of():
   assert of() < of(num_failing=50)
   assert of(num_lines=0, num_failing=0) == 0
   assert of('closure', 10_000, 50, 10_000) < 1
+
+
+def test_a_body_is_taken_along_by_what_holds_it():
+  deleted = lambda path, name='': (task_set.Deleted(path=path, symbol=name),)
+  shapes = lambda *where: candidates.shapes(deleted(*where), TEXTS)
+  put = shapes('larder/shelf.py', 'Shelf.put')
+  assert len(put) == 1
+  assert put < shapes('larder/shelf.py', 'Shelf') <= shapes('larder/shelf.py')
+  # A body of one line is its own task, and nobody else's.
+  total = shapes('larder/shelf.py', 'Shelf.total')
+  assert len(total) == 1 and not total & shapes('larder/shelf.py', 'Shelf')

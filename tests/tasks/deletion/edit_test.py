@@ -172,3 +172,26 @@ def test_a_shim_lets_names_be_imported_but_not_used():
     candidates.shim("def __getattr__(name):\n  return 'own'\n", ['f'])
   )
   assert before.other == 'own'
+
+
+def test_a_shape_is_that_of_the_code_under_any_names_of_its_own():
+  def shape(body):
+    return edit.shape(f'def f(s, t):\n  """Does."""\n  {body}\n', 'f')
+
+  same = (
+    ('u = s.upper(); return u + t', 'v = t.upper(); return v + s'),
+    ('return [x for x in s if g(x)]', 'return [y for y in s if h(y)]'),
+    ('return sorted(s, key=t)', '"""Else."""; return sorted(t, key=s)'),
+  )
+  for one, other in same:
+    assert shape(one) == shape(other), one
+  # What attributes, builtins and named arguments are called is what they do.
+  different = (
+    ('return s.upper()', 'return s.lower()'),
+    ('return max(s)', 'return min(s)'),
+    ('return s.cut(start=t)', 'return s.cut(stop=t)'),
+    ('return s + t', 'return s - t'),
+    ('return s + t', 'return s + s'),
+  )
+  for one, other in different:
+    assert shape(one) != shape(other), one

@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks.deletion import factory, prompt, sdists, workspace
+from composer_jax.tasks.deletion import factory, sdists, workspace
 from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
@@ -43,7 +43,25 @@ BAD = {
     ),
   },
 }
-# Its two functions are deleted together; what larder has goes to other tiers.
+# One of its functions for each tier of one; larder's go with what holds them.
+JAR = {
+  'jar.py': (
+    'def up_to(values, most):\n  """The values before the first above most."""\n'
+    '  for place, value in enumerate(values):\n    if value > most:\n'
+    '      return values[:place]\n  return values\n\n\n'
+    'def spread(values):\n  """The largest minus the smallest."""\n'
+    '  low = min(values)\n  high = max(values)\n  return high - low\n'
+  ),
+  'test_jar.py': (
+    'import jar\n\n\n'
+    + _PASS
+    + 'def test_some():\n  assert jar.up_to([1, 5, 2], 3) == [1]\n\n\n'
+    'def test_each():\n  assert jar.up_to([2, 1], 3) == [2, 1]\n\n\n'
+    'def test_far():\n  assert jar.spread([1, 5, 2]) == 4\n\n\n'
+    'def test_near():\n  assert jar.spread([2, 2]) == 0\n'
+  ),
+}
+# Its two functions are deleted together.
 PANTRY = {
   'pantry.py': (
     'def _at_least(value, least):\n  """The larger one."""\n'
@@ -125,17 +143,22 @@ def make(root, packages, options=OPTIONS, workers=1):
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
   folder = tmp_path_factory.mktemp('packages')
-  packages = {**BAD, 'larder': small_package.FILES, 'pantry': PANTRY}
+  packages = {
+    **BAD,
+    'larder': small_package.FILES,
+    'pantry': PANTRY,
+    'jar': JAR,
+  }
   return (*make(folder / 'set', pins(folder, packages)), folder)
 
 
 def test_every_tier_gives_a_task(made):
   tasks, lines, _ = made
   assert {t.tier for t in tasks.tasks} == set(task_set.TIERS)
-  assert {t.package for t in tasks.tasks} == {'larder', 'pantry'}
+  assert {t.package for t in tasks.tasks} == {'larder', 'pantry', 'jar'}
   assert not any(t.held_out for t in tasks.tasks)
   assert 'larder: 28 tests, 0 unstable' in '\n'.join(lines)
-  facts = [tasks.packages[name].facts for name in ('larder', 'pantry')]
+  facts = [tasks.packages[name].facts for name in ('larder', 'pantry', 'jar')]
   counts = [c for each in facts for c in each['candidates'].values()]
   assert sum(c.get('valid', 0) for c in counts) == len(tasks.tasks)
   for task in tasks.tasks:
@@ -153,6 +176,7 @@ def test_bad_packages_are_refused_by_name_and_the_run_goes_on(made):
     'outside': '',  # it has no feature that tests touch
     'larder': '',
     'pantry': '',
+    'jar': '',
   }
   assert 'no_such_thing' in tasks.packages['broken'].detail
   assert any('untested: refused, no_tests' in line for line in lines)
@@ -302,12 +326,3 @@ def test_flaky_and_hanging_packages_are_quarantined(tmp_path):
   assert (facts['tests'], facts['hashed']) == (10, 5)
   assert [task.package for task in made.tasks] == ['hashed', 'larder']
   assert 'test_set' not in str(made.tasks[0].fail_to_pass)
-
-
-def test_what_has_no_documentation_is_not_described():
-  text = 'def f():\n  return 1\n\n\nclass A:\n  def g(self):\n    """One."""\n'
-  describes = lambda symbol: prompt.describes(
-    [task_set.Deleted(path='a.py', symbol=symbol)], {'a.py': text}
-  )
-  assert not describes('f')
-  assert describes('A') and describes('A.g') and describes('')

@@ -39,11 +39,11 @@ def folder(tmp_path):
 class Failing(judges_test.Scripted):
   """Gives no answer on the second episode that it reads."""
 
-  def judge(self, rubric, case):
-    judgement = super().judge(rubric, case)
+  def judge(self, case):
+    faults = super().judge(case)
     if len(self.seen) == 2:
       raise judges.JudgeError('busy')
-    return judgement
+    return faults
 
 
 def test_both_forms_of_transcripts_are_read():

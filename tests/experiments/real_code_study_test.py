@@ -1,0 +1,100 @@
+"""Laws of the study on real code; its README shows the table of its results."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from composer_jax.rl import behaviour
+from composer_jax.telemetry import intervals
+from experiments.studies import results
+from experiments.studies.real_code import analyze, run
+from tests.tasks.practice import families_test
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+folder = families_test.folder
+
+
+def rate(passed):
+  low, high = intervals.wilson(passed, 40)
+  return behaviour.PassRate(
+    passed=passed,
+    episodes=40,
+    infrastructure=0,
+    low=low,
+    high=high,
+    invalid_rate=0.25,
+    unfinished_rate=0.0,
+    valid_episodes=30,
+    passed_valid=passed,
+  )
+
+
+def test_a_seed_is_one_row_with_the_gain_and_its_interval():
+  rows = [
+    {
+      'stage': 'tasks',
+      **{'train': {'b': 3, 'a': 4}, 'train_lines': 1.5},
+      **{'held_out': {'c': 2}, 'held_out_lines': 2.0},
+    },
+    {'stage': 'cpt', 'seed': 0, 'step': 1, 'heldout_loss': 4.5},
+    {'stage': 'cpt', 'seed': 0, 'step': 2, 'heldout_loss': 3.25},
+    *(
+      {'stage': 'rl', 'seed': 0, 'step': i, 'pass_rate': 0.01 * i}
+      for i in range(20)
+    ),
+    {
+      'stage': 'run',
+      'seed': 0,
+      'steps': {'cpt': 2, 'sft': 1, 'rl': 20},
+      'stages': {'cpt': 90.0, 'rl': 30.0},
+      'evaluation_sft': dataclasses.asdict(rate(2)),
+      'evaluation_rl': dataclasses.asdict(rate(12)),
+    },
+  ]
+  text = analyze.table(rows)
+  assert 'Training: 7 tasks of 2 packages, 1.5 lines' in text
+  assert '(a 4, b 3)' in text
+  cells = [cell.strip() for cell in text.splitlines()[-1].split('|')][1:-1]
+  low, high = intervals.difference((2, 40), (12, 40))
+  assert low > 0
+  assert cells == [
+    '0',
+    '2, 1, 20',
+    '3.25',
+    'not run',
+    f'2 of 40, 0.050 [{rate(2).low:.3f}, {rate(2).high:.3f}]',
+    f'12 of 40, 0.300 [{rate(12).low:.3f}, {rate(12).high:.3f}]',
+    f'+0.250 [{low:+.3f}, {high:+.3f}]',
+    '0.25, 0.25',
+    '0.005 -> 0.185',
+    '2',
+  ]
+
+
+def test_no_package_is_both_seen_and_held_out():
+  assert not {*run.TRAINING} & {*run.HELD_OUT}
+  assert len({*run.TRAINING, *run.HELD_OUT}) == len(run.TRAINING) + len(
+    run.HELD_OUT
+  )
+
+
+@pytest.mark.slow
+def test_the_study_runs_in_one_command_and_resumes(folder, tmp_path):
+  command = [
+    *(sys.executable, '-m', 'experiments.studies.real_code.run', '--smoke'),
+    *(f'--workdir={tmp_path / "work"}', f'--tasks={folder}', '--seeds=3'),
+    f'--results={tmp_path / "results"}',
+  ]
+  subprocess.run(command, cwd=ROOT, check=True)
+  rows = results.read(tmp_path / 'results')
+  table = analyze.table(rows)
+  assert 'Held-out: 2 tasks of 1 packages' in table
+  assert table.splitlines()[-1].startswith('| 3 | 6, 6, 2 |')
+  assert {r['policy'] for r in rows if r['stage'] == 'episode'} == {'sft', 'rl'}
+  before = (tmp_path / 'results' / 'metrics.jsonl').read_bytes()
+  subprocess.run(command, cwd=ROOT, check=True)
+  assert (tmp_path / 'results' / 'metrics.jsonl').read_bytes() == before
