@@ -6,6 +6,7 @@ what this works on. No array is allocated and nothing is compiled.
 `tests/plan/memory_test.py` compares the sums with the compiler's.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from composer_jax.core import batches, trees
+from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
@@ -42,11 +43,13 @@ class Need:
     name: 'cpt', 'sft', 'rl', 'engine' or 'evaluation'.
     devices: devices among which it is divided.
     terms: bytes of one device, by what takes them.
+    host: bytes of the host's memory that belong to one device.
   """
 
   name: str
   devices: int
   terms: dict[str, int]
+  host: int = 0
 
   @property
   def total(self) -> int:
@@ -56,7 +59,8 @@ class Need:
     parts = sorted(self.terms.items(), key=lambda term: -term[1])
     listed = ', '.join(f'{n} {size(b)}' for n, b in parts if b)
     where = f' on each of {self.devices} devices' if self.devices > 1 else ''
-    return f'{self.name}: {size(self.total)}{where} ({listed})'
+    beside = f'; {size(self.host)} of the host' if self.host else ''
+    return f'{self.name}: {size(self.total)}{where} ({listed}){beside}'
 
 
 def size(num_bytes: float) -> str:
@@ -83,7 +87,7 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
     # One is published; the gate keeps those that may have sampled.
     kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
     width = jnp.dtype(options.masters).itemsize
-    kept_bytes = kept * trainer.terms['masters'] * 2 // width
+    kept_bytes = kept * trainer.terms['policy values'] * 2 // width
     trainer.terms['kept policies'] = kept_bytes
     if spec.rl.placement == 'colocated':
       both = trainer.terms | {
@@ -171,6 +175,7 @@ def _choices(
       )
       for state in ('bfloat16', 'int8')
     ),
+    (f'{part}.offload=True', lambda n: {f'{part}.offload': bool(stage)}),
     ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
     (
       'windows divided by {}',
@@ -236,18 +241,32 @@ def training(
   state = jax.eval_shape(create, variables)
   at = train_state.shardings(state, places, _mesh(mesh))
   masters = _bytes(state.params, at.params)
+  moments = _bytes(state.opt_state, at.opt_state)
+  # A CPU's memory is the host's.
+  is_apart = optimizer.offload and platforms.current() != 'cpu'
+  host = is_apart * (masters + moments)
   rows, seq_len, adds_up = shape
   local = rows // (mesh.replica * mesh.fsdp), seq_len // mesh.context
   terms = {
     'frozen weights': _bytes(state.base, at.base),
-    'masters': masters,
-    'moments': _bytes(state.opt_state, at.opt_state),
+    'masters': (not is_apart) * masters,
+    'moments': (not is_apart) * moments,
+    'a layer of both': is_apart * _moved(state.params, at.params, model.stacks),
     'policy values': masters,
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     'copies of weights': _copies(variables, places, model),
     **activations(model, *local),
   }
-  return Need(name=name, devices=mesh.size, terms=terms)
+  return Need(name=name, devices=mesh.size, terms=terms, host=host)
+
+
+def _moved(params: Any, places: Any, stacks: dict[str, int]) -> int:
+  """Returns bytes that `optim.offload` moves at once, before and after."""
+  parts = collections.Counter[int]()
+  for name, tree in params.items():
+    count = stacks.get(name, 0)
+    parts[count] += _bytes(tree, places[name]) // max(count, 1)
+  return 2 * 3 * max(parts.values())
 
 
 def serving(
