@@ -22,7 +22,7 @@ from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
-from composer_jax.parallel import layouts, topology
+from composer_jax.parallel import exchange, layouts, topology, transports
 from composer_jax.pipeline import spec as specs
 from composer_jax.rollout import forward
 from composer_jax.rollout import options as rollout_options
@@ -30,9 +30,12 @@ from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 _GIB = 1 << 30
-# Tokens of the traced row; what attention keeps grows with them, not faster. 17
-# is a factor of no usual weight, which no activation may be taken for.
-_TRACED = 17 * 16
+# Tokens of the traced row; what attention keeps grows with them, not faster.
+# Their factor 17, which no usual weight has, tells arrays of tokens.
+_FACTOR = 17
+_TRACED = _FACTOR * 16
+# Received rows over their mean, the middle of the buckets that a step tries.
+_BUCKET = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,6 +258,7 @@ def training(
     'policy values': masters,
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     'copies of weights': _copies(variables, places, model),
+    'received tokens': _received(model, mesh, layout, shape),
     **activations(model, *local),
   }
   return Need(name=name, devices=mesh.size, terms=terms, host=host)
@@ -267,6 +271,39 @@ def _moved(params: Any, places: Any, stacks: dict[str, int]) -> int:
     count = stacks.get(name, 0)
     parts[count] += _bytes(tree, places[name]) // max(count, 1)
   return 2 * 3 * max(parts.values())
+
+
+def _received(
+  model: model_config.ModelConfig,
+  mesh: specs.Mesh,
+  layout: layouts.Layout,
+  shape: tuple[int, int, bool],
+) -> int:
+  """Returns bytes of what other devices send, if recomputation keeps it."""
+  where = dict(layout=layout, mesh=_mesh(mesh))
+  plan = placement.exchange_plan(model, **where) if mesh.size > 1 else None
+  is_kept = model.remat and 'dispatched' in model.remat_saves
+  if plan is None or plan.expert_shards == 1 or not is_kept:
+    return 0
+  load = exchange.load_of(
+    plan,
+    batch_size=shape[0],
+    length=shape[1],
+    num_experts=model.moe.num_experts,
+    num_active=model.moe.num_active,
+    embed_dim=model.embed_dim,
+    item_bytes=jnp.dtype(model.compute_dtype).itemsize,
+  )
+  name, _ = transports.choose(
+    load, platform=platforms.current(), bucket=_BUCKET
+  )
+  slots = transports.sized(load, name, bucket=_BUCKET).slots
+  everything = load.num_tokens * load.num_shards
+  tokens = (
+    slots * (load.num_shards if name == 'a2a' else 1) if slots else everything
+  )
+  layer = min(tokens, everything) * load.embed_dim * load.item_bytes
+  return layer * model.stacks.get('moe_layers', 0)
 
 
 def serving(
@@ -401,10 +438,15 @@ def _kept(model: model_config.ModelConfig) -> float:
 
   others = {k: tree for k, tree in variables.items() if k != name}
   traced = jax.make_jaxpr(passed)(variables[name], others, batch).jaxpr
-  # Weights that it keeps are counted as weights, also if cast or reshaped.
+  # Weights that it keeps are counted as weights, also if cast, cut or reshaped.
   counted = {leaf.size for leaf in jax.tree.leaves(variables)}
   counted.add(_TRACED * model.vocab_size)
   given = {id(v) for v in traced.invars}
   arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
-  kept = [a for a in arrays.values() if math.prod(a.shape) not in counted]
+  kept = [
+    a
+    for a in arrays.values()
+    if math.prod(a.shape) not in counted
+    and any(n % _FACTOR == 0 for n in a.shape)
+  ]
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED

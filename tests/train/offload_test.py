@@ -52,7 +52,8 @@ def test_it_trains_bit_for_bit(mesh, num_experts, tmp_path, monkeypatch):
   jax.tree.map(np.testing.assert_array_equal, have, want)
   rows = loop_test.curves(tmp_path / 'moved')
   assert rows == loop_test.curves(tmp_path / 'here')
-  assert any('retry' in row for row in rows) == (mesh == (1, 2, 2))
+  if mesh != (1, 1, 1) and num_experts == 4:
+    assert any('retry' in row for row in rows)
 
 
 @SLOW
