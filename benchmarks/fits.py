@@ -6,10 +6,10 @@ Nothing runs and no accelerator is needed. A case is MODEL_MACHINE_DEVICES_HOW,
 such as qwen3_v5p_8_adapters. HOW is float32, bfloat16 or int8 (all weights,
 with state of this dtype), moved (all weights, float32 state in the memory of
 the host; not for GPUs, whose compiler knows no such memory without one), or
-adapters (of rank 16 on attention, dense and shared feed-forward). The step is AdamW's on
-rows of 4,096 tokens, one a device and microbatch, with gradients of two
-microbatches added up, in layout hsdp on a mesh of 1,N,1. `plan.memory` counts
-what `plan.aot` compiles with the compilers of `benchmarks.train_compile`.
+adapters (of rank 16 on attention, dense and shared feed-forward). The step is
+AdamW's on rows of 4,096 tokens, one a device and microbatch, with gradients of
+two microbatches added up, in layout hsdp on a mesh of 1,N,1. `plan.memory`
+counts what `plan.aot` compiles (see `benchmarks.train_compile`).
 """
 
 import argparse

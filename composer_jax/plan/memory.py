@@ -280,8 +280,7 @@ def _received(
   shape: tuple[int, int, bool],
 ) -> int:
   """Returns bytes of what other devices send, if recomputation keeps it."""
-  where = dict(layout=layout, mesh=_mesh(mesh))
-  plan = placement.exchange_plan(model, **where) if mesh.size > 1 else None
+  plan = placement.exchange_plan(model, layout=layout, mesh=_mesh(mesh))
   is_kept = model.remat and 'dispatched' in model.remat_saves
   if plan is None or plan.expert_shards == 1 or not is_kept:
     return 0
@@ -294,15 +293,12 @@ def _received(
     embed_dim=model.embed_dim,
     item_bytes=jnp.dtype(model.compute_dtype).itemsize,
   )
-  name, _ = transports.choose(
-    load, platform=platforms.current(), bucket=_BUCKET
-  )
-  slots = transports.sized(load, name, bucket=_BUCKET).slots
-  everything = load.num_tokens * load.num_shards
-  tokens = (
-    slots * (load.num_shards if name == 'a2a' else 1) if slots else everything
-  )
-  layer = min(tokens, everything) * load.embed_dim * load.item_bytes
+  here = platforms.current()
+  name, _ = transports.choose(load, platform=here, bucket=_BUCKET)
+  tokens = all_tokens = load.num_tokens * load.num_shards
+  if slots := transports.sized(load, name, bucket=_BUCKET).slots:
+    tokens = slots * (load.num_shards if name == 'a2a' else 1)
+  layer = min(tokens, all_tokens) * load.embed_dim * load.item_bytes
   return layer * model.stacks.get('moe_layers', 0)
 
 
