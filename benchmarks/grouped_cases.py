@@ -29,10 +29,8 @@ class Case(NamedTuple):
     """Says what rows the loops on a CPU execute, and the most that they can."""
     import jax.numpy as jnp
 
-    from composer_jax.kernels.grouped import schedule
-
     sizes_E = jnp.asarray(self.sizes())
-    executed = int(schedule.executed_rows(sizes_E, self.rows))
+    executed = int(executed_rows(sizes_E, self.rows))
     bound = worst_case_rows(self.rows, self.num_experts)
     return (
       f'executed {executed / self.rows:.3f}x of the rows, '
@@ -47,8 +45,16 @@ class Case(NamedTuple):
     )
 
 
+def executed_rows(group_sizes_E: Any, num_rows: int) -> Any:
+  """Returns the number of rows that the loops of a `schedule` multiply."""
+  from composer_jax.kernels.grouped import schedule
+
+  loops = schedule.schedule(group_sizes_E, num_rows)
+  return sum(p.rows * (p.last - p.first) for p in loops)
+
+
 def worst_case_rows(num_rows: int, num_groups: int) -> int:
-  """Returns a bound on `schedule.executed_rows` that no group sizes exceed."""
+  """Returns a bound on `executed_rows` that no group sizes exceed."""
   from composer_jax.kernels.grouped import schedule
 
   (step, *_), _ = schedule.sizes(num_rows, num_groups)

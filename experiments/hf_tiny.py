@@ -18,13 +18,18 @@ _FAMILY = flags.DEFINE_enum(
   ['qwen3_moe', 'deepseek_v3'],
   'Family of models to imitate.',
 )
+_FULL = flags.DEFINE_bool(
+  'full_vocabulary', False, 'Makes a vocabulary of the published size.'
+)
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the weights.')
 
 
 def run() -> None:
   from experiments import tiny_checkpoint
 
-  tiny_checkpoint.write(_OUT.value, _FAMILY.value, _SEED.value)
+  tiny_checkpoint.write(
+    _OUT.value, _FAMILY.value, _SEED.value, is_full=_FULL.value
+  )
   print(f'A tiny {_FAMILY.value} checkpoint: {_OUT.value}')
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from absl import flags, logging
 
 from composer_jax.core import files, processes
-from composer_jax.fleet import hosts, identity, ray_hosts, supervisor
-from composer_jax.pipeline import controller
+from composer_jax.fleet import hosts, identity, orphans, ray_hosts, supervisor
 from composer_jax.telemetry import progress
 from experiments import start
 
@@ -165,7 +164,7 @@ def _supervise(
     raise SystemExit(128 + number)
 
   signal.signal(signal.SIGTERM, end)
-  controller.die_with_parent()  # An actor of Ray.
+  orphans.die_with_parent()  # An actor of Ray.
   kept = supervisor.Supervisor(
     command, place, options, workdir=workdir, own_identity=found, say=say
   )
@@ -229,7 +228,7 @@ def main(run: Callable[..., None]) -> None:
     start.emulate_devices(serving if is_worker else max(devices, serving))
     if is_worker or ticket is not None:
       # Before the imports, since the job may die during them.
-      controller.die_with_parent()
+      orphans.die_with_parent()
     # After the flags: this import loads jax.
     from composer_jax import wiring
 

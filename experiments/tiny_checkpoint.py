@@ -6,6 +6,7 @@ standard library.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -26,6 +27,8 @@ from composer_jax.text import tokenizer
 # Rows of the embedding, of which the tokenizer leaves some free, as those of
 # real checkpoints do.
 _VOCAB_SIZE, _NUM_FREE = 1024, 48
+# Rows of the published tables, and the tokens before the special ones.
+FULL = {'qwen3_moe': (151936, 151643), 'deepseek_v3': (129280, 128000)}
 # Special tokens, further tokens of calls, and the places of bos and eos.
 _QWEN = (
   *('<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|fim_prefix|>'),
@@ -104,17 +107,24 @@ MODELS = {
 }
 
 
-def write(folder: str | os.PathLike, family: str, seed: int) -> None:
+def write(
+  folder: str | os.PathLike, family: str, seed: int, *, is_full: bool = False
+) -> None:
   """Writes config.json, model.safetensors and the tokenizer's files.
 
-  The folder must not exist and appears whole.
+  The folder must not exist and appears whole. With `is_full` the vocabulary has
+  the published size, most of it pairs of tokens that no text needs.
   """
   folder, fields = pathlib.Path(folder), MODELS[family]
+  num_rows, num_tokens = _VOCAB_SIZE, _VOCAB_SIZE - _NUM_FREE
+  if is_full:
+    num_rows, num_tokens = FULL[family]
+    fields = {**fields, 'vocab_size': num_rows}
   if folder.exists():
     raise ValueError(f'{folder} exists; choose another, or delete it.')
   partial = folder.with_name(f'.{folder.name}.partial')
   partial.mkdir(parents=True, exist_ok=True)
-  _write_tokenizer(partial, family)
+  _write_tokenizer(partial, family, num_tokens)
   model = dataclasses.replace(
     hf_config.from_hf(fields)[0], remat=False, compute_dtype='float32'
   )
@@ -125,10 +135,26 @@ def write(folder: str | os.PathLike, family: str, seed: int) -> None:
   os.replace(partial, folder)
 
 
-def _write_tokenizer(folder: pathlib.Path, family: str) -> None:
+def _filled(bpe: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
+  """Returns a tokenizer of `size` tokens, new ones being pairs of old ones."""
+  fields = json.loads(bpe.to_str())
+  vocab, merges = fields['model']['vocab'], fields['model']['merges']
+  for pair in itertools.product(list(vocab), repeat=2):
+    if len(vocab) >= size:
+      break
+    if (token := ''.join(pair)) not in vocab:
+      vocab[token] = len(vocab)
+      merges.append(list(pair))
+  return tokenizers.Tokenizer.from_str(json.dumps(fields))
+
+
+def _write_tokenizer(
+  folder: pathlib.Path, family: str, num_tokens: int
+) -> None:
   paths = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))[:40]
   texts = [path.read_text('utf-8', 'replace') for path in paths]
   bpe = tokenizer.train_bpe(texts, _VOCAB_SIZE - _NUM_FREE)
+  bpe = _filled(bpe, num_tokens) if num_tokens > _VOCAB_SIZE else bpe
   specials, more, named = _TOKENS[family]
   bpe.add_special_tokens(list(specials))
   bpe.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in more])

@@ -27,6 +27,18 @@ def flatten_names(tree: Any) -> dict[str, Any]:
   return named
 
 
+def is_on_host(x: Any) -> bool:
+  return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def on_device(tree: Any) -> Any:
+  """Moves what is in the memory of the host to that of the device."""
+  space = jax.memory.Space.Device
+  return jax.tree.map(
+    lambda x: jax.device_put(x, space) if is_on_host(x) else x, tree
+  )
+
+
 def map_names(function: Any, tree: Any) -> Any:
   """Maps `function(name, leaf)` over a tree."""
   return jax.tree_util.tree_map_with_path(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches
+from composer_jax.core import batches, trees
 from composer_jax.models import adapters, attention, parameters, router, stacks
 from composer_jax.models import config as model_config
 from composer_jax.models import layer as layer_stages
@@ -207,5 +207,6 @@ def policy(variables: Variables) -> Variables:
   Frozen parameters are left out.
   """
   name = trained(variables)
-  cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables[name])
+  masters = trees.on_device(variables[name])
+  cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
   return {**without_base(variables), name: cast}

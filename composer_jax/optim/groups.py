@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from composer_jax.core import checks, rounding, trees
-from composer_jax.optim import eight_bits, qk_clip, roles
+from composer_jax.optim import eight_bits, layerwise, qk_clip, roles
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.optim.muon import planner
 from composer_jax.optim.muon import transform as muon
@@ -40,6 +40,7 @@ class OptimizerOptions:
     state: dtype of masters and Adam's moments: 'float32', or with stochastic
       rounding 'bfloat16', 6 bytes a parameter instead of 12, or 'int8', 4 bytes
       (masters stay bfloat16, see `optim.eight_bits`). Both need 'adam'.
+    offload: true: masters and moments are in the host's memory; needs 'adam'.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
     eps: number added to the root of Adam's second moment.
@@ -55,6 +56,7 @@ class OptimizerOptions:
   grad_clip: float = 1.0
   muon: MuonChoices = MuonChoices()
   state: str = 'float32'
+  offload: bool = False
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
@@ -65,6 +67,8 @@ class OptimizerOptions:
     rule = "be 'float32' with Muon, whose momentum is not rounded"
     is_wide = self.state == 'float32'
     checks.require(self, 'state', is_wide or self.name == 'adam', rule)
+    is_here = self.name == 'adam' or not self.offload
+    checks.require(self, 'offload', is_here, 'be False with Muon')
     checks.positive(self, 'learning_rate', 'adam_learning_rate', 'grad_clip')
     checks.number(self, 0, 'weight_decay')
     checks.at_least(self, 0, 'warmup_steps', 'decay_steps')
@@ -84,6 +88,16 @@ class OptimizerOptions:
     return self.name == 'muon' and self.muon.qk_clip > 0
 
 
+def check_schedule(options: Any, total_steps: int) -> None:
+  """Raises a ValueError if warm-up and decay do not fit."""
+  warmup_steps, decay_steps = options.warmup_steps, options.decay_steps
+  if warmup_steps + decay_steps > total_steps:
+    raise ValueError(
+      f'warmup_steps ({warmup_steps}) plus decay_steps ({decay_steps}) must '
+      f'not exceed the steps of the stage ({total_steps}).'
+    )
+
+
 def schedule(
   options: OptimizerOptions, total_steps: int, peak: float
 ) -> Callable[[jax.typing.ArrayLike], jax.Array]:
@@ -91,17 +105,10 @@ def schedule(
 
   Step t < warmup_steps uses peak * (t + 1) / warmup_steps, so that the first
   step already moves. The decay ends at `total_steps`, where the value stays.
-
-  Raises:
-    ValueError: warm-up and decay do not fit.
   """
   warmup_steps, decay_steps = options.warmup_steps, options.decay_steps
   final_ratio = options.final_ratio
-  if warmup_steps + decay_steps > total_steps:
-    raise ValueError(
-      f'warmup_steps ({warmup_steps}) plus decay_steps ({decay_steps}) must '
-      f'not exceed the steps of the stage ({total_steps}).'
-    )
+  check_schedule(options, total_steps)
 
   def value(step):
     step = jnp.asarray(step, jnp.float32)
@@ -126,17 +133,21 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
   return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
+def apply_updates(params: Any, updates: Any, step: Any, place: Any = 0) -> Any:
   """Adds updates to the masters; bfloat16 ones are rounded stochastically."""
-  return _kept(jax.tree.map(jnp.add, params, updates), params, step, 0)
+  values = jax.tree.map(jnp.add, params, updates)
+  return _kept(values, params, _key(0, step, place))
 
 
-def _kept(values: Any, like: Any, step: Any, kind: int) -> Any:
-  """Returns values in the dtypes of `like`, with random numbers of their own.
+def _key(kind: int, step: Any, place: Any) -> jax.Array:
+  """Returns the key of a kind of arrays, of those of one place, in a step."""
+  return jax.random.fold_in(
+    jax.random.fold_in(jax.random.key(kind), step), place
+  )
 
-  These depend on the step, the kind of the array and its place in the tree.
-  """
-  key = jax.random.fold_in(jax.random.key(kind), step)
+
+def _kept(values: Any, like: Any, key: jax.Array) -> Any:
+  """Returns values in the dtypes of `like`."""
 
   def keep(place, value, old):
     if old.dtype != jnp.bfloat16:
@@ -153,8 +164,8 @@ def scale_by_adam(
 ) -> optax.GradientTransformation:
   """Divides the mean gradient by its root mean square (Kingma & Ba 2015)."""
 
-  def update(updates: Any, state: Any, params: Any = None):
-    del params
+  def update(updates, state, params=None, *, place=0, **unused):
+    del params, unused
     count = optax.safe_increment(state.count)
     # Bias corrections: the moments begin at zero.
     first, second = (1 / (1 - decay**count) for decay in (b1, b2))
@@ -166,7 +177,8 @@ def scale_by_adam(
     steps = jax.tree.map(
       lambda m, v: first * m / (jnp.sqrt(second * v) + eps), mu, nu
     )
-    mu, nu = kept(mu, state.mu, count, 1), kept(nu, state.nu, count, 2)
+    keys = [_key(kind, count, place) for kind in (1, 2)]
+    mu, nu = map(kept, (mu, nu), (state.mu, state.nu), keys, ('int8', 'uint8'))
     return steps, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
   def wide(moments):
@@ -174,20 +186,20 @@ def scale_by_adam(
       return eight_bits.decode(moments)
     return optax.tree.cast(moments, jnp.float32)
 
-  def kept(values, like, count, kind):
+  def kept(values, like, key, codes):
     if dtype != 'int8':
-      return _kept(values, like, count, kind)
-    key = jax.random.fold_in(jax.random.key(kind), count)
-    return eight_bits.encode(key, values, ('int8', 'uint8')[kind - 1])
+      return _kept(values, like, key)
+    return eight_bits.encode(key, values, codes)
 
   def init(params):
     count = jnp.zeros([], jnp.int32)
     narrow = 'float32' if dtype == 'int8' else dtype
     zeros = [optax.tree.zeros_like(params, dtype=narrow) for _ in range(2)]
-    mu, nu = (kept(x, x, count, kind) for kind, x in enumerate(zeros, 1))
+    keys = [_key(kind, count, 0) for kind in (1, 2)]
+    mu, nu = map(kept, zeros, zeros, keys, ('int8', 'uint8'))
     return optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
-  return optax.GradientTransformation(init, update)
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def optimizer(
@@ -221,15 +233,21 @@ def optimizer(
 
   adam_peak = options.adam_learning_rate if is_muon else options.learning_rate
   clip = clip_by_global_norm(options.grad_clip)
-  adamw = optax.chain(
-    scale_by_adam(options.b1, options.b2, options.eps, options.state),
-    optax.add_decayed_weights(
-      options.weight_decay, trees.map_names(is_decayed, role_tree)
-    ),
-    optax.scale_by_learning_rate(schedule(options, total_steps, adam_peak)),
-  )
+  adam_rate = schedule(options, total_steps, adam_peak)
+
+  def adamw(decayed):
+    return optax.chain(
+      scale_by_adam(options.b1, options.b2, options.eps, options.state),
+      optax.add_decayed_weights(options.weight_decay, decayed),
+      optax.scale_by_learning_rate(adam_rate),
+    )
+
+  decayed = trees.map_names(is_decayed, role_tree)
+  if options.offload or options.state != 'float32':
+    make = lambda name: adamw({name: decayed[name]})
+    return optax.chain(clip, layerwise.by_layer(make, axes, apply_updates))
   if not is_muon:
-    return optax.chain(clip, adamw)
+    return optax.chain(clip, adamw(decayed))
 
   rate = schedule(options, total_steps, options.learning_rate)
   matrix = optax.chain(
@@ -242,7 +260,7 @@ def optimizer(
     optax.scale_by_learning_rate(rate),
   )
   update = optax.partition(
-    {'muon': matrix, roles.ADAM: adamw},
+    {'muon': matrix, roles.ADAM: adamw(decayed)},
     jax.tree.map(lambda r: r if r == roles.ADAM else 'muon', role_tree),
   )
   if not options.clips_logits:

@@ -88,6 +88,11 @@ class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
   capacity: jax.Array
 
 
+def fits(stats: ExchangeStats | None) -> jax.Array | bool:
+  """Returns true if every exchange had the rows that it needed."""
+  return stats is None or (stats.needed_rows <= stats.capacity).all()
+
+
 def _is_spec(tree: Any) -> bool:
   return isinstance(tree, P)
 

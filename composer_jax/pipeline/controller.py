@@ -1,19 +1,14 @@
 """Starts, watches and restarts the rollout process of a run."""
 
 import contextlib
-import ctypes
 import os
 import pathlib
-import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 # Environment variable with the process id of a worker's parent.
 PARENT = 'COMPOSER_JAXPARENT'
-_PR_SET_PDEATHSIG = 1  # In <sys/prctl.h>.
 
 
 class RolloutProcess:
@@ -96,29 +91,6 @@ def tail_of(path: pathlib.Path, lines: int = 15) -> str:
   """The last lines of a text file; '' if there is no file."""
   text = path.read_text(errors='replace') if path.exists() else ''
   return '\n'.join(text.splitlines()[-lines:])
-
-
-def die_with_parent() -> None:
-  """Makes this process end soon after the run that started it, however it dies.
-
-  Does nothing in a worker that was not started by a `RolloutProcess`.
-  """
-  parent = int(os.environ.get(PARENT, '0'))
-  if not parent:
-    return
-  if sys.platform == 'linux':
-    # Also while this process is stopped, or a library holds the lock of Python.
-    # It means the thread that started this process: the main one of its parent.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-  def watch():
-    # Not os.getppid() at the start: the parent may have died while this process
-    # was still importing.
-    while os.getppid() == parent:
-      time.sleep(0.5)
-    os._exit(1)
-
-  threading.Thread(target=watch, name='parent-watch', daemon=True).start()
 
 
 def divide_cores() -> tuple[list[int], list[int]]:

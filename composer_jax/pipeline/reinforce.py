@@ -87,9 +87,10 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   for line in placement.lines:
     progress.teller('rl')(line)
   hints = spec.hints
+  options = spec.rl.optimizer_options()
   optimizer, functions = _programs(
     placement,
-    spec.rl.optimizer_options(),
+    options,
     max(spec.rl.steps, 1),
     spec.rl.loss,
     hints,
@@ -97,14 +98,16 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):
-    dtype = spec.rl.optimizer_options().masters
     return train_state.create(
-      variables, optimizer, with_teacher=follows, dtype=dtype
+      variables, optimizer, with_teacher=follows, dtype=options.masters
     )
 
   variables = stages.load_variables(job, 'sft', placement)
   places = train_state.shardings(
-    jax.eval_shape(create, variables), placement.variables, placement.mesh
+    jax.eval_shape(create, variables),
+    placement.variables,
+    placement.mesh,
+    options.offload,
   )
   state = train_state.place(create, variables, places)
   teaches = bool(hints.weight) and hints.teacher == 'frozen'

@@ -33,14 +33,6 @@ def _optimizer(stage: Any, **others: Any) -> optim_groups.OptimizerOptions:
   return optim_groups.OptimizerOptions(**own, **others)
 
 
-def _check_schedule(stage: Any) -> None:
-  if stage.warmup_steps + stage.decay_steps > max(stage.steps, 1):
-    raise ValueError(
-      f'warmup_steps ({stage.warmup_steps}) plus decay_steps '
-      f'({stage.decay_steps}) must not exceed steps ({stage.steps}).'
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
   """Axes of the one mesh; their product is the number of devices.
@@ -64,21 +56,36 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageOptions(loop.TrainingOptions):
+class OptimizerSection:
+  """What all stages say of their optimizer.
+
+  Attributes:
+    learning_rate: peak rate; that of Muon is at Moonlight's scale.
+    warmup_steps: steps of linear increase from zero to the peak rate.
+    decay_steps: last steps, of linear decrease to a tenth of the peak rate.
+    grad_clip: largest global norm of gradients; larger ones are scaled down.
+    state: 'float32', or with 'adam' 'bfloat16': masters and moments take half
+      the memory and are rounded stochastically; 'int8': moments a quarter.
+    offload: true: masters and moments are in the host's memory; needs 'adam'.
+  """
+
+  learning_rate: float = 5e-3
+  warmup_steps: int = 20
+  decay_steps: int = 100
+  grad_clip: float = 1.0
+  state: str = 'float32'
+  offload: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageOptions(OptimizerSection, loop.TrainingOptions):
   """A language-model training stage: cpt or sft.
 
   Attributes:
-    learning_rate: peak rate of `optimizer`; that of Muon is at Moonlight's
-      scale.
     adam_learning_rate: peak rate of the AdamW beside Muon.
-    warmup_steps: steps of linear increase from zero to the peak rate.
-    decay_steps: last steps, of linear decrease to a tenth of the peak rate.
     weight_decay: decoupled decay, times the learning rate; vectors have none.
-    grad_clip: largest global norm of gradients; larger ones are scaled down.
     optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
-    state: 'float32', or with 'adam' 'bfloat16': masters and moments take half
-      the memory and are rounded stochastically; 'int8': moments a quarter.
     bias_update_rate: change of the routers' selection bias per step.
     eval_batches: batches averaged in a held-out loss.
     opening: tokens at the beginning of every document that the first two epochs
@@ -86,15 +93,10 @@ class StageOptions(loop.TrainingOptions):
       into a first call is learnt soonest where nothing else stands.
   """
 
-  learning_rate: float = 5e-3
   adam_learning_rate: float = 2e-3
-  warmup_steps: int = 20
-  decay_steps: int = 100
   weight_decay: float = 0.1
-  grad_clip: float = 1.0
   optimizer: str = 'muon'
   muon: optim_groups.MuonChoices = optim_groups.MuonChoices()
-  state: str = 'float32'
   bias_update_rate: float = 1e-3
   eval_batches: int = 8
   opening: int = 0
@@ -104,14 +106,14 @@ class StageOptions(loop.TrainingOptions):
     checks.at_least(self, 1, 'eval_batches')
     checks.at_least(self, 0, 'opening')
     if self.steps:
-      _check_schedule(self)
+      optim_groups.check_schedule(self, self.steps)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     return _optimizer(self, name=self.optimizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RLSection(update.LearningOptions):
+class RLSection(OptimizerSection, update.LearningOptions):
   """The reinforcement-learning stage.
 
   Attributes:
@@ -121,13 +123,8 @@ class RLSection(update.LearningOptions):
     placement: 'processes', or 'colocated': trainer and engine take turns.
     max_staleness: largest number of optimizer steps that a sampling policy may
       lag behind the trainer; 0 equals the synchronous loop.
-    learning_rate: peak rate of Adam.
-    warmup_steps: steps of linear increase from zero to the peak rate.
-    decay_steps: last steps, of linear decrease to a tenth of the peak rate.
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
-    grad_clip: largest global norm of gradients; larger ones are scaled down.
-    state: dtype of masters and moments, as in SFT.
     rows: rows of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
@@ -146,8 +143,6 @@ class RLSection(update.LearningOptions):
   decay_steps: int = 95
   adam_b1: float = 0.9
   adam_b2: float = 0.95
-  grad_clip: float = 1.0
-  state: str = 'float32'
   rows: int = 8
   seq_len: int = 320
   checkpoint_every: int = 5
@@ -163,7 +158,7 @@ class RLSection(update.LearningOptions):
     positive = ('checkpoint_every', 'episodes_every', 'rows', 'seq_len')
     checks.at_least(self, 1, *positive)
     checks.number(self, 1, 'wait_timeout_s')
-    _check_schedule(self)
+    optim_groups.check_schedule(self, max(self.steps, 1))
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     decays = dict(b1=self.adam_b1, b2=self.adam_b2)

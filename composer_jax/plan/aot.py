@@ -50,6 +50,8 @@ class StepOptions:
     seq_len: tokens of a row.
     accumulate: microbatches of a step.
     optimizer: 'muon' or 'adam'.
+    state: dtype of masters and moments.
+    offload: true for masters and moments in the host's memory.
     bucket: size of the experts' receive buffers as a multiple of the mean load;
       0 for the worst case.
     parallel: transport of tokens and order of the sequence.
@@ -61,6 +63,8 @@ class StepOptions:
   seq_len: int = 4096
   accumulate: int = 1
   optimizer: str = 'muon'
+  state: str = 'float32'
+  offload: bool = False
   bucket: float = 1.25
   parallel: train_placement.ParallelOptions = train_placement.ParallelOptions()
   remat_saves: tuple[str, ...] | None = None
@@ -152,6 +156,7 @@ def lower(
   shard_bytes = (
     leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
     for leaf in jax.tree.leaves(arguments)
+    if leaf.sharding.memory_kind != 'pinned_host'
   )
   traced = Traced(
     num_tokens=arguments[1].tokens_BT.size,
@@ -187,6 +192,8 @@ def _lower(
       # Learning rates and their schedule do not change the program's shape.
       optimizer=groups.OptimizerOptions(
         name=options.optimizer,
+        state=options.state,
+        offload=options.offload,
         learning_rate=1e-3,
         adam_learning_rate=1e-3,
         warmup_steps=100,

@@ -6,6 +6,7 @@ what this works on. No array is allocated and nothing is compiled.
 `tests/plan/memory_test.py` compares the sums with the compiler's.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -17,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from composer_jax.core import batches, trees
+from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
-from composer_jax.parallel import layouts, topology
+from composer_jax.parallel import exchange, layouts, topology, transports
 from composer_jax.pipeline import spec as specs
 from composer_jax.rollout import forward
 from composer_jax.rollout import options as rollout_options
@@ -29,9 +30,12 @@ from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 _GIB = 1 << 30
-# Tokens of the traced row; what attention keeps grows with them, not faster. 17
-# is a factor of no usual weight, which no activation may be taken for.
-_TRACED = 17 * 16
+# Tokens of the traced row; what attention keeps grows with them, not faster.
+# Their factor 17, which no usual weight has, tells arrays of tokens.
+_FACTOR = 17
+_TRACED = _FACTOR * 16
+# Received rows over their mean, the middle of the buckets that a step tries.
+_BUCKET = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +46,13 @@ class Need:
     name: 'cpt', 'sft', 'rl', 'engine' or 'evaluation'.
     devices: devices among which it is divided.
     terms: bytes of one device, by what takes them.
+    host: bytes of the host's memory that belong to one device.
   """
 
   name: str
   devices: int
   terms: dict[str, int]
+  host: int = 0
 
   @property
   def total(self) -> int:
@@ -56,7 +62,8 @@ class Need:
     parts = sorted(self.terms.items(), key=lambda term: -term[1])
     listed = ', '.join(f'{n} {size(b)}' for n, b in parts if b)
     where = f' on each of {self.devices} devices' if self.devices > 1 else ''
-    return f'{self.name}: {size(self.total)}{where} ({listed})'
+    beside = f'; {size(self.host)} of the host' if self.host else ''
+    return f'{self.name}: {size(self.total)}{where} ({listed}){beside}'
 
 
 def size(num_bytes: float) -> str:
@@ -83,7 +90,7 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
     # One is published; the gate keeps those that may have sampled.
     kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
     width = jnp.dtype(options.masters).itemsize
-    kept_bytes = kept * trainer.terms['masters'] * 2 // width
+    kept_bytes = kept * trainer.terms['policy values'] * 2 // width
     trainer.terms['kept policies'] = kept_bytes
     if spec.rl.placement == 'colocated':
       both = trainer.terms | {
@@ -171,6 +178,7 @@ def _choices(
       )
       for state in ('bfloat16', 'int8')
     ),
+    (f'{part}.offload=True', lambda n: {f'{part}.offload': bool(stage)}),
     ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
     (
       'windows divided by {}',
@@ -236,18 +244,62 @@ def training(
   state = jax.eval_shape(create, variables)
   at = train_state.shardings(state, places, _mesh(mesh))
   masters = _bytes(state.params, at.params)
+  moments = _bytes(state.opt_state, at.opt_state)
+  # A CPU's memory is the host's.
+  is_apart = optimizer.offload and platforms.current() != 'cpu'
+  host = is_apart * (masters + moments)
   rows, seq_len, adds_up = shape
   local = rows // (mesh.replica * mesh.fsdp), seq_len // mesh.context
   terms = {
     'frozen weights': _bytes(state.base, at.base),
-    'masters': masters,
-    'moments': _bytes(state.opt_state, at.opt_state),
+    'masters': (not is_apart) * masters,
+    'moments': (not is_apart) * moments,
+    'a layer of both': is_apart * _moved(state.params, at.params, model.stacks),
     'policy values': masters,
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     'copies of weights': _copies(variables, places, model),
+    'received tokens': _received(model, mesh, layout, shape),
     **activations(model, *local),
   }
-  return Need(name=name, devices=mesh.size, terms=terms)
+  return Need(name=name, devices=mesh.size, terms=terms, host=host)
+
+
+def _moved(params: Any, places: Any, stacks: dict[str, int]) -> int:
+  """Returns bytes that `optim.offload` moves at once, before and after."""
+  parts = collections.Counter[int]()
+  for name, tree in params.items():
+    count = stacks.get(name, 0)
+    parts[count] += _bytes(tree, places[name]) // max(count, 1)
+  return 2 * 3 * max(parts.values())
+
+
+def _received(
+  model: model_config.ModelConfig,
+  mesh: specs.Mesh,
+  layout: layouts.Layout,
+  shape: tuple[int, int, bool],
+) -> int:
+  """Returns bytes of what other devices send, if recomputation keeps it."""
+  plan = placement.exchange_plan(model, layout=layout, mesh=_mesh(mesh))
+  is_kept = model.remat and 'dispatched' in model.remat_saves
+  if plan is None or plan.expert_shards == 1 or not is_kept:
+    return 0
+  load = exchange.load_of(
+    plan,
+    batch_size=shape[0],
+    length=shape[1],
+    num_experts=model.moe.num_experts,
+    num_active=model.moe.num_active,
+    embed_dim=model.embed_dim,
+    item_bytes=jnp.dtype(model.compute_dtype).itemsize,
+  )
+  here = platforms.current()
+  name, _ = transports.choose(load, platform=here, bucket=_BUCKET)
+  tokens = all_tokens = load.num_tokens * load.num_shards
+  if slots := transports.sized(load, name, bucket=_BUCKET).slots:
+    tokens = slots * (load.num_shards if name == 'a2a' else 1)
+  layer = min(tokens, all_tokens) * load.embed_dim * load.item_bytes
+  return layer * model.stacks.get('moe_layers', 0)
 
 
 def serving(
@@ -382,10 +434,15 @@ def _kept(model: model_config.ModelConfig) -> float:
 
   others = {k: tree for k, tree in variables.items() if k != name}
   traced = jax.make_jaxpr(passed)(variables[name], others, batch).jaxpr
-  # Weights that it keeps are counted as weights, also if cast or reshaped.
+  # Weights that it keeps are counted as weights, also if cast, cut or reshaped.
   counted = {leaf.size for leaf in jax.tree.leaves(variables)}
   counted.add(_TRACED * model.vocab_size)
   given = {id(v) for v in traced.invars}
   arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
-  kept = [a for a in arrays.values() if math.prod(a.shape) not in counted]
+  kept = [
+    a
+    for a in arrays.values()
+    if math.prod(a.shape) not in counted
+    and any(n % _FACTOR == 0 for n in a.shape)
+  ]
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED

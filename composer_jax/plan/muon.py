@@ -1,4 +1,4 @@
-"""`--what=muon`: the device that orthogonalises each matrix, and the cost.
+"""`--what=muon`: how a step of Muon is divided among devices, and the cost.
 
 The plan is the one that training runs, made for machines that need not exist.
 Times are bounds from published speeds. Columns of a group of matrices:
@@ -15,11 +15,7 @@ Times are bounds from published speeds. Columns of a group of matrices:
 - wire: dtype of exchanges and products.
 """
 
-import itertools
-from typing import Any
-
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from composer_jax.core import trees
@@ -56,66 +52,6 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
     newton_schulz=case.muon.resolved(platform),
     fixed=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
   )
-
-
-def owners(
-  made: muon_plan.MuonPlan, shardings: Any
-) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-  """Returns the devices that orthogonalise each matrix.
-
-  A matrix has several devices if they share it, or if replicas repeat the work.
-
-  Args:
-    made: plan of parameters with these shardings.
-    shardings: tree of the parameters' NamedShardings on one mesh.
-
-  Returns:
-    Positions of devices in the mesh, row by row, for each parameter's name and
-    index into its batch dimensions.
-  """
-  places = trees.flatten_names(shardings)
-  devices: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-  for group in made.groups:
-    for device in range(made.devices):
-      local_list = [
-        matrix
-        for member in group.members
-        for matrix in _held(member, places[member.name], device)
-      ]
-      # As `optim.muon.exchange` deals them: to replicas first, then to shards.
-      shard = _index(group.shard_strides, device) // group.split
-      sharer = _index(group.replica_strides, device) % group.sharers
-      owner = sharer * (group.num_shards // group.split) + shard
-      for chunk in group.chunks:
-        first = chunk.start + owner * chunk.owned
-        end = min(first + chunk.owned, chunk.start + chunk.count)
-        for matrix in local_list[first:end]:
-          devices.setdefault(matrix, []).append(device)
-  return devices
-
-
-def _held(
-  member: muon_plan.Member, place: NamedSharding, device: int
-) -> list[tuple[str, tuple[int, ...]]]:
-  """Returns the matrices of which a device has a shard, in local order."""
-  sizes = dict(place.mesh.shape)
-  at = dict(zip(sizes, np.unravel_index(device, tuple(sizes.values()))))
-  axes = planner.mesh_axes(place, len(member.shape))
-  ranges = []
-  for dim, local in zip(member.batch, member.local_batch, strict=True):
-    shard = 0
-    for axis in axes[dim]:
-      shard = shard * sizes[axis] + int(at[axis])
-    ranges.append(range(shard * local, (shard + 1) * local))
-  return [(member.name, index) for index in itertools.product(*ranges)]
-
-
-def _index(strides: muon_plan.Strides, device: int) -> int:
-  """Returns a device's index along mesh axes, major to minor."""
-  index = 0
-  for size, stride in strides:
-    index = index * size + device // stride % size
-  return index
 
 
 def tables(case: cases.Case) -> list[report.Table]:

@@ -145,8 +145,11 @@ def devices(topology: str) -> list[Any]:
   if platform == 'cpu':
     return jax.devices('cpu')[:count]
   if platform == 'tpu':
+    # By default the compiler knows whole hosts, of several chips.
+    is_chip = count == MACHINES[name].devices
+    bounds = {'chips_per_host_bounds': (1, 1, 1)} if is_chip else {}
     return topologies.get_topology_desc(
-      platform='tpu', topology_name=topology
+      platform='tpu', topology_name=topology, **bounds
     ).devices
   return topologies.get_topology_desc(
     platform='cuda',

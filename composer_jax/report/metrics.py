@@ -41,8 +41,6 @@ cpt, sft
   retry: text, on a line of its own: a step that overflowed and was repeated
   retry_needed_rows: rows that the repeated step needed
   retry_capacity: rows that the repeated step had room for
-  executed_share: rows that the experts' kernel computed over routed rows;
-      absent with accumulate or where the kernel does not know
 
 rl
   groups: ids of the step's groups

@@ -272,7 +272,7 @@ def build(
       attempts += 1
       # Only tokens without a record can overflow it; None, the worst case,
       # holds all tokens.
-      if bucket is None or bool(buckets.fits(scores.exchanged)):
+      if bucket is None or bool(exchange.fits(scores.exchanged)):
         break
     scores = scores.replace(attempts=attempts)
     # Two programs, so that the large one compiles once, sums or not.

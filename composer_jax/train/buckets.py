@@ -20,42 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import batches
-from composer_jax.parallel import exchange
 from composer_jax.train import state as train_state
-from composer_jax.train import step as train_step
 
 # Rows of a receive buffer over the mean; None holds the worst case.
 Bucket = float | None
 
 # Steps that a smaller bucket would have held before it is taken.
 _PATIENCE = 20
-
-
-def fits(stats: exchange.ExchangeStats | None) -> jax.Array:
-  """Returns true if every exchange had the rows that it needed."""
-  if stats is None:
-    return jnp.bool_(True)
-  return (stats.needed_rows <= stats.capacity).all()
-
-
-def guard(step: train_step.StepFunction) -> Callable[..., Any]:
-  """Makes a step that changes nothing unless it and the one before it fitted.
-
-  The last argument tells whether the step before fitted, the last result
-  whether this one did too. Values after an overflow may be NaN; they are
-  replaced element by element, so that a donated state is written in place.
-  """
-
-  def guarded(state, batch, is_due):
-    after, metrics = step(state, batch)
-    with jax.named_scope('guard'):
-      is_done = is_due & fits(metrics.loss.exchanged)
-      state = jax.tree.map(
-        lambda new, old: jnp.where(is_done, new, old), after, state
-      )
-    return state, metrics, is_done
-
-  return guarded
 
 
 class Retry(NamedTuple):
@@ -124,11 +95,7 @@ class BucketSize:
     for bucket, rows in self.rows.items():
       if rows >= needed:
         return bucket
-    raise RuntimeError(
-      f'An exchange needs {needed} rows, more than the computed worst case of '
-      f'{self.rows[None]}. This is a bug of the transport; the step was not '
-      "applied. --config.parallel.buckets='()' runs without buckets."
-    )
+    raise AssertionError(f'{needed} rows exceed the worst case {self.rows}')
 
   def get_state(self) -> dict[str, Any]:
     """Returns the JSON value that `set_state` takes.
@@ -161,8 +128,8 @@ class BucketedStep:
   """Takes steps that always fit, whatever buckets they need.
 
   Attributes:
-    program: function from a bucket to a jitted, guarded step that donates the
-      state. Without a `size`: from None to a jitted `StepFunction`.
+    program: function from a bucket to a jitted step (`step.make`) that donates
+      the state and tells if it fitted, which it does not without a `size`.
     size: choice of the bucket; None where the transport cannot overflow.
     report: function called with every step that is repeated.
   """

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import batches, checks
-from composer_jax.kernels.grouped import matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
 from composer_jax.optim import groups
@@ -160,7 +159,7 @@ def run(
     with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, placement, writer, bar)
       take_step = buckets.BucketedStep(programs.step, size, report.retry)
-      for line in (*placement.lines, *reporting.muon_lines(programs.muon)):
+      for line in placement.lines:
         bar.message(line)
       bar.message('compiling, then step by step')
       if state is None:
@@ -219,8 +218,10 @@ def make_programs(
     return train_state.create(variables, optimizer, dtype=dtype)
 
   shapes = jax.eval_shape(create, abstract)
-  places = train_state.shardings(shapes, placement.variables, placement.mesh)
-  variable_places = places.variables()
+  variable_places, mesh = placement.variables, placement.mesh
+  places = train_state.shardings(
+    shapes, variable_places, mesh, options.optimizer.offload
+  )
   device = placement.mesh.devices.flat[0]
 
   @functools.partial(jax.jit, out_shardings=places)
@@ -244,16 +245,12 @@ def make_programs(
       accumulate=options.accumulate,
       places=variable_places[trained],
     )
-    takes, gives = [places, placement.batch], [places, placement.replicated]
-    if placement.buckets:
-      step = buckets.guard(step)
-      takes.append(placement.replicated)
-      gives.append(placement.replicated)
+    flags = [placement.replicated] * bool(placement.buckets)
     return jax.jit(
       step,
       donate_argnums=0,
-      in_shardings=tuple(takes),
-      out_shardings=tuple(gives),
+      in_shardings=(places, placement.batch, *flags),
+      out_shardings=(places, placement.replicated, *flags),
       compiler_options=compiler_options.of(device.platform, device.device_kind),
     )
 
@@ -263,7 +260,7 @@ def make_programs(
     evaluate=jax.jit(
       # In the worst-case bucket: evaluations are never repeated.
       lm_loss.heldout_sums(model, plan=placement.plan_of(None)),
-      in_shardings=(variable_places, placement.batch),
+      in_shardings=(places.variables(), placement.batch),
       out_shardings=placement.replicated,
     ),
     like=jax.tree.map(
@@ -285,14 +282,6 @@ def _reporter(
   schedule = groups.schedule(
     options.optimizer, options.steps, options.optimizer.learning_rate
   )
-  # Loads are measured over the batch and all devices; they are those of each
-  # kernel call only if no expert is on two devices and no batch is split.
-  is_counted = (
-    matmul.chosen() == 'blocked'
-    and placement.mesh.size == placement.expert_shards
-    and options.accumulate == 1
-  )
-  rows = options.batch_size * options.seq_len * model.moe.num_active
   return reporting.Reporter(
     options.stage,
     writer=writer,
@@ -301,7 +290,6 @@ def _reporter(
     learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
     log_every=options.log_every,
     expert_shards=placement.expert_shards,
-    expert_rows=rows if is_counted else None,
   )
 
 

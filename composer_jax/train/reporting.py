@@ -1,7 +1,6 @@
 """Writes metrics of steps, one step late, and stops on values not finite."""
 
 import dataclasses
-import functools
 import math
 import time
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from composer_jax.kernels.grouped import schedule
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import exchange
 from composer_jax.telemetry import mfu, progress
@@ -62,10 +60,6 @@ class Reporter:
   """Reports each step after the next one is dispatched.
 
   Reading metrics waits for the device, which by then has its next step.
-
-  Attributes:
-    expert_rows: rows of the experts' kernel on one device; None if the number
-      of computed rows is unknown.
   """
 
   stage: str
@@ -76,7 +70,6 @@ class Reporter:
   learning_rates: np.ndarray
   log_every: int
   expert_shards: int = 1
-  expert_rows: int | None = None
   _pending: buckets.Sent | None = None
   _last_finite: float | None = None
 
@@ -143,24 +136,17 @@ class Reporter:
   def _experts(
     self, load_ME: np.ndarray, stats: exchange.ExchangeStats | None
   ) -> dict[str, Any]:
-    """Returns metrics of the experts' shards and of their kernel."""
-    metrics: dict[str, Any] = {}
-    num_rows, shards = self.expert_rows, self.expert_shards
-    if shards > 1:
-      assert stats is not None
-      load_MP = load_ME.reshape(len(load_ME), shards, -1).sum(-1)
-      fullest = int(np.argmax(stats.needed_rows))
-      metrics = {
-        'shard_load_max': train_step.expert_load_max(load_MP),
-        'needed_rows': int(stats.needed_rows[fullest]),
-        'received_rows': int(stats.capacity[fullest]),
-      }
-      num_rows = num_rows and metrics['received_rows']
-    if num_rows:
-      load_E = load_ME.reshape(-1, load_ME.shape[1] // shards)
-      executed = _executed_rows(load_E, num_rows)
-      metrics['executed_share'] = float(executed.sum() / max(load_ME.sum(), 1))
-    return metrics
+    """Returns metrics of the experts' shards."""
+    if self.expert_shards == 1:
+      return {}
+    assert stats is not None
+    load_MP = load_ME.reshape(len(load_ME), self.expert_shards, -1).sum(-1)
+    fullest = int(np.argmax(stats.needed_rows))
+    return {
+      'shard_load_max': train_step.expert_load_max(load_MP),
+      'needed_rows': int(stats.needed_rows[fullest]),
+      'received_rows': int(stats.capacity[fullest]),
+    }
 
   def _check_finite(
     self, step: int, values: dict[str, float], loss: lm_loss.LossStats
@@ -185,60 +171,18 @@ def placed(placement: train_placement.Placement) -> dict[str, str]:
   return {'mesh': axes, 'transport': placement.plan.transport}
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _executed_rows(load_PE, num_rows):
-  """Returns the rows that each shard of each layer multiplies."""
-  count = functools.partial(schedule.executed_rows, num_rows=num_rows)
-  return jax.vmap(count)(load_PE)
-
-
 def muon_metrics(plan: muon_plan.MuonPlan | None) -> dict[str, float | int]:
-  """Returns totals of a plan for one device and step; {} without a plan."""
+  """Returns totals for one device, but matrices of all; {} without a plan."""
   if plan is None:
     return {}
+  matrices = sum(
+    group.count * plan.devices // (group.num_shards * group.num_replicas)
+    for group in plan.groups
+  )
   return {
-    'muon_matrices': _num_matrices(plan),
+    'muon_matrices': matrices,
     'muon_groups': len(plan.groups),
     'muon_flops': plan.flops,
     'muon_flops_ideal': plan.ideal_flops,
     'muon_bytes': plan.wire_bytes,
   }
-
-
-def muon_lines(plan: muon_plan.MuonPlan | None) -> list[str]:
-  """Returns a line of totals and a line for each group of equal matrices."""
-  if plan is None:
-    return []
-  if not plan.groups:
-    return ['Muon has no matrices: every parameter is left to AdamW.']
-  parameters = sum(len(group.members) for group in plan.groups)
-  first = (
-    f'Muon has {_num_matrices(plan)} matrices of {parameters} parameters, in '
-    f'{_counted(len(plan.groups), "group")} over '
-    f'{_counted(plan.devices, "device")}. Of a device, in a step: '
-    f'{progress.number(float(plan.flops))} FLOP, '
-    f'{plan.flops / plan.ideal_flops:.2f} of an even share by the standard '
-    f'method; {progress.number(float(plan.wire_bytes))} bytes received.'
-  )
-  return [first, *map(_group_line, plan.groups)]
-
-
-def _group_line(group: muon_plan.MuonGroup) -> str:
-  first, *others = (member.name for member in group.members)
-  more = f' and {len(others)} more' if others else ''
-  return (
-    f'  {group.p} x {group.q}: {group.mode}, {group.owned} on a device, in '
-    f'{_counted(len(group.chunks), "chunk")}: {first}{more}'
-  )
-
-
-def _num_matrices(plan: muon_plan.MuonPlan) -> int:
-  """Returns the number of matrices on all devices."""
-  return sum(
-    group.count * plan.devices // (group.num_shards * group.num_replicas)
-    for group in plan.groups
-  )
-
-
-def _counted(count: int, noun: str) -> str:
-  return f'{count} {noun}{"" if count == 1 else "s"}'

@@ -76,7 +76,7 @@ def policy_values(params: Any) -> Any:
   and updates act on the masters (straight-through).
   """
   with jax.named_scope('policy_values'):
-    return jax.tree.map(_rounded, params)
+    return jax.tree.map(_rounded, trees.on_device(params))
 
 
 def create(
@@ -121,7 +121,7 @@ def follow(state: TrainState, rate: float) -> TrainState:
     teacher=jax.tree.map(
       lambda slow, fast: slow + rate * (fast - slow),
       state.teacher,
-      state.params,
+      trees.on_device(state.params),
     )
   )
 
@@ -130,10 +130,14 @@ def shardings(
   abstract: TrainState,
   variable_shardings: dict[str, Any],
   mesh: Mesh | AbstractMesh,
+  offload: bool = False,
 ) -> Any:
   """Returns shardings of the state: moments are sharded as their parameters."""
   trained = variable_shardings[decoder.trained(variable_shardings)]
-  by_name = trees.flatten_names(trained)
+  # JAX names the memory of a device that lacks the host's.
+  host = lambda place: place.with_memory_kind('pinned_host')
+  masters = jax.tree.map(host, trained) if offload else trained
+  by_name = trees.flatten_names(masters)
   shapes = {n: p.shape for n, p in trees.flatten_names(abstract.params).items()}
   replicated = NamedSharding(mesh, P())
 
@@ -157,7 +161,7 @@ def shardings(
   place_of: Any = TrainState  # Holds shardings here, where arrays are declared.
   return place_of(
     step=replicated,
-    params=trained,
+    params=masters,
     selection_bias=variable_shardings.get('selection_bias', {}),
     opt_state=trees.map_names(place, abstract.opt_state),
     teacher=trained if abstract.teacher else {},

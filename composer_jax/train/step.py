@@ -5,6 +5,7 @@ their devices. A mean over the batch is the sum of the microbatches' shares
 (`lm_loss.Totals`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches, checks
+from composer_jax.core import batches, checks, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import router
-from composer_jax.optim import groups
+from composer_jax.optim import groups, layerwise
 from composer_jax.parallel import exchange, shardings, shards
 from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
@@ -38,12 +39,6 @@ class StepMetrics(flax.struct.PyTreeNode, kw_only=True):
   update: UpdateStats
 
 
-StepFunction = Callable[
-  [train_state.TrainState, batches.LMBatch],
-  tuple[train_state.TrainState, StepMetrics],
-]
-
-
 def apply_gradients(
   state: train_state.TrainState,
   gradients: Any,
@@ -52,26 +47,39 @@ def apply_gradients(
   optimizer: optax.GradientTransformation,
   bias_rate: float,
   max_logits_LN: jax.Array | None = None,
+  when: jax.Array | None = None,
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
   `load_ME` is the number of tokens sent to each expert over the global batch,
   `bias_rate` the step of the selection bias (DeepSeek-V3: 0.001; 0 freezes it).
-  An optimizer that clips by attention logits needs `max_logits_LN`.
+  An optimizer that clips by attention logits needs `max_logits_LN`. A false
+  `when` leaves the state as it is, element by element: other values may be NaN.
   """
-  extra = {} if max_logits_LN is None else {'max_logits': max_logits_LN}
   gradients = optax.tree.cast(gradients, jnp.float32)
-  updates, opt_state = optax.with_extra_args_support(optimizer).update(
-    gradients, state.opt_state, state.params, **extra
-  )
+  update = optax.with_extra_args_support(optimizer).update
+  extra = dict(max_logits=max_logits_LN, step=state.step, when=when)
+  updates, opt_state = update(gradients, state.opt_state, state.params, **extra)
+
+  def chosen(new, old):
+    if when is None:
+      return new
+    return jax.tree.map(functools.partial(jnp.where, when), new, old)
+
+  if isinstance(updates, layerwise.Moved):
+    params, updates = updates
+  else:
+    params = groups.apply_updates(state.params, updates, state.step)
+    params = chosen(params, state.params)
+    opt_state = chosen(opt_state, state.opt_state)
   bias = jax.tree.map(
     lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
     state.selection_bias,
   )
   after = state.replace(
-    step=state.step + 1,
-    params=groups.apply_updates(state.params, updates, state.step),
-    selection_bias=bias,
+    step=chosen(state.step + 1, state.step),
+    params=params,
+    selection_bias=chosen(bias, state.selection_bias),
     opt_state=opt_state,
   )
   stats = UpdateStats(
@@ -89,8 +97,12 @@ def make(
   clips_logits: bool = False,
   accumulate: int = 1,
   places: Any = None,
-) -> StepFunction:
+) -> Callable[..., Any]:
   """Returns the language-model step; it traces under any mesh.
+
+  It takes a state and a batch and returns the next state and `StepMetrics`.
+  Where an exchange can overflow it also takes whether the step before fitted,
+  and returns whether both did; if not, the state stays as it is.
 
   Args:
     clips_logits: true if the optimizer needs the largest attention logits.
@@ -111,18 +123,21 @@ def make(
     )
     return gradients, stats
 
-  def step(state, batch):
+  def step(state, batch, is_due=None):
+    params = trees.on_device(state.params)
     if accumulate == 1:
-      gradients, loss_stats = gradient(state.params, state, batch)
+      gradients, loss_stats = gradient(params, state, batch)
     else:
       whole = lm_loss.totals(batch)
       gradients, stats = _sum_gradients(
         lambda params, piece: gradient(params, state, piece, whole),
-        state.params,
+        params,
         split(batch, accumulate, plan),
         places,
       )
       loss_stats = lm_loss.summed(stats)
+    fitted = exchange.fits(loss_stats.exchanged)
+    when = None if is_due is None else is_due & fitted
     with jax.named_scope('update'):
       after, update_stats = apply_gradients(
         state,
@@ -131,8 +146,10 @@ def make(
         optimizer=optimizer,
         bias_rate=bias_rate,
         max_logits_LN=loss_stats.max_logits_LN,
+        when=when,
       )
-    return after, StepMetrics(loss=loss_stats, update=update_stats)
+    metrics = StepMetrics(loss=loss_stats, update=update_stats)
+    return (after, metrics) if when is None else (after, metrics, when)
 
   return step
 

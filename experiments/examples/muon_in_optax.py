@@ -83,7 +83,7 @@ def main():
 
   print('Matrices, as dimensions of input and output; None is left to Adam:')
   print(inference.dimension_numbers(params))
-  print('\n'.join(reporting.muon_lines(alias.plan(params))))
+  print(reporting.muon_metrics(alias.plan(params)))
 
   # Each token is followed by one and the same other token.
   successor_V = jax.random.permutation(jax.random.key(1), VOCAB_SIZE)

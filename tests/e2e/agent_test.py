@@ -70,14 +70,18 @@ def test_other_arguments_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('is_full', [False, True], ids=['tiny', 'full'])
 @pytest.mark.parametrize('family', tiny_checkpoint.MODELS)
 def test_the_command_trains_a_model_in_its_own_language(
-  folder, family, tmp_path
+  folder, family, is_full, tmp_path
 ):
-  """From a checkpoint to an export, in two processes, with conversations."""
+  """From a checkpoint to an export, in two processes, with conversations.
+
+  Once with vocabularies of the published sizes: 151,936 and 129,280.
+  """
   checkpoint, imported = tmp_path / 'checkpoint', tmp_path / 'import'
   workdir, out = tmp_path / 'run', tmp_path / 'out'
-  tiny_checkpoint.write(checkpoint, family, seed=0)
+  tiny_checkpoint.write(checkpoint, family, seed=0, is_full=is_full)
   importing.convert(checkpoint, imported)
   talks = tmp_path / 'talks.jsonl'
   asked = {'role': 'user', 'content': 'What does total do?'}
@@ -126,6 +130,8 @@ def test_the_command_trains_a_model_in_its_own_language(
   exporting.write(exporting.of_run(workdir, 'rl', family=None), out)
   model = transformers.AutoModelForCausalLM.from_pretrained(out)
   assert model.config.model_type == family
+  num_rows = tiny_checkpoint.FULL[family][0] if is_full else 1024
+  assert model.config.vocab_size == num_rows == len(model.lm_head.weight)
   theirs = transformers.AutoTokenizer.from_pretrained(out)
   ids = theirs.apply_chat_template([asked], add_generation_prompt=True)
   assert ids['input_ids'] == prompt.tolist()

@@ -91,11 +91,10 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
   assert set(EXPECTED_METRICS[stage].split()) <= names
 
 
-# Metrics of meshes that shard experts, and of a single device; neither is the
-# case in this run.
+# Metrics of meshes that shard experts, which is not the case in this run.
 ELSEWHERE = {
   'cpt': 'transport shard_load_max needed_rows received_rows retry '
-  'retry_needed_rows retry_capacity executed_share',
+  'retry_needed_rows retry_capacity',
   'rl': 'repeated_microbatches difficulty solved_labels mismatch_kl_afresh',
 }
 ELSEWHERE['sft'] = ELSEWHERE['cpt']

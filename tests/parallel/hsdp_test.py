@@ -127,6 +127,22 @@ def test_dense_weights_travel_inside_a_replica(model, shape, transport):
 
 
 @by_case
+def test_weights_are_gathered_a_layer_at_a_time(model, shape, transport):
+  sent, weights = _collectives(model, shape, transport)
+  table = model.vocab_size * model.embed_dim
+  layers = (set(weights.dense) | set(weights.experts)) - {table}
+  stacks = {
+    size * number
+    for size in layers
+    for number in (programs.NUM_DENSE, programs.NUM_MOE)
+  }
+  gathered = [c for c in sent if c.kind == 'all-gather']
+  of_layers = [c for c in gathered if set(c.sizes) & layers]
+  assert of_layers and all('/while/' in c.scope for c in of_layers)
+  assert not [c for c in gathered if set(c.sizes) & (stacks - layers)]
+
+
+@by_case
 def test_experts_are_never_summed_and_gathered_only_where_cut(
   model, shape, transport
 ):

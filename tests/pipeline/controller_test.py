@@ -66,8 +66,8 @@ def test_close_ends_a_worker_that_ignores_being_asked(tmp_path, monkeypatch):
 _SLOW_WORKER = """
 import time
 time.sleep({sleep_s})
-from composer_jax.pipeline import controller
-controller.die_with_parent()
+from composer_jax.fleet import orphans
+orphans.die_with_parent()
 print('alive', flush=True)
 time.sleep(600)
 """

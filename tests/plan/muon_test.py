@@ -231,6 +231,6 @@ def test_owners_are_the_devices_to_which_matrices_travel(fixed, mode):
     for number in filter(None, ids):
       expected.setdefault(numbers[number], []).append(device)
   assert len(expected) == len(numbers)
-  assert muon.owners(made, trees.map_names(lambda n, x: places[n], arrays)) == (
-    expected
-  )
+  assert plans.owners(
+    made, trees.map_names(lambda n, x: places[n], arrays)
+  ) == (expected)

@@ -12,6 +12,7 @@ import pytest
 
 from composer_jax.core import records
 from composer_jax.models import decoder
+from composer_jax.optim import groups as optim_groups
 from composer_jax.parallel import exchange, layouts, topology
 from composer_jax.rl import policy_loss, update
 from composer_jax.rl import step as steps
@@ -156,6 +157,46 @@ def test_an_update_on_a_mesh_is_that_of_one_device(case):
     assert metrics[name] == pytest.approx(want_metrics[name], rel=2e-5), name
   for name in ('expert_load',):
     assert metrics[name] == want_metrics[name], name
+
+
+@pytest.mark.parametrize(
+  'shape',
+  [
+    pytest.param((1, 1, 1), marks=pytest.mark.slow),
+    pytest.param((1, 4, 2), marks=pytest.mark.slow),
+  ],
+)
+def test_an_update_of_state_in_the_hosts_memory_has_the_same_bits(shape):
+  where = placed(shape, 'ring')
+  shapes, axes = decoder.abstract(CONFIG)
+
+  def learn(offload):
+    optimizer = optim_groups.optimizer(
+      optim_groups.OptimizerOptions(
+        name='adam', warmup_steps=1, decay_steps=1, offload=offload
+      ),
+      params=shapes['params'],
+      axes=axes['params'],
+      total_steps=9,
+    )
+    functions = steps.build(
+      decoder.Decoder(CONFIG, where.plan), optimizer, placement=where
+    )
+    create = functools.partial(train_state.create, optimizer=optimizer)
+    places = train_state.shardings(
+      jax.eval_shape(create, shapes), where.variables, where.mesh, offload
+    )
+    variables = jax.device_put(replayed.variables(CONFIG), where.variables)
+    state = train_state.place(create, variables, places)
+    for _ in range(2):
+      state, metrics = update.update(state, groups(), functions, OPTIONS, SHAPE)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+    assert kinds == {'pinned_host' if offload else 'device'}
+    return jax.device_get(state.params), metrics
+
+  (have, have_metrics), (want, want_metrics) = learn(True), learn(False)
+  jax.tree.map(np.testing.assert_array_equal, have, want)
+  assert have_metrics == want_metrics
 
 
 def test_records_say_which_bucket_holds_them():

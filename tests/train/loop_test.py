@@ -238,13 +238,12 @@ def test_killed_process_continues_bit_for_bit(straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
+def test_stage_resumes_on_another_mesh(straight, tmp_path):
   with pytest.raises(KeyboardInterrupt):
     train(tmp_path, stream=CountingStream(stop_at=4))
-  assert 'over 1 device. Of a device, in a step: ' in capsys.readouterr().out
   variables = train(tmp_path, mesh=(1, 2, 2))
-  text = capsys.readouterr().out
-  assert '[cpt] Muon has 30 matrices of ' in text and 'over 4 devices' in text
+  matrices = [r['muon_matrices'] for r in curves(tmp_path) if 'muon_bytes' in r]
+  assert set(matrices) == {30}
   assert all(len(a.devices()) == 4 for a in jax.tree.leaves(variables))
   losses, straight_losses = (
     [r['loss'] for r in curves(w) if 'loss' in r]

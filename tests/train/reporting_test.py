@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.kernels.grouped import schedule
 from composer_jax.optim import groups
 from composer_jax.parallel import exchange, topology
 from composer_jax.train import buckets, lm_loss, reporting
@@ -92,7 +91,6 @@ def test_shards_of_experts_and_repeated_steps_are_reported():
     learning_rates=np.ones(1),
     log_every=1,
     expert_shards=2,
-    expert_rows=1000,
   )
   # Two layers; in the second all rows go to the second shard.
   load_ME = np.array([[100, 60, 140, 100], [0, 0, 150, 250]], np.int32)
@@ -124,11 +122,6 @@ def test_shards_of_experts_and_repeated_steps_are_reported():
   assert (fields['retry_needed_rows'], fields['retry_capacity']) == (400, 240)
   assert line['shard_load_max'] == 2.0
   assert (line['needed_rows'], line['received_rows']) == (400, 480)
-  executed = sum(
-    int(schedule.executed_rows(np.array(sizes), 480))
-    for sizes in ((100, 60), (140, 100), (0, 0), (150, 250))
-  )
-  assert line['executed_share'] == pytest.approx(executed / 800)
 
 
 PARAMS = {'up': np.zeros((6, 4, 8)), 'down': np.zeros((6, 8, 4))}
@@ -165,16 +158,8 @@ def test_work_is_reported_by_device():
   assert reporting.muon_metrics(unsharded)['muon_bytes'] == 0
   # Half of 12 matrices go to their owner and back, and half of each is there.
   assert reporting.muon_metrics(shared)['muon_bytes'] == 2 * 12 * 4 * 8 * 4 / 4
-  header, group = reporting.muon_lines(shared)
-  assert header == (
-    'Muon has 12 matrices of 2 parameters, in 1 group over 2 devices. Of a '
-    'device, in a step: 19.2k FLOP, 1.00 of an even share by the standard '
-    'method; 768 bytes received.'
-  )
-  assert group == '  4 x 8: owner, 6 on a device, in 1 chunk: down and 1 more'
 
 
 def test_there_may_be_no_matrices_or_no_muon():
-  (line,) = reporting.muon_lines(plan_of(('.', 'adam')))
-  assert line.startswith('Muon has no matrices')
-  assert reporting.muon_lines(None) == [] and reporting.muon_metrics(None) == {}
+  assert reporting.muon_metrics(plan_of(('.', 'adam')))['muon_matrices'] == 0
+  assert reporting.muon_metrics(None) == {}

@@ -3,8 +3,7 @@
 A product of fixed shape wastes the rows that a group does not fill. A group is
 therefore cut into large pieces (bulks), which are always full, and one last
 piece, of the smallest size (tail) that holds the remaining rows. Kernels loop
-over the pieces of each size from `schedule`; `executed_rows` counts the rows of
-the same loops.
+over the pieces of each size from `schedule`.
 """
 
 from typing import NamedTuple
@@ -107,12 +106,6 @@ def _loop(rows, count_E, start_E, limit, stop_E=None):
   last, is_full = last_E[-1], stop_E is None
   zero = jnp.zeros_like(last)
   return Pieces(rows, is_full, False, group_P, start_P, stop_P, zero, last)
-
-
-def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
-  """Returns the number of rows that the loops of `schedule` multiply."""
-  loops = schedule(group_sizes_E, num_rows)
-  return jnp.stack([p.rows * (p.last - p.first) for p in loops]).sum()
 
 
 def blocks(

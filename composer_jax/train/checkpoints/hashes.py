@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from composer_jax.core import trees
 from composer_jax.train import weights
 
 
@@ -121,7 +122,7 @@ def _within(part: weights.Index, of: weights.Index) -> tuple[slice, ...]:
 
 def _cut(shard: jax.Array, part: tuple[slice, ...]) -> np.ndarray:
   """Brings a part of a shard to the host."""
-  if next(iter(shard.devices())).platform == 'cpu':
+  if next(iter(shard.devices())).platform == 'cpu' or trees.is_on_host(shard):
     return np.asarray(shard)[part]  # A view.
   # A slice of everything would be the array itself, which keeps the copy.
   return np.asarray(weights.same_buffer(shard)[part])

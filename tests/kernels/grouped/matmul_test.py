@@ -152,7 +152,7 @@ def test_products_are_added_in_float32_and_rounded_once():
 )
 def test_executed_rows_exceed_routed_rows_by_little(mean, num_groups, most):
   num_rows = mean * num_groups
-  count = jax.jit(lambda sizes: schedule.executed_rows(sizes, num_rows))
+  count = jax.jit(lambda sizes: grouped_cases.executed_rows(sizes, num_rows))
   worst = grouped_cases.worst_case_rows(num_rows, num_groups)
   # The bound holds for whatever load, so the static worst case keeps it too.
   assert worst <= most * num_rows
@@ -180,7 +180,7 @@ def test_loops_multiply_as_many_rows_as_are_counted(num_rows):
     executed.clear()
     jax.block_until_ready(loops(sizes))
     jax.effects_barrier()
-    count = int(schedule.executed_rows(jnp.array(sizes), num_rows))
+    count = int(grouped_cases.executed_rows(jnp.array(sizes), num_rows))
     assert sum(executed) == count <= grouped_cases.worst_case_rows(num_rows, 7)
 
 

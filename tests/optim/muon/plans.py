@@ -1,14 +1,20 @@
-"""Plans of Muon that several tests look at."""
+"""Plans of Muon that several tests look at, and what is read off plans."""
+
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import roles
 from composer_jax.optim.muon import cost, newton_schulz, planner
+from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import layouts, shardings, topology
 from configs.models import kimi_k2
 
@@ -116,3 +122,63 @@ def kimi_plan(mesh, method='standard', **options):
 def critical_path(plan) -> float:
   """Returns a device's operations relative to an even share of all."""
   return plan.flops / max(sum(group.even_flops for group in plan.groups), 1)
+
+
+def owners(
+  made: muon_plan.MuonPlan, shardings: Any
+) -> dict[tuple[str, tuple[int, ...]], list[int]]:
+  """Returns the devices that orthogonalise each matrix.
+
+  A matrix has several devices if they share it, or if replicas repeat the work.
+
+  Args:
+    made: plan of parameters with these shardings.
+    shardings: tree of the parameters' NamedShardings on one mesh.
+
+  Returns:
+    Positions of devices in the mesh, row by row, for each parameter's name and
+    index into its batch dimensions.
+  """
+  places = trees.flatten_names(shardings)
+  devices: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+  for group in made.groups:
+    for device in range(made.devices):
+      local_list = [
+        matrix
+        for member in group.members
+        for matrix in _held(member, places[member.name], device)
+      ]
+      # As `optim.muon.exchange` deals them: to replicas first, then to shards.
+      shard = _index(group.shard_strides, device) // group.split
+      sharer = _index(group.replica_strides, device) % group.sharers
+      owner = sharer * (group.num_shards // group.split) + shard
+      for chunk in group.chunks:
+        first = chunk.start + owner * chunk.owned
+        end = min(first + chunk.owned, chunk.start + chunk.count)
+        for matrix in local_list[first:end]:
+          devices.setdefault(matrix, []).append(device)
+  return devices
+
+
+def _held(
+  member: muon_plan.Member, place: NamedSharding, device: int
+) -> list[tuple[str, tuple[int, ...]]]:
+  """Returns the matrices of which a device has a shard, in local order."""
+  sizes = dict(place.mesh.shape)
+  at = dict(zip(sizes, np.unravel_index(device, tuple(sizes.values()))))
+  axes = planner.mesh_axes(place, len(member.shape))
+  ranges = []
+  for dim, local in zip(member.batch, member.local_batch, strict=True):
+    shard = 0
+    for axis in axes[dim]:
+      shard = shard * sizes[axis] + int(at[axis])
+    ranges.append(range(shard * local, (shard + 1) * local))
+  return [(member.name, index) for index in itertools.product(*ranges)]
+
+
+def _index(strides: muon_plan.Strides, device: int) -> int:
+  """Returns a device's index along mesh axes, major to minor."""
+  index = 0
+  for size, stride in strides:
+    index = index * size + device // stride % size
+  return index
