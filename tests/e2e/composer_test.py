@@ -94,9 +94,8 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
 # Metrics of meshes that shard experts, and of a single device; neither is the
 # case in this run.
 ELSEWHERE = {
-  'cpt': 'transport shard_load_max needed_rows received_rows retry '
-  'retry_needed_rows retry_capacity executed_share',
-  'rl': 'repeated_microbatches difficulty solved_labels mismatch_kl_afresh',
+  'cpt': 'transport shard_load_max exchange_rounds executed_share',
+  'rl': 'difficulty solved_labels mismatch_kl_afresh',
 }
 ELSEWHERE['sft'] = ELSEWHERE['cpt']
 
