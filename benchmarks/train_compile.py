@@ -4,7 +4,7 @@
 
 Nothing runs and no accelerator is needed: `composer_jax.plan.aot` compiles the
 step that training runs (forward, backward with recomputation, Muon, donated
-state, the guard of received rows) with libtpu or XLA:GPU. libtpu comes from
+state) with libtpu or XLA:GPU. libtpu comes from
 
     pip install --target=FOLDER --no-deps libtpu==0.0.42.1
 

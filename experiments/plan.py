@@ -54,12 +54,12 @@ _COMPILE = [
   _text(
     'transport',
     'auto',
-    'Transport of tokens to experts: auto, ring, a2a or ragged_a2a.',
+    'Transport of tokens to experts: auto, a2a or ragged_a2a.',
   ),
   flags.DEFINE_float(
-    'bucket',
+    'room',
     1.25,
-    'Size of buffers of received rows over their mean; 0: the worst case.',
+    'Copies of tokens that a buffer holds over their mean.',
   ),
   flags.DEFINE_list(
     'remat_saves',
@@ -156,9 +156,8 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
     seq_len=q.seq_len,
     accumulate=q.accumulate,
     optimizer=q.optimizer,
-    bucket=q.bucket,
     remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
-    parallel=placement.ParallelOptions(transport=q.transport),
+    parallel=placement.ParallelOptions(transport=q.transport, room=q.room),
   )
   task = aot_process.CompileTask(
     case=case, options=options, topology_name=q.topology, libtpu=q.libtpu

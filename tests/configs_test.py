@@ -361,9 +361,10 @@ def test_misspelt_section_is_named():
     # Zigzag order gives each context shard two pieces of a row.
     ('mesh.context', 3, r'cpt\.seq_len \(256\) .* context .*\(6\).* or 258'),
     ('mesh.context', 80, r'cpt\.seq_len \(256\) .*zigzag.*\(160\).* or 320'),
-    ('parallel.transport', 'nccl', r"transport .*'ring'.*'nccl'"),
-    ('parallel.buckets', (2.0, 1.0), r'buckets must rise .*\(2\.0, 1\.0\)'),
-    ('parallel.buckets', (0.5,), r'buckets must rise from 1 .*\(0\.5,\)'),
+    ('parallel.transport', 'nccl', r"transport .*'ragged_a2a'.*'nccl'"),
+    ('parallel.transport', 'ring', r"transport .*'a2a'.*'ring'"),
+    ('parallel.buckets', (1.25,), r'no field buckets.*room'),
+    ('parallel.room', 0.0, r'room must be .*0\.0'),
     ('parallel.sequence_order', 'striped', "'zigzag'.*'striped'"),
     ('model.remat_saves', ('key',), r"remat_saves must be of .*'keys'.*'key',"),
     ('rl.mesh.fsdp', 3, r'rl\.rows \(8\) .*replica x fsdp \(3\).* or 9'),

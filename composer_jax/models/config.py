@@ -12,12 +12,11 @@ NUMERICS = ('fast', 'batch_invariant')
 ADAPTED = ('attention', 'dense', 'shared', 'routed', 'router')
 
 # Tensors of a layer that recomputation may keep: gathered weights, keys and
-# values of a row, experts' inputs and outputs, chosen experts, the outputs of
-# attention and the hidden units of experts.
-REMAT_NAMES = (
-  *('weights', 'keys', 'dispatched', 'routes', 'combined'),
-  *('attention_out', 'expert_hidden'),
-)
+# values of a row, chosen experts, the outputs of attention, and where no token
+# travels the hidden units of experts.
+REMAT_NAMES = ('weights', 'keys', 'routes', 'attention_out', 'expert_hidden')
+# Names in older files, of tensors that no gradient needs.
+_RETIRED = ('dispatched', 'combined')
 
 # Fields that a run may choose for given weights.
 FREE = (
@@ -305,8 +304,8 @@ class ModelConfig:
     adapters: low-rank adapters, which a run may choose.
     numerics: 'fast', or 'batch_invariant', in which prefill, decode and
       training give bitwise equal results for any batch, at a price.
-    remat_saves: tensors of REMAT_NAMES that are not recomputed. The default
-      repeats no exchange of tokens; with 'weights' no collective is repeated.
+    remat_saves: tensors of REMAT_NAMES that are not recomputed. By default only
+      weights are gathered again; with 'weights' no collective is repeated.
   """
 
   vocab_size: int
@@ -323,11 +322,12 @@ class ModelConfig:
   moe: MoEConfig
   adapters: AdapterConfig = AdapterConfig()
   numerics: str = 'fast'
-  remat_saves: tuple[str, ...] = ('keys', 'dispatched', 'routes', 'combined')
+  remat_saves: tuple[str, ...] = ('keys', 'routes')
 
   def __post_init__(self):
     # Files have lists, which would not equal tuples.
-    object.__setattr__(self, 'remat_saves', tuple(self.remat_saves))
+    saves = tuple(name for name in self.remat_saves if name not in _RETIRED)
+    object.__setattr__(self, 'remat_saves', saves)
     is_known = set(self.remat_saves) <= set(REMAT_NAMES)
     checks.require(self, 'remat_saves', is_known, f'be of {REMAT_NAMES}')
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'dense_ffw_dim')

@@ -37,8 +37,7 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
     entries: cache entries after the pass, by stack; None each if not `cached`.
     max_logits_LN: float32 largest scaled attention logit of each layer and
       head; None if not measured.
-    exchanged: int32 [M] rows needed and available in each layer's exchange, for
-      the shard that needed most; None in batch-invariant numerics.
+    rounds_M: int32 rounds of each layer's exchange; None if no token travels.
   """
 
   hidden_BTD: jax.Array
@@ -46,7 +45,7 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   agrees_MBT: jax.Array
   stats: batches.RouteStats
   max_logits_LN: jax.Array | None = None
-  exchanged: exchange.ExchangeStats | None = None
+  rounds_M: jax.Array | None = None
   entries: dict[str, Any] | None = None
 
 
@@ -113,7 +112,7 @@ class Decoder:
       agrees_MBT=last.agrees,
       stats=router.statistics(sums_M, c.moe),
       max_logits_LN=max_logits_LN,
-      exchanged=jax.tree.map(lambda x: x.max(1), stats.exchange),
+      rounds_M=jax.tree.map(lambda x: x.max(1), stats.rounds),
       entries={n: o.kept for n, o in zip(c.stacks, outputs, strict=True)},
     )
 

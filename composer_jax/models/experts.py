@@ -3,10 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import ad_checkpoint
 
+from composer_jax.core import rounding
 from composer_jax.kernels import linear, rows, swiglu
 from composer_jax.kernels.grouped import blocked, matmul
+from composer_jax.parallel import dispatch
 
 
 def expert_mlp(
@@ -21,6 +24,51 @@ def expert_mlp(
   both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
   hidden_YF = swiglu.swiglu(both_YX)
   return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
+
+
+def expert_mlp_gradient(
+  weights: dict[str, Any],
+  arrays_Y: tuple[jax.Array, jax.Array, jax.Array],
+  group_sizes_E: jax.Array,
+  sums: dict[str, Any],
+) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+  """Returns gradients of `expert_mlp` times gates; see `dispatch.Experts`."""
+  gate_up_EDX, down_EFD = weights['gate_up'], weights['down']
+  is_frozen = isinstance(gate_up_EDX, linear.Adapted)
+  if matmul.chosen() == 'blocked' and not is_frozen:
+    d_rows_YD, d_gates_Y, (gate_up, down) = blocked.mlp_gradient(
+      (gate_up_EDX, down_EFD),
+      arrays_Y,
+      group_sizes_E,
+      (sums['gate_up'], sums['down']),
+    )
+    return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
+  rows_YD, d_out_YD, gates_Y = arrays_Y
+  both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
+  hidden_YF = swiglu.swiglu(both_YX)
+  gated = lambda x: rounding.rounded(gates_Y[:, None] * x, x.dtype)
+  d_hidden_YF, down = matmul.gradient(
+    gated(hidden_YF), down_EFD, d_out_YD, group_sizes_E, sums['down']
+  )
+  # The gradient of a gate needs no output.
+  d_gates_Y = jnp.sum(hidden_YF * d_hidden_YF, axis=-1, dtype=jnp.float32)
+  d_both_YX = swiglu.gradient(both_YX, gated(d_hidden_YF))
+  d_rows_YD, gate_up = matmul.gradient(
+    rows_YD, gate_up_EDX, d_both_YX, group_sizes_E, sums['gate_up']
+  )
+  return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
+
+
+def _zeros(weights: dict[str, Any]) -> dict[str, Any]:
+  def zeros(weight):
+    if isinstance(weight, linear.Adapted):
+      return linear.Adapted(None, zeros(weight.a), zeros(weight.b))
+    return jnp.zeros(weight.shape, jnp.float32)
+
+  return {name: zeros(weight) for name, weight in weights.items()}
+
+
+MLP = dispatch.Experts(expert_mlp, expert_mlp_gradient, _zeros)
 
 
 @jax.custom_vjp

@@ -39,7 +39,7 @@ class MixtureStats(NamedTuple):
   """Statistics of a layer of experts."""
 
   router: router.LayerSums
-  exchange: exchange.ExchangeStats | None  # None without an exchange
+  rounds: jax.Array | None  # int32; None where no token travels
 
 
 def prepare(variables: Any, config: model_config.ModelConfig) -> Any:
@@ -247,13 +247,13 @@ def mixture(
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
   with jax.named_scope('experts'):
     if isinstance(weights['down'], tuple):
-      y_BTD, needed = _one_by_one(weights, *routed_BT), None
+      y_BTD, count = _one_by_one(weights, *routed_BT), None
     else:
-      y_BTD, needed = exchange.exchange(
-        experts.expert_mlp, weights, *routed_BT, plan=plan
+      y_BTD, count = exchange.exchange(
+        experts.MLP, weights, *routed_BT, plan=plan
       )
   x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
-  return x_BTD, routes, MixtureStats(sums, needed)
+  return x_BTD, routes, MixtureStats(sums, count)
 
 
 def _add_experts(shared, x_BTD, h_BTD, y_BTD):

@@ -13,7 +13,7 @@ from composer_jax.core import trees
 from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, layer
-from composer_jax.parallel import exchange, layouts, shardings
+from composer_jax.parallel import exchange, layouts, rounds, shardings
 
 
 def variable_shardings(
@@ -30,6 +30,7 @@ def exchange_plan(
   layout: layouts.Layout,
   mesh: Mesh,
   transport: str = 'auto',
+  room: float = rounds.ROOM,
   sequence_order: str = 'contiguous',
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
@@ -56,6 +57,7 @@ def exchange_plan(
     weight_specs=tuple(_experts(specs).items()),
     specs=tuple(trees.flatten_names(specs).items()),
     transport=transport,
+    room=room,
     sequence_order=sequence_order,
   )
 

@@ -27,7 +27,7 @@ def by_layer(
   axes: Any,
   add: Callable[..., Any],
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes a transform whose `update` returns `Moved`, if `when` allows it.
+  """Makes a transform whose `update` returns `Moved`.
 
   Args:
     make: elementwise transform of the parameters under a first key; its
@@ -39,14 +39,14 @@ def by_layer(
   def init(params):
     return {name: make(name).init({name: params[name]}) for name in axes}
 
-  def update(updates, state, params: Any = None, *, step=0, when=None, **_):
+  def update(updates, state, params: Any = None, *, step=0, **_):
     after = {}, {}, {}
     for number, (name, tree) in enumerate(params.items()):
       whole = {name: updates[name]}, state[name], {name: tree}
       is_layered = 'layer' in jax.tree.leaves(axes[name])[0]
       count = jax.tree.leaves(tree)[0].shape[0] if is_layered else 0
       function = functools.partial(_layer, make(name), add, step, number << 16)
-      moves, kept, masters = _moved(function, count, whole, when)
+      moves, kept, masters = _moved(function, count, whole)
       for all_of, part in zip(after, (moves, {name: kept}, masters)):
         all_of.update(part)
     return Moved(after[2], after[0]), after[1]
@@ -61,7 +61,7 @@ def _layer(transform, add, step, first, updates, state, params, layer):
   return moves, kept, add(params, moves, step, place)
 
 
-def _moved(function: Any, count: int, whole: Any, when: Any) -> Any:
+def _moved(function: Any, count: int, whole: Any) -> Any:
   """Returns what `function` makes of all layers."""
 
   def step(layer, whole):
@@ -74,7 +74,7 @@ def _moved(function: Any, count: int, whole: Any, when: Any) -> Any:
     def put(whole, old, new):
       # Numbers of steps change once.
       is_due = bool(whole.ndim) | (layer == max(0, count - 1))
-      new = jnp.where(is_due if when is None else is_due & when, new, old)
+      new = jnp.where(is_due, new, old)
       if trees.is_on_host(whole):
         new = jax.device_put(new, jax.memory.Space.Host)
       if not count or not whole.ndim:

@@ -22,6 +22,22 @@ from composer_jax.core import platforms, records, rounding
 ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
+class Experts(NamedTuple):
+  """Functions of rows sorted by expert.
+
+  Attributes:
+    forward: (weights, rows_YD, group_sizes_E) -> outputs_YD.
+    gradient: (weights, (rows_YD, d_outputs_YD, gates_Y), group_sizes_E, sums)
+      -> (d_rows_YD, d_gates_Y, sums) of outputs times gates, where the weights'
+      gradients are added to the sums.
+    zeros: weights -> float32 sums of zero, None for frozen ones.
+  """
+
+  forward: ExpertFunction
+  gradient: Callable[..., tuple[jax.Array, jax.Array, Any]]
+  zeros: Callable[[Any], Any]
+
+
 class Order(NamedTuple):
   """Contents of a buffer of rows, as int32 arrays.
 
@@ -44,28 +60,22 @@ class RoutedTokens(NamedTuple):
   gates_ZA: jax.Array
 
 
-def sort_copies(
-  key_ZA: jax.Array, num_groups: int, num_rows: int | None = None
-) -> tuple[Order, jax.Array]:
-  """Sorts copies stably by group into a buffer of `num_rows` (None: all).
+def sort_copies(key_ZA: jax.Array, num_groups: int) -> tuple[Order, jax.Array]:
+  """Sorts copies stably by group, and returns the int32 sizes of the groups.
 
-  A key is the int32 group of a copy, num_groups if it has none. Copies beyond
-  the buffer have no place, but count in the int32 sizes of the groups.
+  A key is the int32 group of a copy, num_groups if it has none.
   """
   key_Y = key_ZA.reshape(-1)
   size = key_Y.size
-  num_rows = size if num_rows is None else min(num_rows, size)
   # Sorts numbers that hold both key and copy: on CPU an argsort, which compares
   # pairs, takes five times as long.
   sorted_Y, copy_Y = _sort_numbered(key_Y, num_groups + 1)
   _, place_Y = _sort_numbered(copy_Y, size)
-  place_Y = jnp.where(key_Y < num_groups, place_Y, num_rows)
-  place_Y = jnp.minimum(place_Y, num_rows)
+  place_Y = jnp.where(key_Y < num_groups, place_Y, size)
   ends_E = jnp.searchsorted(
     sorted_Y, jnp.arange(num_groups), side='right', method='scan'
   ).astype(jnp.int32)
   sizes_E = jnp.diff(ends_E, prepend=0)
-  copy_Y = copy_Y[:num_rows]
   source_Y = copy_Y // key_ZA.shape[1]
   return Order(source_Y, copy_Y, place_Y.reshape(key_ZA.shape)), sizes_E
 
@@ -170,19 +180,15 @@ def expert_sum(
   weights: dict[str, jax.Array],
   tokens: RoutedTokens,
   first: jax.Array | int,
-  *,
-  rows: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
   """Sums the outputs of experts first .. first + E_local - 1 by token.
 
   Args:
     expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
     tokens: tokens of `prepare`, from any shards.
-    rows: capacity in copies, beyond which copies count as zero; None for all.
 
   Returns:
-    y_ZD: sum by token, zero for tokens without an expert here.
-    copies: int32 number of copies for these experts.
+    y_ZD, the sum by token, zero for tokens without an expert here.
   """
   x_ZD, ids_ZA, gates_ZA = tokens
   num_local = jax.tree.leaves(weights)[0].shape[0]
@@ -191,15 +197,12 @@ def expert_sum(
   key_ZA = jnp.where(is_mine_ZA, local_ZA, num_local)
   if num_local < key_ZA.shape[1]:
     key_ZA, gates_ZA = _narrowed(key_ZA, gates_ZA, num_local)
-  rows = min(rows or key_ZA.size, key_ZA.size)
   with jax.named_scope('dispatch'):
-    order, sizes_E = named_routes(sort_copies(key_ZA, num_local, rows))
+    order, sizes_E = named_routes(sort_copies(key_ZA, num_local))
     rows_YD = take(x_ZD, order)
-  # Groups end at the end of the buffer.
-  ends_E = jnp.minimum(jnp.cumsum(sizes_E), rows)
-  rows_YD = expert_fn(weights, rows_YD, jnp.diff(ends_E, prepend=0))
+  rows_YD = expert_fn(weights, rows_YD, sizes_E)
   with jax.named_scope('combine'):
-    return combine(rows_YD, gates_ZA, order), sizes_E.sum()
+    return combine(rows_YD, gates_ZA, order)
 
 
 def _narrowed(key_ZA, gates_ZA, num_groups):

@@ -1,14 +1,8 @@
 """Sends tokens to the devices of their experts, and the outputs back.
 
-Sharded tokens travel by one of `carriers`, and each shard computes the copies
-for its own experts. Tokens that every device has, as in a decode step, need
-only a sum. Results are exact for any routes: a step whose tokens exceed a
-bucket is detected and repeated. Routing itself happens elsewhere.
-
-Checkpoint names for policies of recomputation: 'dispatched' for the tokens that
-arrive at experts, 'routes' for the small arrays of their order, 'combined' for
-the sums that come back. If they are kept, the backward pass repeats neither a
-collective nor a sort.
+Sharded tokens travel in `rounds`, and each shard computes the copies for its
+own experts. Tokens that every device has, as in a decode step, need only a sum.
+Routing itself happens elsewhere.
 """
 
 import dataclasses
@@ -16,15 +10,12 @@ import functools
 import math
 from typing import Any
 
-import flax.struct
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import checks, platforms
-from composer_jax.parallel import carriers, dispatch, transports
+from composer_jax.core import platforms
+from composer_jax.parallel import dispatch, rounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +29,8 @@ class ExchangePlan:
       tree that begins with the array's. Dimension 0 is the expert axis, whose
       mesh axes, equal for all arrays, form the expert shards; other sharded
       dimensions are gathered before use in each layer.
-    transport: key of `carriers.CARRIERS`; 'auto' uses `transports.choose`.
-    bucket: capacity for copies as a multiple of the mean; None for the worst
-      case.
+    transport: one of `rounds.TRANSPORTS`; 'auto' takes the platform's.
+    room: copies that a buffer holds, as a multiple of the mean.
     specs: storage spec of each variable of the model by '/'-joined name.
     sequence_order: order of a row's tokens on the devices; see `sequence`.
   """
@@ -50,7 +40,7 @@ class ExchangePlan:
   sequence_axes: tuple[str, ...]
   weight_specs: tuple[tuple[str, Any], ...]
   transport: str = 'auto'
-  bucket: float | None = None
+  room: float = rounds.ROOM
   specs: tuple[tuple[str, P], ...] = ()
   sequence_order: str = 'contiguous'
 
@@ -71,26 +61,10 @@ class ExchangePlan:
   def expert_shards(self) -> int:
     return math.prod(self.mesh.shape[axis] for axis in self.expert_axes)
 
-
-class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
-  """Needed and available capacity of one exchange, in int32 copies of tokens.
-
-  If a shard needed more than the capacity, the step has a wrong result and must
-  be repeated with more.
-
-  Attributes:
-    needed_rows: copies of the busiest shard known here, or its received tokens
-      converted by `transports.rows_for_tokens` if those are more.
-    capacity: copies that had room.
-  """
-
-  needed_rows: jax.Array
-  capacity: jax.Array
-
-
-def fits(stats: ExchangeStats | None) -> jax.Array | bool:
-  """Returns true if every exchange had the rows that it needed."""
-  return stats is None or (stats.needed_rows <= stats.capacity).all()
+  @property
+  def travels(self) -> bool:
+    """True if tokens go to the devices of their experts."""
+    return bool(self.token_axes) and self.expert_shards > 1
 
 
 def _is_spec(tree: Any) -> bool:
@@ -105,7 +79,7 @@ def axis_names(entry: Any) -> tuple[str, ...]:
 
 
 def exchange(
-  expert_fn: dispatch.ExpertFunction,
+  experts: dispatch.Experts,
   weights: dict[str, jax.Array],
   x_BTD: jax.Array,
   ids_BTA: jax.Array,
@@ -113,7 +87,7 @@ def exchange(
   valid_BT: jax.Array,
   *,
   plan: ExchangePlan | None,
-) -> tuple[jax.Array, ExchangeStats | None]:
+) -> tuple[jax.Array, jax.Array | None]:
   """Computes each token's gated sum over its experts, zero for padding.
 
   With a plan that shards tokens, call it inside a shard_map over the whole mesh
@@ -121,7 +95,6 @@ def exchange(
   outside of any with whole arrays. Without a plan it computes on one device.
 
   Args:
-    expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
     weights: arrays with a leading expert axis, the only sharded one.
     ids_BTA: int32 experts of each token, counted over all shards.
     gates_BTA: float32 gate of each expert.
@@ -129,12 +102,11 @@ def exchange(
     plan: sharding of experts and tokens; None for one device.
 
   Returns:
-    y_BTD, and the capacity of the exchange; None for a plan that does not shard
-    tokens, which always has room.
+    y_BTD, and the int32 number of rounds; None if no token travels.
   """
   if plan is not None and not plan.token_axes:
     summed = jax.shard_map(
-      functools.partial(_whole, expert_fn, plan),
+      functools.partial(_whole, experts.forward, plan),
       mesh=plan.mesh,
       in_specs=(dict(plan.weight_specs), P(), P(), P(), P()),
       out_specs=P(),
@@ -142,131 +114,43 @@ def exchange(
     )
     return summed(weights, x_BTD, ids_BTA, gates_BTA, valid_BT), None
   tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
-  shards = plan.expert_shards if plan else 1
-  load = transports.Load(
+  if plan is None or not plan.travels:
+    y_ZD = dispatch.expert_sum(experts.forward, weights, tokens, 0)
+    return y_ZD.reshape(x_BTD.shape), None
+  shards = shards_of(
+    plan,
     num_tokens=tokens.x_ZD.shape[0],
     num_active=tokens.ids_ZA.shape[1],
-    num_experts=shards * jax.tree.leaves(weights)[0].shape[0],
-    num_shards=shards,
-    embed_dim=x_BTD.shape[-1],
-    item_bytes=x_BTD.dtype.itemsize,
+    num_local=jax.tree.leaves(weights)[0].shape[0],
   )
-  if plan is None or not plan.expert_axes:
-    y_ZD, needed = dispatch.expert_sum(expert_fn, weights, tokens, 0)
-    capacity = load.worst_rows
-  else:
-    y_ZD, needed = _carried(expert_fn, weights, tokens, load, plan)
-    capacity = transports.capacity_rows(load, plan.bucket)
-  return y_ZD.reshape(x_BTD.shape), ExchangeStats(
-    needed_rows=needed.astype(jnp.int32), capacity=jnp.int32(capacity)
-  )
+  y_ZD, count = rounds.exchange(experts, weights, tokens, shards)
+  return y_ZD.reshape(x_BTD.shape), count
 
 
-def _carried(expert_fn, weights, tokens, load, plan):
-  name, axes = plan.transport, plan.expert_axes
+def shards_of(
+  plan: ExchangePlan, *, num_tokens: int, num_active: int, num_local: int
+) -> rounds.Shards:
+  """Returns the shards of a plan, with room for so many tokens of a device."""
+  axes, num_shards = plan.expert_axes, plan.expert_shards
   # Another axis would compute every token again.
   assert set(axes) <= set(plan.token_axes), (axes, plan.token_axes)
+  name = plan.transport
   if name == 'auto':
-    name, _ = transports.choose(
-      load, platform=platforms.current(), bucket=plan.bucket
-    )
-  shards = transports.sized(load, name, bucket=plan.bucket, axes=axes)
-  compute = functools.partial(
-    dispatch.expert_sum,
-    expert_fn,
-    weights,
-    first=jax.lax.axis_index(axes) * load.num_local,
-    rows=shards.rows,
+    name = rounds.transport_of(platforms.current())
+  return rounds.Shards(
+    transport=name,
+    axes=axes,
+    others=tuple(axis for axis in plan.token_axes if axis not in axes),
+    num_shards=num_shards,
+    num_local=num_local,
+    rows=rounds.rows_of(
+      name,
+      copies=num_tokens * num_active,
+      most=num_tokens * min(num_active, num_local),
+      num_shards=num_shards,
+      room=plan.room,
+    ),
   )
-  y_ZD, needs = carriers.carry(name, compute, tokens, shards)
-  if needs.tokens is None:
-    return y_ZD, needs.copies
-  rows = transports.rows_for_tokens(load, name, needs.tokens)
-  return y_ZD, jnp.maximum(needs.copies, rows)
-
-
-def load_of(
-  plan: ExchangePlan,
-  *,
-  batch_size: int,
-  length: int,
-  num_experts: int,
-  num_active: int,
-  embed_dim: int,
-  item_bytes: int = 2,
-) -> transports.Load:
-  tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
-  shards = plan.expert_shards
-  parts = f'the mesh axes {plan.expert_axes}'
-  checks.divides(shards, parts, num_experts, 'num_experts')
-  return transports.Load(
-    num_tokens=batch_size * length // tokens,
-    num_active=num_active,
-    num_experts=num_experts,
-    num_shards=shards,
-    embed_dim=embed_dim,
-    item_bytes=item_bytes,
-  )
-
-
-def needed_rows(
-  plan: ExchangePlan,
-  ids_MBTA: np.ndarray,
-  valid_BT: np.ndarray,
-  *,
-  num_experts: int,
-) -> np.ndarray:
-  """Counts on the host the `needed_rows` of a device for recorded routes.
-
-  Args:
-    plan: plan with a transport other than 'auto'.
-    ids_MBTA: experts of each token in the order of the devices; tokens with
-      `NO_ROUTE` will be routed afresh and are not counted.
-
-  Returns:
-    int64 rows_M, the rows of the shard that needs most in each layer.
-  """
-  # Merges repeated experts of a token, as `dispatch.prepare` does.
-  ids_MBTA = ids_MBTA.astype(np.int64)
-  same = ids_MBTA[..., :, None] == ids_MBTA[..., None, :]
-  is_used = ~np.tril(same, -1).any(-1) & valid_BT[..., None]
-  ids_MBTA = np.where(is_used, ids_MBTA, -1)
-  num_layers, batch, length, num_active = ids_MBTA.shape
-  load = load_of(
-    plan,
-    batch_size=batch,
-    length=length,
-    num_experts=num_experts,
-    num_active=num_active,
-    embed_dim=0,
-  )
-  # One dimension for each mesh axis; B and T become the sizes of a shard.
-  rows, columns = (
-    [plan.mesh.shape[axis] for axis in axes]
-    for axes in (plan.batch_axes, plan.sequence_axes)
-  )
-  b, t = batch // math.prod(rows), length // math.prod(columns)
-  split = ids_MBTA.reshape(num_layers, *rows, b, *columns, t, num_active)
-  dims = ['M', *plan.batch_axes, 'B', *plan.sequence_axes, 'T', 'A']
-  # Groups of shards that exchange tokens, in the order of the mesh.
-  outer = [axis for axis in plan.token_axes if axis not in plan.expert_axes]
-  order = ['M', *outer, *plan.expert_axes, 'B', 'T', 'A']
-  split = split.transpose([dims.index(name) for name in order])
-  split = split.reshape(num_layers, -1, load.num_shards, b * t, num_active)
-  is_any = (split >= 0) & (split < num_experts)
-  shard = np.where(is_any, split // load.num_local, load.num_shards)
-  # [M, group, sender, token, A, receiver]
-  visits = shard[..., None] == np.arange(load.num_shards)
-  copies = visits.sum((2, 3, 4)).max((1, 2))
-  if plan.transport == 'ring':
-    return copies
-  tokens = visits.any(4).sum(3)
-  if plan.transport == 'ragged_a2a':
-    tokens = tokens.sum(2, keepdims=True)
-  rows_M = transports.rows_for_tokens(
-    load, plan.transport, tokens.max((1, 2, 3))
-  )
-  return np.maximum(copies, rows_M)
 
 
 def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
@@ -283,7 +167,7 @@ def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
   spec = plan.expert_spec
   axes += tuple(axis for dim in spec[1:] for axis in axis_names(dim))
   tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
-  partial_ZD, _ = dispatch.expert_sum(expert_fn, weights, tokens, first)
+  partial_ZD = dispatch.expert_sum(expert_fn, weights, tokens, first)
   partial_BTD = partial_ZD.reshape(x_BTD.shape)
   with jax.named_scope('combine'):
     return jax.lax.psum(partial_BTD, axes) if axes else partial_BTD

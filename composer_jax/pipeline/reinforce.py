@@ -192,14 +192,12 @@ def _reinforce(job: jobs.Job) -> None:
       wait: Any = first_wait
       if processes.count() > 1:
         wait = _in_lockstep(wait, buffer)
-      ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)
-      if not job.rl_placement.buckets:  # These compile the sizes they meet.
-        ports = dataclasses.replace(
-          ports,
-          prepare=lambda state: update.compile_ahead(
-            state, start.functions, spec.batch_shape(), start.teacher
-          ),
-        )
+      ports = dataclasses.replace(
+        _ports(job, buffer, checkpoints, published, wait, bar, plan),
+        prepare=lambda state: update.compile_ahead(
+          state, start.functions, spec.batch_shape(), start.teacher
+        ),
+      )
       state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
   export.save(job.workdir, 'rl', rl.steps, state.trained())
@@ -240,11 +238,6 @@ def _ports(
     job.writer.write('rl', step, **metrics)
     for breach in metrics.get('gate', []):
       bar.message(f'step {step}: out of its band: {breach}')
-    if 'repeated_microbatches' in metrics:
-      bar.message(
-        f'step {step}: {metrics["repeated_microbatches"]} microbatches '
-        'overflowed their buffers and were repeated with worst-case ones'
-      )
     bar.update(
       step,
       reward=metrics['reward'],

@@ -52,9 +52,7 @@ class StepOptions:
     optimizer: 'muon' or 'adam'.
     state: dtype of masters and moments.
     offload: true for masters and moments in the host's memory.
-    bucket: size of the experts' receive buffers as a multiple of the mean load;
-      0 for the worst case.
-    parallel: transport of tokens and order of the sequence.
+    parallel: exchange of tokens and order of the sequence.
     remat_saves: names of the arrays that recomputation keeps; None takes those
       of the model's config.
   """
@@ -65,18 +63,12 @@ class StepOptions:
   optimizer: str = 'muon'
   state: str = 'float32'
   offload: bool = False
-  bucket: float = 1.25
   parallel: train_placement.ParallelOptions = train_placement.ParallelOptions()
   remat_saves: tuple[str, ...] | None = None
 
   def __post_init__(self):
     checks.at_least(self, 1, 'seq_len', 'accumulate')
     checks.at_least(self, 0, 'batch_size')
-    if self.bucket and self.bucket < 1:
-      raise ValueError(
-        f'bucket must be at least 1 (the mean), or 0 for the worst case, not '
-        f'{self.bucket}.'
-      )
 
 
 class Traced(NamedTuple):
@@ -224,13 +216,8 @@ def _lower(
     positions_BT=integers,
     loss_weights_BT=floats,
   )
-  arguments: list[Any] = [programs.like, batch]
-  if placement.buckets:
-    arguments.append(
-      jax.ShapeDtypeStruct((), jnp.bool_, sharding=placement.replicated)
-    )
-  step = programs.step(options.bucket or None)
-  return placement, arguments, step.lower(*arguments)
+  arguments = programs.like, batch
+  return placement, arguments, programs.step.lower(*arguments)
 
 
 def compile_lowered(

@@ -22,7 +22,7 @@ from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
-from composer_jax.parallel import exchange, layouts, topology, transports
+from composer_jax.parallel import exchange, layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.rollout import forward
 from composer_jax.rollout import options as rollout_options
@@ -34,8 +34,6 @@ _GIB = 1 << 30
 # Their factor 17, which no usual weight has, tells arrays of tokens.
 _FACTOR = 17
 _TRACED = _FACTOR * 16
-# Received rows over their mean, the middle of the buckets that a step tries.
-_BUCKET = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +256,7 @@ def training(
     'policy values': masters,
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     'copies of weights': _copies(variables, places, model),
-    'received tokens': _received(model, mesh, layout, shape),
+    'exchange buffers': _buffers(model, mesh, layout, shape),
     **activations(model, *local),
   }
   return Need(name=name, devices=mesh.size, terms=terms, host=host)
@@ -273,33 +271,26 @@ def _moved(params: Any, places: Any, stacks: dict[str, int]) -> int:
   return 2 * 3 * max(parts.values())
 
 
-def _received(
+def _buffers(
   model: model_config.ModelConfig,
   mesh: specs.Mesh,
   layout: layouts.Layout,
   shape: tuple[int, int, bool],
 ) -> int:
-  """Returns bytes of what other devices send, if recomputation keeps it."""
-  plan = placement.exchange_plan(model, layout=layout, mesh=_mesh(mesh))
-  is_kept = model.remat and 'dispatched' in model.remat_saves
-  if plan is None or plan.expert_shards == 1 or not is_kept:
+  """Returns bytes of the rows that experts' devices exchange in a round."""
+  where: Any = _mesh(mesh)
+  plan = placement.exchange_plan(model, layout=layout, mesh=where)
+  if plan is None or not plan.travels:
     return 0
-  load = exchange.load_of(
+  shards = exchange.shards_of(
     plan,
-    batch_size=shape[0],
-    length=shape[1],
-    num_experts=model.moe.num_experts,
+    num_tokens=shape[0] * shape[1] // mesh.size,
     num_active=model.moe.num_active,
-    embed_dim=model.embed_dim,
-    item_bytes=jnp.dtype(model.compute_dtype).itemsize,
+    num_local=model.moe.num_experts // plan.expert_shards,
   )
-  here = platforms.current()
-  name, _ = transports.choose(load, platform=here, bucket=_BUCKET)
-  tokens = all_tokens = load.num_tokens * load.num_shards
-  if slots := transports.sized(load, name, bucket=_BUCKET).slots:
-    tokens = slots * (load.num_shards if name == 'a2a' else 1)
-  layer = min(tokens, all_tokens) * load.embed_dim * load.item_bytes
-  return layer * model.stacks.get('moe_layers', 0)
+  row = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
+  # Rows and gradients of outputs arrive together; gradients of rows leave.
+  return 3 * shards.buffer * row
 
 
 def serving(

@@ -36,11 +36,7 @@ cpt, sft
       absent if no devices share the experts
   shard_load_max: rows of the busiest expert shard over the mean, worst layer,
       which is how long the other shards wait
-  needed_rows: rows that an expert shard needed room for, fullest layer
-  received_rows: rows that an expert shard has room for
-  retry: text, on a line of its own: a step that overflowed and was repeated
-  retry_needed_rows: rows that the repeated step needed
-  retry_capacity: rows that the repeated step had room for
+  exchange_rounds: rounds in which copies reached their experts, layer with most
 
 rl
   groups: ids of the step's groups
@@ -136,8 +132,6 @@ rl
   gate: list of texts: the measures out of their bands, and where to look
   expert_load: * tokens sent to each expert, one list for each MoE layer
   expert_load_max: * tokens of the busiest expert over the mean, worst layer
-  repeated_microbatches: * number of microbatches whose buffers overflowed;
-      absent if none did
   wait_s: seconds of waiting for the step's groups; colocated, of sampling them
   train_s: seconds of the update
   publish_s: seconds of handing over the policy, which waits for the one before

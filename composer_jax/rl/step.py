@@ -19,12 +19,11 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches, records
+from composer_jax.core import batches
 from composer_jax.models import decoder, head, stacks
 from composer_jax.parallel import exchange, sequence, shardings
 from composer_jax.rl import policy_loss
 from composer_jax.rl.hints import distill
-from composer_jax.train import buckets
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -58,16 +57,11 @@ class Scores(flax.struct.PyTreeNode, kw_only=True):
     logprobs_BT: log-probabilities at the batch's temperatures.
     differing_BT: int32 number of MoE layers whose recorded route is not the
       router's own choice.
-    exchanged: rows that each MoE layer's exchange needed and had; None without
-      a mesh.
-    attempts: number of passes; in all but the last, buffers overflowed.
   """
 
   logprobs_BT: jax.Array
   expert_ids_MBTA: jax.Array
   differing_BT: jax.Array
-  exchanged: exchange.ExchangeStats | None = None
-  attempts: int = flax.struct.field(pytree_node=False, default=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +129,6 @@ def _scored(
     logprobs_BT=logprobs_BT,
     expert_ids_MBTA=output.expert_ids_MBTA,
     differing_BT=(~output.agrees_MBT).sum(0, dtype=jnp.int32),
-    exchanged=output.exchanged,
   )
   return scores, entropy_BT
 
@@ -249,32 +242,16 @@ def build(
     variables = state.variables()
     return {**variables, **rounded(decoder.without_base(variables))}
 
-  @functools.cache
-  def first(bucket):
-    sized = model
-    if placement is not None:
-      sized = dataclasses.replace(model, plan=placement.plan_of(bucket))
-
-    @jit
-    def run(values, batch):
-      sums, scores = microbatch_sums(sized, values, batch, loss=loss)
-      others = _readable(sums.replace(grads=None), model.plan)
-      return others.replace(grads=placed(sums.grads)), scores
-
-    return run
+  @jit
+  def first(values, batch):
+    sums, scores = microbatch_sums(model, values, batch, loss=loss)
+    others = _readable(sums.replace(grads=None), model.plan)
+    return others.replace(grads=placed(sums.grads)), scores
 
   add_donated = jit(add, donate_argnums=0)
 
   def add_microbatch(values, sums, batch):
-    on_device, attempts = put(batch), 0
-    for bucket in _buckets_for(batch, placement):
-      added, scores = first(bucket)(values, on_device)
-      attempts += 1
-      # Only tokens without a record can overflow it; None, the worst case,
-      # holds all tokens.
-      if bucket is None or bool(exchange.fits(scores.exchanged)):
-        break
-    scores = scores.replace(attempts=attempts)
+    added, scores = first(values, put(batch))
     # Two programs, so that the large one compiles once, sums or not.
     return (added if sums is None else add_donated(sums, added)), scores
 
@@ -328,29 +305,3 @@ def build(
     add_hints=add_hints,
     parts=distill.parts_of(model.plan),
   )
-
-
-def _buckets_for(
-  batch: batches.RLBatch, placement: train_placement.Placement | None
-) -> list[buckets.Bucket]:
-  """Returns the smallest bucket for a batch's records, and the worst case.
-
-  Replayed routes are known before the step; tokens without a record are assumed
-  to spread over experts as the others do.
-  """
-  if placement is None or not placement.buckets:
-    return [None]
-  assert batch.expert_ids_MBTA is not None
-  ids_MBTA = np.asarray(batch.expert_ids_MBTA)
-  valid_BT = np.asarray(batch.segment_ids_BT) > 0
-  recorded_MBT = (ids_MBTA != records.NO_ROUTE).all(-1) & valid_BT
-  if not recorded_MBT.any():
-    return [None]
-  share = recorded_MBT.sum() / (valid_BT.sum() * len(ids_MBTA))
-  needed = placement.needed_rows(ids_MBTA, valid_BT) / share
-  worst = placement.rows_of(None, *valid_BT.shape)
-  for bucket in placement.buckets:
-    rows = placement.rows_of(bucket, *valid_BT.shape)
-    if needed <= rows < worst:
-      return [bucket, None]
-  return [None]

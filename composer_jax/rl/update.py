@@ -257,8 +257,6 @@ def update(
       metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
     ratios = comparison.ratios(trained, scores)
     metrics.update(mismatch.gap(np.concatenate(ratios)))
-    if repeated := sum(s.attempts - 1 for s in scores):
-      metrics['repeated_microbatches'] = repeated
     if gate is not None:
       judged = comparison.JudgedStep(
         version=version,

@@ -47,8 +47,8 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
     load_ME: int32 number of tokens sent to each expert.
     max_logits_LN: largest attention logit of each layer and head; None if not
       measured.
-    exchanged: rows needed and available in each MoE layer's exchange, for the
-      shard that needed most; None without a mesh.
+    rounds_M: int32 rounds of each MoE layer's exchange, over microbatches the
+      most; None where no token travels.
   """
 
   loss: jax.Array
@@ -58,12 +58,12 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
   num_tokens: jax.Array
   load_ME: jax.Array
   max_logits_LN: jax.Array | None = None
-  exchanged: exchange.ExchangeStats | None = None
+  rounds_M: jax.Array | None = None
 
 
 def summed(stats: LossStats) -> LossStats:
   """Returns a batch's statistics from those of its microbatches, stacked."""
-  absent = {'max_logits_LN': None, 'exchanged': None}
+  absent = {'max_logits_LN': None, 'rounds_M': None}
   maxima = {name: getattr(stats, name) for name in absent}
   sums = jax.tree.map(lambda a: a.sum(0), stats.replace(**absent))
   return sums.replace(**jax.tree.map(lambda a: a.max(0), maxima))
@@ -149,7 +149,7 @@ def loss(
     num_tokens=part.num_tokens,
     load_ME=stats.load_ME,
     max_logits_LN=output.max_logits_LN,
-    exchanged=output.exchanged,
+    rounds_M=output.rounds_M,
   )
 
 

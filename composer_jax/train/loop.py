@@ -23,7 +23,7 @@ from composer_jax.optim import groups
 from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import buckets, compiler_options, lm_loss, reporting
+from composer_jax.train import compiler_options, lm_loss, reporting
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -90,7 +90,7 @@ class _Programs:
   """Compiled functions of a stage; `like` has the shapes of its state."""
 
   first_state: Callable[[decoder.Variables | None], train_state.TrainState]
-  step: Callable[[buckets.Bucket], Any]
+  step: Any
   evaluate: lm_loss.SumFunction
   like: train_state.TrainState
   muon: plan.MuonPlan | None
@@ -139,12 +139,6 @@ def run(
     keep=2,  # The last may be damaged.
   )
   with contextlib.closing(checkpoints):
-    size = None
-    if placement.buckets:
-      shape = options.batch_size // options.accumulate, options.seq_len
-      size = buckets.BucketSize(
-        placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
-      )
     start, state = checkpoints.latest_step() or 0, None
     if start:
       state, data = checkpoints.restore(start, programs.like.own())
@@ -152,13 +146,10 @@ def run(
         base = programs.first_state(initial).base
         state = state.replace(base=base)
       stream.set_state(data['stream'])
-      if size is not None:
-        size.set_state(data['buckets'])
     # The line of step 0 is written again by a run that has no checkpoint.
     writer.truncate(stage, -1 if state is None else start)
     with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, placement, writer, bar)
-      take_step = buckets.BucketedStep(programs.step, size, report.retry)
       for line in placement.lines:
         bar.message(line)
       bar.message('compiling, then step by step')
@@ -174,21 +165,19 @@ def run(
       for step in range(start + 1, options.steps + 1):
         batch = _next_batch(stream, options, placement, step)
         batch = placement.put(batch, options.batch_size)
-        state, sent = take_step(state, batch, step)
-        report.push(sent)
+        state, metrics = programs.step(state, batch)
+        report.push(step, metrics)
         is_last = step == options.steps
         is_evaluated = is_last or step % options.eval_every == 0
         is_saved = is_last or step % options.checkpoint_every == 0
         if is_evaluated or is_saved:
-          # First: a checkpoint promises that the step took place and was
-          # finite, and that its line is in the metrics.
-          state = take_step.settle(state)
+          # First: a checkpoint promises that the step was finite, and that its
+          # line is in the metrics.
           report.flush()
         if is_evaluated:
           report.heldout(step, heldout_loss(state))
         if is_saved:
-          kept = size and size.get_state()
-          data = {'stream': stream.get_state(), 'buckets': kept}
+          data = {'stream': stream.get_state()}
           checkpoints.save(step, state.own(), data)
   trained = state.trained()
   export.save(workdir, stage, options.steps, trained)
@@ -234,32 +223,26 @@ def make_programs(
     placed = jax.device_put(initial, variable_places)
     return train_state.place(create, placed, places)
 
-  @functools.cache
-  def step_of(bucket):
-    step = train_step.make(
-      model,
-      optimizer,
-      plan=placement.plan_of(bucket),
-      bias_rate=options.bias_rate,
-      clips_logits=options.optimizer.clips_logits,
-      accumulate=options.accumulate,
-      places=variable_places[trained],
-    )
-    flags = [placement.replicated] * bool(placement.buckets)
-    return jax.jit(
-      step,
-      donate_argnums=0,
-      in_shardings=(places, placement.batch, *flags),
-      out_shardings=(places, placement.replicated, *flags),
-      compiler_options=compiler_options.of(device.platform, device.device_kind),
-    )
-
+  step = train_step.make(
+    model,
+    optimizer,
+    plan=placement.plan,
+    bias_rate=options.bias_rate,
+    clips_logits=options.optimizer.clips_logits,
+    accumulate=options.accumulate,
+    places=variable_places[trained],
+  )
   return _Programs(
     first_state=first_state,
-    step=step_of,
+    step=jax.jit(
+      step,
+      donate_argnums=0,
+      in_shardings=(places, placement.batch),
+      out_shardings=(places, placement.replicated),
+      compiler_options=compiler_options.of(device.platform, device.device_kind),
+    ),
     evaluate=jax.jit(
-      # In the worst-case bucket: evaluations are never repeated.
-      lm_loss.heldout_sums(model, plan=placement.plan_of(None)),
+      lm_loss.heldout_sums(model, plan=placement.plan),
       in_shardings=(places.variables(), placement.batch),
       out_shardings=placement.replicated,
     ),

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,12 +14,11 @@ from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
 from composer_jax.parallel import (
-  carriers,
   exchange,
   layouts,
+  rounds,
   sequence,
   shardings,
-  transports,
 )
 
 
@@ -27,27 +27,22 @@ class ParallelOptions:
   """Options of the exchange between devices; results differ by rounding only.
 
   Attributes:
-    transport: name in `carriers.CARRIERS` of the exchange of tokens; 'auto'
-      chooses by the bytes that each would move.
-    buckets: rising sizes of receive buffers over the mean; a step takes the
-      worst case if none is enough (`train.buckets`). () always takes it.
+    transport: one of `rounds.TRANSPORTS`; 'auto' takes the platform's.
+    room: copies of tokens that a buffer holds over their mean. More than fit
+      are exchanged in several rounds.
     sequence_order: 'contiguous', or 'zigzag', which gives each context shard an
       early and a late piece of a row, for an even number of keys; 'auto' is
       zigzag with several context shards.
   """
 
   transport: str = 'auto'
-  buckets: tuple[float, ...] = (1.0, 1.25, 2.0)
+  room: float = rounds.ROOM
   sequence_order: str = 'auto'
 
   def __post_init__(self):
-    object.__setattr__(self, 'buckets', tuple(self.buckets))
-    checks.one_of(self, 'transport', ('auto', *carriers.CARRIERS))
+    checks.one_of(self, 'transport', ('auto', *rounds.TRANSPORTS))
     checks.one_of(self, 'sequence_order', ('auto', 'contiguous', 'zigzag'))
-    is_sorted = list(self.buckets) == sorted({*self.buckets})
-    rises = is_sorted and min(self.buckets, default=1) >= 1
-    rule = 'rise from 1 (the mean); the worst case is always included'
-    checks.require(self, 'buckets', rises, rule)
+    checks.positive(self, 'room')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +52,6 @@ class Placement:
   Attributes:
     variables: tree of NamedShardings of the model's variables.
     plan: exchange of tokens with experts; None on one device.
-    buckets: sizes of receive buffers; () if none can overflow.
     lines: text that explains the choices.
   """
 
@@ -66,7 +60,6 @@ class Placement:
   layout: layouts.Layout
   variables: dict[str, Any]
   plan: exchange.ExchangePlan | None
-  buckets: tuple[float, ...]
   lines: tuple[str, ...]
 
   @property
@@ -83,26 +76,17 @@ class Placement:
     """Number of devices among which experts are divided."""
     return self.plan.expert_shards if self.plan else 1
 
-  def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
-    """Returns the rows of a receive buffer for a microbatch of all devices."""
-    assert self.plan is not None
-    load = _load(self.model, self.plan, rows, seq_len)
-    return transports.capacity_rows(load, bucket)
-
-  def needed_rows(self, ids_MBTA: np.ndarray, valid_BT: np.ndarray) -> int:
-    """Returns the rows that recorded routes need, without unrecorded tokens."""
-    assert self.plan is not None
-    rows_P = exchange.needed_rows(
+  def shards_of(self, num_tokens: int) -> rounds.Shards | None:
+    """Returns the shards of an exchange of so many tokens of all devices."""
+    if self.plan is None or not self.plan.travels:
+      return None
+    width = shardings.product(self.plan.token_axes, self.mesh)
+    return exchange.shards_of(
       self.plan,
-      self._ordered(ids_MBTA, 2),
-      self._ordered(valid_BT, 1),
-      num_experts=self.model.moe.num_experts,
+      num_tokens=num_tokens // width,
+      num_active=self.model.moe.num_active,
+      num_local=self.model.moe.num_experts // self.expert_shards,
     )
-    return int(rows_P.max())
-
-  def plan_of(self, bucket: float | None) -> exchange.ExchangePlan | None:
-    """Returns the plan with receive buffers of a bucket."""
-    return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
   def rows_here(self, batch_size: int) -> list[int]:
     """Returns the rows of a batch that meet devices of this process."""
@@ -163,24 +147,22 @@ def build(
   order = options.sequence_order
   if order == 'auto':
     order = 'zigzag' if is_cut else 'contiguous'
+  transport = options.transport
+  if transport == 'auto':
+    transport = rounds.transport_of(mesh.devices.flat[0].platform)
   plan = model_placement.exchange_plan(
     model,
     layout=layout,
     mesh=mesh,
-    transport=options.transport,
+    transport=transport,
+    room=options.room,
     sequence_order=order,
   )
   axes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
   lines = [f'mesh: {axes}; layout {layout.name}']
-  buckets = ()
-  if plan is not None:
-    if is_cut:
-      lines.append(f'tokens of a row: {order} over the context shards')
-    if plan.expert_shards > 1:
-      buckets = options.buckets
-      plan, line = _carried(plan, model, num_tokens, buckets)
-      lines.append(line)
-  return Placement(
+  if plan is not None and is_cut:
+    lines.append(f'tokens of a row: {order} over the context shards')
+  placed = Placement(
     model=model,
     mesh=mesh,
     layout=layout,
@@ -188,32 +170,22 @@ def build(
       model, layout=layout, mesh=mesh
     ),
     plan=plan,
-    buckets=buckets,
     lines=tuple(lines),
   )
+  if shards := placed.shards_of(num_tokens):
+    line = _line(shards, model, num_tokens // mesh.size)
+    placed = dataclasses.replace(placed, lines=(*lines, line))
+  return placed
 
 
-def _load(model, plan, rows, seq_len):
-  return exchange.load_of(
-    plan,
-    batch_size=rows,
-    length=seq_len,
-    num_experts=model.moe.num_experts,
-    num_active=model.moe.num_active,
-    embed_dim=model.embed_dim,
-    item_bytes=4 if model.compute_dtype == 'float32' else 2,
+def _line(shards, model, num_tokens):
+  """Returns a line about the exchange, for tokens of one device."""
+  copies = num_tokens * model.moe.num_active
+  width = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
+  received = rounds.bytes_received(shards, copies, width)
+  return (
+    f'transport {shards.transport}: {shards.num_shards} expert shards, buffers '
+    f'of {shards.buffer} rows for {copies} copies of the tokens of a device; '
+    f'at even load a shard receives {received / 1e6:.3g} MB per layer forward '
+    'and backward'
   )
-
-
-def _carried(plan, model, num_tokens, buckets):
-  """Returns the plan with a transport, and a line that explains the choice."""
-  name, reason = transports.choose(
-    _load(model, plan, 1, num_tokens),
-    platform=plan.mesh.devices.flat[0].platform,
-    # The middle, as the bucket of a step is not known yet.
-    bucket=buckets[len(buckets) // 2] if buckets else None,
-  )
-  if plan.transport == 'auto':
-    return dataclasses.replace(plan, transport=name), reason
-  line = f'transport {plan.transport}, as configured; auto: {reason}'
-  return plan, line

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 
 from composer_jax.optim.muon import plan as muon_plan
-from composer_jax.parallel import exchange
 from composer_jax.telemetry import mfu, progress
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import buckets, lm_loss
+from composer_jax.train import lm_loss
 from composer_jax.train import placement as train_placement
 from composer_jax.train import step as train_step
 
@@ -70,38 +69,27 @@ class Reporter:
   learning_rates: np.ndarray
   log_every: int
   expert_shards: int = 1
-  _pending: buckets.Sent | None = None
+  _pending: tuple[int, train_step.StepMetrics] | None = None
   _last_finite: float | None = None
 
-  def push(self, sent: buckets.Sent) -> None:
+  def push(self, step: int, metrics: train_step.StepMetrics) -> None:
     """Takes a dispatched step; reports the one before, which must be finite."""
-    before, self._pending = self._pending, sent
-    if before is not None:
-      self._report(before)
+    self.flush()
+    self._pending = step, metrics
 
   def flush(self) -> None:
-    """Reports the pending step, which is settled; waits for the device."""
+    """Reports the pending step; waits for the device."""
     pending, self._pending = self._pending, None
     if pending is not None:
-      self._report(pending)
-
-  def retry(self, retry: buckets.Retry) -> None:
-    self.writer.write(
-      self.stage,
-      retry.step,
-      retry=str(retry),
-      retry_needed_rows=retry.needed,
-      retry_capacity=retry.capacity,
-    )
-    self.bar.message(str(retry))
+      self._report(*pending)
 
   def heldout(self, step: int, loss: float, **others: Any) -> None:
     """Writes the held-out loss after `step` steps, and metrics beside it."""
     self.writer.write(self.stage, step, heldout_loss=loss, **others)
     self.bar.message(f'step {step}: held-out loss {loss:.4f}')
 
-  def _report(self, sent: buckets.Sent) -> None:
-    step, metrics = sent.step, jax.device_get(sent.metrics)
+  def _report(self, step: int, sent: train_step.StepMetrics) -> None:
+    metrics: Any = jax.device_get(sent)
     loss, update = metrics.loss, metrics.update
     values = {
       'loss': float(loss.loss),
@@ -128,24 +116,22 @@ class Reporter:
       lr=float(self.learning_rates[step - 1]),
       expert_load_max=train_step.expert_load_max(loss.load_ME),
       expert_load=loss.load_ME.tolist(),
-      **self._experts(loss.load_ME, loss.exchanged),
+      **self._experts(loss.load_ME, loss.rounds_M),
       **attention,
       **self.speed.read(),
     )
 
   def _experts(
-    self, load_ME: np.ndarray, stats: exchange.ExchangeStats | None
+    self, load_ME: np.ndarray, rounds_M: np.ndarray | None
   ) -> dict[str, Any]:
     """Returns metrics of the experts' shards."""
     if self.expert_shards == 1:
       return {}
-    assert stats is not None
+    assert rounds_M is not None
     load_MP = load_ME.reshape(len(load_ME), self.expert_shards, -1).sum(-1)
-    fullest = int(np.argmax(stats.needed_rows))
     return {
       'shard_load_max': train_step.expert_load_max(load_MP),
-      'needed_rows': int(stats.needed_rows[fullest]),
-      'received_rows': int(stats.capacity[fullest]),
+      'exchange_rounds': int(rounds_M.max()),
     }
 
   def _check_finite(

@@ -5,7 +5,6 @@ their devices. A mean over the batch is the sum of the microbatches' shares
 (`lm_loss.Totals`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +38,12 @@ class StepMetrics(flax.struct.PyTreeNode, kw_only=True):
   update: UpdateStats
 
 
+StepFunction = Callable[
+  [train_state.TrainState, batches.LMBatch],
+  tuple[train_state.TrainState, StepMetrics],
+]
+
+
 def apply_gradients(
   state: train_state.TrainState,
   gradients: Any,
@@ -47,39 +52,29 @@ def apply_gradients(
   optimizer: optax.GradientTransformation,
   bias_rate: float,
   max_logits_LN: jax.Array | None = None,
-  when: jax.Array | None = None,
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
   `load_ME` is the number of tokens sent to each expert over the global batch,
   `bias_rate` the step of the selection bias (DeepSeek-V3: 0.001; 0 freezes it).
-  An optimizer that clips by attention logits needs `max_logits_LN`. A false
-  `when` leaves the state as it is, element by element: other values may be NaN.
+  An optimizer that clips by attention logits needs `max_logits_LN`.
   """
   gradients = optax.tree.cast(gradients, jnp.float32)
   update = optax.with_extra_args_support(optimizer).update
-  extra = dict(max_logits=max_logits_LN, step=state.step, when=when)
+  extra = dict(max_logits=max_logits_LN, step=state.step)
   updates, opt_state = update(gradients, state.opt_state, state.params, **extra)
-
-  def chosen(new, old):
-    if when is None:
-      return new
-    return jax.tree.map(functools.partial(jnp.where, when), new, old)
-
   if isinstance(updates, layerwise.Moved):
     params, updates = updates
   else:
     params = groups.apply_updates(state.params, updates, state.step)
-    params = chosen(params, state.params)
-    opt_state = chosen(opt_state, state.opt_state)
   bias = jax.tree.map(
     lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
     state.selection_bias,
   )
   after = state.replace(
-    step=chosen(state.step + 1, state.step),
+    step=state.step + 1,
     params=params,
-    selection_bias=chosen(bias, state.selection_bias),
+    selection_bias=bias,
     opt_state=opt_state,
   )
   stats = UpdateStats(
@@ -97,12 +92,8 @@ def make(
   clips_logits: bool = False,
   accumulate: int = 1,
   places: Any = None,
-) -> Callable[..., Any]:
+) -> StepFunction:
   """Returns the language-model step; it traces under any mesh.
-
-  It takes a state and a batch and returns the next state and `StepMetrics`.
-  Where an exchange can overflow it also takes whether the step before fitted,
-  and returns whether both did; if not, the state stays as it is.
 
   Args:
     clips_logits: true if the optimizer needs the largest attention logits.
@@ -123,7 +114,7 @@ def make(
     )
     return gradients, stats
 
-  def step(state, batch, is_due=None):
+  def step(state, batch):
     params = trees.on_device(state.params)
     if accumulate == 1:
       gradients, loss_stats = gradient(params, state, batch)
@@ -136,8 +127,6 @@ def make(
         places,
       )
       loss_stats = lm_loss.summed(stats)
-    fitted = exchange.fits(loss_stats.exchanged)
-    when = None if is_due is None else is_due & fitted
     with jax.named_scope('update'):
       after, update_stats = apply_gradients(
         state,
@@ -146,10 +135,8 @@ def make(
         optimizer=optimizer,
         bias_rate=bias_rate,
         max_logits_LN=loss_stats.max_logits_LN,
-        when=when,
       )
-    metrics = StepMetrics(loss=loss_stats, update=update_stats)
-    return (after, metrics) if when is None else (after, metrics, when)
+    return after, StepMetrics(loss=loss_stats, update=update_stats)
 
   return step
 

@@ -26,7 +26,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.tie_embeddings = False
   c.remat = True
   # Recomputation keeps tokens that other devices sent.
-  c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
+  c.remat_saves = ('keys', 'routes')
   c.compute_dtype = 'bfloat16'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(

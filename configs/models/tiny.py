@@ -21,7 +21,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.tie_embeddings = True
   c.remat = False  # activations fit; recomputing would cost a third more time
   # Recomputation keeps tokens that other devices sent.
-  c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
+  c.remat_saves = ('keys', 'routes')
   c.compute_dtype = 'float32'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(

@@ -93,9 +93,8 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
 
 # Metrics of meshes that shard experts, which is not the case in this run.
 ELSEWHERE = {
-  'cpt': 'transport shard_load_max needed_rows received_rows retry '
-  'retry_needed_rows retry_capacity',
-  'rl': 'repeated_microbatches difficulty solved_labels mismatch_kl_afresh',
+  'cpt': 'transport shard_load_max exchange_rounds',
+  'rl': 'difficulty solved_labels mismatch_kl_afresh',
 }
 ELSEWHERE['sft'] = ELSEWHERE['cpt']
 

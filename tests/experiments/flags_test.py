@@ -16,7 +16,7 @@ from tests import programs
     ('serve --on_swap=keep', '--store and --on_swap need --follow; add'),
     ('serve --stage=sft --follow', "of stage rl, not of 'sft'; leave out"),
     (
-      'plan --transport=ring --libtpu=folder',
+      'plan --transport=a2a --libtpu=folder',
       '--transport, --libtpu can be set with --what=compile alone; --what is '
       "'params'.",
     ),

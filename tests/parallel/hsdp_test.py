@@ -17,14 +17,14 @@ from tests.parallel import step_programs as programs
 
 NARROW = ('fsdp', 'context')
 # The mesh of the dual layout: CP = 2 and EP = 8 on 8 devices.
-WIDE = (programs.config(), (2, 2, 2), 'ring')
+WIDE = (programs.config(), (2, 2, 2), 'a2a')
 # Six experts over two devices, the others cut D; CP = 2. Backward nothing is
 # gathered again.
 UNEVEN = (
   programs.config(
     attention=programs.MLA,
     moe=dict(num_experts=6, router='sigmoid'),
-    remat_saves=('weights', 'keys', 'dispatched', 'routes', 'combined'),
+    remat_saves=('weights', 'keys', 'routes'),
   ),
   (1, 4, 2),
   'a2a',
@@ -34,14 +34,14 @@ OTHERS = {
   'mla_cp4': (
     programs.config(attention=programs.MLA, moe=SIGMOID),
     (2, 1, 4),
-    'ring',
+    'ragged_a2a',
   ),
   'no_context': (programs.config(tie_embeddings=True), (2, 4, 1), 'a2a'),
-  'no_replica': (programs.config(), (1, 8, 1), 'ring'),
+  'no_replica': (programs.config(), (1, 8, 1), 'a2a'),
   'cp2': (programs.config(moe=SIGMOID), (1, 4, 2), 'a2a'),
-  'uneven_wide': (programs.config(moe=dict(num_experts=6)), (2, 2, 2), 'ring'),
+  'uneven_wide': (programs.config(moe=dict(num_experts=6)), (2, 2, 2), 'a2a'),
   # No expert axis divides: every device has all six, of each an eighth.
-  'uneven_alone': (programs.config(moe=dict(num_experts=6)), (1, 8, 1), 'ring'),
+  'uneven_alone': (programs.config(moe=dict(num_experts=6)), (1, 8, 1), 'a2a'),
 }
 CASES = [
   pytest.param(*WIDE, id='wide', marks=pytest.mark.slow),

@@ -107,7 +107,6 @@ def program(
   model: model_config.ModelConfig,
   shape: tuple[int, ...],
   transport: str,
-  bucket: float | None = None,
 ) -> Program:
   """Compiles the step of a model on a mesh (replica, fsdp, context)."""
   placed = placement.build(
@@ -131,9 +130,7 @@ def program(
   )
   shapes = jax.eval_shape(lambda v: state.create(v, optimizer), abstract)
   places = state.shardings(shapes, placed.variables, placed.mesh)
-  update = step.make(
-    model, optimizer, plan=placed.plan_of(bucket), bias_rate=1e-3
-  )
+  update = step.make(model, optimizer, plan=placed.plan, bias_rate=1e-3)
 
   def numbers(dtype):
     return jax.ShapeDtypeStruct((B, T), dtype, sharding=placed.batch)
@@ -160,9 +157,10 @@ def program(
     text=text,
     warnings=warnings,
     state=shapes,
-    # Loops over blocks of grouped matmuls have data-dependent ends.
+    # Rounds and blocks of grouped matmuls have data-dependent ends; the stated
+    # bytes are those of one round.
     hlo=hlo.read(text, dynamic_trips=1),
-    stated=traffic.lines(case(model, shape), asked(transport, bucket)),
+    stated=traffic.lines(case(model, shape), asked(transport)),
   )
 
 
@@ -178,10 +176,8 @@ def case(model: model_config.ModelConfig, shape: tuple[int, ...]) -> cases.Case:
   )
 
 
-def asked(transport: str, bucket: float | None = None) -> traffic.Step:
-  return traffic.Step(
-    batch_size=B, seq_len=T, transport=transport, bucket=bucket
-  )
+def asked(transport: str) -> traffic.Step:
+  return traffic.Step(batch_size=B, seq_len=T, transport=transport)
 
 
 class Key(NamedTuple):

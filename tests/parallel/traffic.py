@@ -16,12 +16,13 @@ one shard each of W bytes lacks W (n - 1) / n. Lines of a layer:
   all devices, for all layers at once.
 - 'keys': context shards gather what attention keeps of a token (keys and
   values, or the latent and the rotated key), and reduce-scatter its gradient.
-- 'dispatch', 'combine': tokens go to the devices of their experts and sums come
-  back; gradients go the other way. 'ring' sends every token to all devices of
-  the group, 'a2a' as many rows to each as there are tokens or as a `bucket`
-  holds, 'ragged_a2a' only the rows that a device has experts for. The last, at
-  even load, is the least.
-- 'routes': ids, gates and counts beside dispatch and combine; their least is 0.
+- 'dispatch', 'combine': copies of tokens go to the devices of their experts and
+  outputs come back; backward the copies go again with the gradients of the
+  outputs and a gate, and gradients of both come back. 'a2a' sends the slots of
+  one round to each device, 'ragged_a2a' the copies of even load. At least each
+  token goes once to each device that has an expert of it, at even load.
+- 'routes': counts of copies, and the number of rounds where other devices have
+  copies of the experts; their least is 0.
 
 Lines of the step: 'ids' and 'embedding' (token ids go to the devices of the
 table's columns, rows come back; the least is the smaller of rows and table),
@@ -37,19 +38,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.models import config as model_config
-from composer_jax.parallel import exchange, shardings, shards, transports
+from composer_jax.parallel import exchange, rounds, shardings, shards
 from composer_jax.plan import case as cases
 from composer_jax.plan import params
 
-# Kinds of dispatch and of combine; the gradient of each is the other.
-_KINDS = {
-  'ring': ('all-gather', 'reduce-scatter'),
-  'a2a': ('all-to-all', 'all-to-all'),
-  'ragged_a2a': ('ragged-all-to-all', 'ragged-all-to-all'),
-}
-TRANSPORTS = tuple(_KINDS)
+_KINDS = {'a2a': 'all-to-all', 'ragged_a2a': 'ragged-all-to-all'}
 # Bytes of numbers whose dtype does not follow the model's compute dtype.
 _FLOAT32 = _INT32 = 4
 _WHERE = {'dense_layers': 'dense layer', 'moe_layers': 'mixture layer'}
@@ -86,15 +82,14 @@ class Step:
   Attributes:
     batch_size: rows on all devices.
     seq_len: tokens of a row.
-    transport: one of TRANSPORTS.
-    bucket: size of the experts' receive buffers as a multiple of the mean
-      load; None for the worst case.
+    transport: one of `rounds.TRANSPORTS`.
+    room: copies that a buffer holds as a multiple of the mean.
   """
 
   batch_size: int
   seq_len: int
   transport: str
-  bucket: float | None = None
+  room: float = rounds.ROOM
 
 
 def lines(case: cases.Case, step: Step) -> list[Traffic]:
@@ -121,8 +116,9 @@ def lines(case: cases.Case, step: Step) -> list[Traffic]:
   return list(merged.values())
 
 
-def load(case: cases.Case, step: Step) -> transports.Load:
-  return _Counter(case, step).load()
+def shards_of(case: cases.Case, step: Step) -> rounds.Shards:
+  """Returns the devices that share experts, and the room of their buffers."""
+  return _Counter(case, step).shards()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,50 +216,60 @@ class _Counter:
       yield _line(where, 'keys', 'backward', 'reduce-scatter', axes, sent)
 
   def exchange(self) -> Iterator[Traffic]:
-    """Yields tokens on their way to experts, and sums on their way back."""
-    axes, load = self.expert_axes, self.load()
-    transport, others = self.step.transport, load.num_shards - 1
-    group = transports.sized(load, transport, bucket=self.step.bucket)
-    visits = load.num_tokens * load.visits
-    rows_from_each = {
-      'ring': load.num_tokens,
-      'a2a': group.slots or load.num_tokens,
-      'ragged_a2a': visits,
-    }
-    rows = others * rows_from_each[transport]
-    there, back = _KINDS[transport]
-    line = functools.partial(_line, 'mixture layer')
-    width = load.embed_dim * load.item_bytes
-    sent, least = round(rows * width), round(others * visits * width)
-    for phase in self.phases('dispatched'):
-      yield line('dispatch', phase, there, axes, sent, least)
-    # No gradient needs the sums of experts, so they are not recomputed.
-    yield line('combine', 'forward', back, axes, sent, least)
-    yield line('dispatch', 'backward', back, axes, sent, least)
-    yield line('combine', 'backward', there, axes, sent, least)
-    # Ids and gates of a row travel as one array, and so does its gradient.
-    sent = round(rows * 2 * load.num_active * _FLOAT32)
-    # Never recomputed: routes are small, and could choose other experts.
-    yield line('routes', 'forward', there, axes, sent, 0)
-    yield line('routes', 'backward', back, axes, sent, 0)
-    if transport == 'ragged_a2a' or group.slots:
-      # Counts of tokens and copies for every pair of shards.
-      sent = others * 2 * load.num_shards * _INT32
-      yield line('routes', 'forward', 'all-gather', axes, sent, 0)
+    """Yields copies on their way to experts, and outputs on their way back."""
+    axes, shards, moe = self.expert_axes, self.shards(), self.case.model.moe
+    others = shards.num_shards - 1
+    rows = self.tokens * moe.num_active / shards.num_shards
+    if shards.transport == 'a2a':
+      rows = shards.rows
+    elsewhere = moe.num_experts - shards.num_local
+    missed = math.comb(elsewhere, moe.num_active)
+    visits = 1 - missed / math.comb(moe.num_experts, moe.num_active)
+    width = self.case.model.embed_dim * self.size
+    least = round(others * self.tokens * visits * width)
+    for what, phase, row in (
+      ('dispatch', 'forward', width),
+      ('combine', 'forward', width),
+      # Gradients of outputs, with the gates and with the copies themselves.
+      ('combine', 'backward', 2 * width + _FLOAT32),
+      ('dispatch', 'backward', width + _FLOAT32),
+    ):
+      sent = round(others * rows * row)
+      yield _line(
+        'mixture layer',
+        what,
+        phase,
+        _KINDS[shards.transport],
+        axes,
+        sent,
+        least,
+      )
+    routes = functools.partial(_line, 'mixture layer', 'routes', 'forward')
+    sent = others * moe.num_experts * _INT32
+    yield routes('all-gather', axes, sent, 0)
+    if others:
+      sent = _all_reduce(_INT32, self.width(shards.others))
+      yield routes('all-reduce', shards.others, sent, 0)
 
   @property
   def expert_axes(self) -> tuple[str, ...]:
     return _arrays(self.case)['moe_layers/moe/gate_up'].dims['expert']
 
-  def load(self) -> transports.Load:
-    model = self.case.model
-    return transports.Load(
+  def shards(self) -> rounds.Shards:
+    model, layout = self.case.model, self.case.layout
+    plan = exchange.ExchangePlan(
+      mesh=self.case.mesh,
+      batch_axes=layout.batch,
+      sequence_axes=layout.sequence,
+      weight_specs=(('gate_up', P(self.expert_axes)),),
+      transport=self.step.transport,
+      room=self.step.room,
+    )
+    return exchange.shards_of(
+      plan,
       num_tokens=self.tokens,
       num_active=model.moe.num_active,
-      num_experts=model.moe.num_experts,
-      num_shards=self.width(self.expert_axes),
-      embed_dim=model.embed_dim,
-      item_bytes=self.size,
+      num_local=model.moe.num_experts // plan.expert_shards,
     )
 
   def sums(self) -> Iterator[Traffic]:

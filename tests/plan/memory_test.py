@@ -71,13 +71,8 @@ def _train_step(model, mesh, layout, optimizer, rows, seq_len):
     positions_BT=integers,
     loss_weights_BT=integers.update(dtype=jnp.float32),
   )
-  arguments = [programs.like, batch]
-  if placed.buckets:
-    arguments.append(
-      jax.ShapeDtypeStruct((), jnp.bool_, sharding=placed.replicated)
-    )
-  step = programs.step(placed.buckets[0] if placed.buckets else None)
-  return step.lower(*arguments).compile(compiler_options=OPTIONS)
+  lowered = programs.step.lower(programs.like, batch)
+  return lowered.compile(compiler_options=OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.parallel import exchange
 from composer_jax.train import lm_loss
 
 MODEL = model_config.ModelConfig.from_dict(
@@ -136,10 +135,7 @@ def test_microbatches_add_up_but_for_maxima():
       num_tokens=jnp.array([1, 2, 3]),
       load_ME=jnp.array([[[1, 0]], [[2, 5]], [[0, 1]]]),
       max_logits_LN=jnp.array([[[7.0, 1.0]], [[2.0, 8.0]], [[3.0, 3.0]]]),
-      exchanged=exchange.ExchangeStats(
-        needed_rows=jnp.array([[9, 1], [2, 2], [3, 8]]),
-        capacity=jnp.full((3, 2), 8),
-      ),
+      rounds_M=jnp.array([[3, 1], [2, 2], [1, 1]]),
     )
   )
   assert [float(x) for x in (actual.loss, actual.aux_loss)] == [7.0, 14.0]
@@ -147,8 +143,7 @@ def test_microbatches_add_up_but_for_maxima():
   assert actual.num_tokens == 6
   assert actual.load_ME.tolist() == [[3, 6]]
   assert actual.max_logits_LN.tolist() == [[7.0, 8.0]]
-  assert actual.exchanged.needed_rows.tolist() == [9, 8]
-  assert actual.exchanged.capacity.tolist() == [8, 8]
+  assert actual.rounds_M.tolist() == [3, 2]
 
 
 def test_a_model_of_zeros_has_uniform_routers():

@@ -119,10 +119,10 @@ def random_batch(seed):
 
 
 @functools.cache  # One placement, so that each program is compiled once.
-def placed(replica=1, fsdp=1, context=1, *, buckets=(1.0, 1.25, 2.0)):
+def placed(replica=1, fsdp=1, context=1, *, room=1.25):
   devices = jax.devices()[: replica * fsdp * context]
   mesh = topology.make_mesh(replica, fsdp, context, devices=devices)
-  parallel = placement.ParallelOptions(buckets=buckets)
+  parallel = placement.ParallelOptions(room=room)
   return placement.build(MODEL, mesh=mesh, options=parallel)
 
 
@@ -255,26 +255,18 @@ def test_stage_resumes_on_another_mesh(straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
+def test_a_run_of_many_rounds_goes_on_bit_for_bit(tmp_path):
   initial = initial_variables()
   # All 50 copies go to two experts, which lie on the same one of two shards.
   bias_ME = initial['selection_bias']['moe_layers']['moe']['bias']
   bias_ME[:] = [9, 9, 0, 0]
-  run = functools.partial(
-    train, initial=initial, mesh=(1, 2, 1), buckets=(1.0,)
-  )
+  run = functools.partial(train, initial=initial, mesh=(1, 2, 1), room=0.5)
   variables = run(tmp_path / 'straight')
   rows = curves(tmp_path / 'straight')
-  retries = [
-    (r['step'], r['retry_needed_rows'], r['retry_capacity'])
-    for r in rows
-    if 'retry' in r
-  ]
-  # Step 2 was dispatched before the overflow of step 1 was read.
-  assert retries == [(1, 50, 32), (2, 50, 32)]
   steps = [r for r in rows if 'loss' in r]
   assert [r['step'] for r in steps] == [1, 2, 3, 4, 5, 6]
-  assert {(r['needed_rows'], r['received_rows']) for r in steps} == {(50, 64)}
+  # Of 32 copies of a device, 8 travel to each of two in a round.
+  assert {r['exchange_rounds'] for r in steps} == {4}
   for stop_at in (2, 3):
     workdir = tmp_path / str(stop_at)
     with pytest.raises(KeyboardInterrupt):
@@ -282,11 +274,13 @@ def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
     again = run(workdir)
     assert curves(workdir) == rows
     jax.tree.map(np.testing.assert_array_equal, again, variables)
-  # Evaluations never overflow.
-  with pytest.raises(KeyboardInterrupt):
-    run(tmp_path / 'worst', buckets=(), stream=CountingStream(stop_at=0))
-  (first_row,) = curves(tmp_path / 'worst')
-  assert first_row['heldout_loss'] == rows[0]['heldout_loss']
+  # The number of rounds changes rounding alone.
+  run(tmp_path / 'one', room=2.0)
+  others = [r for r in curves(tmp_path / 'one') if 'loss' in r]
+  assert {r['exchange_rounds'] for r in others} == {1}
+  np.testing.assert_allclose(
+    *([r['loss'] for r in each] for each in (steps, others)), rtol=1e-5
+  )
 
 
 def test_finished_stage_is_not_repeated(straight):

@@ -70,16 +70,13 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
     MODEL,
     mesh=topology.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]),
     layout=layouts.BY_NAME[layout],
-    options=placement.ParallelOptions(buckets=()),
   )
   programs = loop.make_programs(options, MODEL, placed)
   state = programs.first_state(loop_test.initial_variables(MODEL))
   rows = [placed.put(batch(seed)) for seed in batches]
   # For a few steps compiling takes most of the time.
-  step = (
-    programs.step(None)
-    .lower(state, rows[0])
-    .compile({'xla_backend_optimization_level': 0})
+  step = programs.step.lower(state, rows[0]).compile(
+    {'xla_backend_optimization_level': 0}
   )
   metrics = []
   for row in rows:

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim import groups
-from composer_jax.parallel import exchange, topology
-from composer_jax.train import buckets, lm_loss, reporting
+from composer_jax.parallel import topology
+from composer_jax.train import lm_loss, reporting
 from composer_jax.train import step as train_step
 
 
@@ -61,14 +61,9 @@ def test_routers_and_attention_are_reported_and_losses_must_be_finite():
       ),
     )
 
-  def sent(step, metrics):
-    return buckets.Sent(
-      step=step, batch=None, bucket=None, metrics=metrics, is_done=None
-    )
-
-  reporter.push(sent(1, metrics(3.0, np.float32([[1, 4], [2, 0]]))))
-  reporter.push(sent(2, metrics(3.0)))
-  reporter.push(sent(3, metrics(np.inf)))
+  reporter.push(1, metrics(3.0, np.float32([[1, 4], [2, 0]])))
+  reporter.push(2, metrics(3.0))
+  reporter.push(3, metrics(np.inf))
   assert 'max_logit' not in written[1]
   assert (written[0]['aux_loss'], written[0]['z_loss']) == (2.0, 3.0)
   assert written[0]['max_logit'] == 4.0
@@ -77,16 +72,15 @@ def test_routers_and_attention_are_reported_and_losses_must_be_finite():
     reporter.flush()
 
 
-def test_shards_of_experts_and_repeated_steps_are_reported():
-  written, shown = [], []
+@pytest.mark.parametrize('rounds', [1, 2])
+def test_shards_of_experts_and_rounds_are_reported(rounds):
+  written = []
   reporter = reporting.Reporter(
     'cpt',
     writer=types.SimpleNamespace(
       write=lambda stage, step, **metrics: written.append((step, metrics))
     ),
-    bar=types.SimpleNamespace(
-      update=lambda step, **metrics: None, message=shown.append
-    ),
+    bar=types.SimpleNamespace(update=lambda step, **metrics: None),
     speed=types.SimpleNamespace(add=lambda tokens: None, read=dict),
     learning_rates=np.ones(1),
     log_every=1,
@@ -102,26 +96,16 @@ def test_shards_of_experts_and_repeated_steps_are_reported():
     loss_weight=nothing,
     num_tokens=np.int32(200),
     load_ME=load_ME,
-    exchanged=exchange.ExchangeStats(
-      needed_rows=np.array([240, 400]), capacity=np.array([480, 480])
-    ),
+    rounds_M=np.array([1, rounds]),
   )
   update = train_step.UpdateStats(grad_norm=nothing, update_norm=nothing)
   metrics = train_step.StepMetrics(loss=loss, update=update)
-  retry = buckets.Retry(
-    step=1, needed=400, capacity=240, bucket=1.0, next_bucket=2.0
-  )
-  reporter.retry(retry)
-  reporter.push(
-    buckets.Sent(step=1, batch=None, bucket=2.0, metrics=metrics, is_done=None)
-  )
+  reporter.push(1, metrics)
   reporter.flush()
-  (_, fields), (step, line) = written
+  ((step, line),) = written
   assert step == 1
-  assert fields['retry'] == str(retry) == shown[0]
-  assert (fields['retry_needed_rows'], fields['retry_capacity']) == (400, 240)
   assert line['shard_load_max'] == 2.0
-  assert (line['needed_rows'], line['received_rows']) == (400, 480)
+  assert line['exchange_rounds'] == rounds
 
 
 PARAMS = {'up': np.zeros((6, 4, 8)), 'down': np.zeros((6, 8, 4))}

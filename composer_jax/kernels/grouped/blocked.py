@@ -53,22 +53,25 @@ def multiply_groups(
   group_sizes_E: jax.Array,
   *,
   dtype: jax.typing.DTypeLike,
+  sums: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns lhs^T d_out of each group, zero for groups without rows."""
-  num_rows = len(lhs_YD)
+  """Returns lhs^T d_out of each group, added to `sums`."""
+  num_rows, starts = len(lhs_YD), sums is None
 
   def body(pieces, i, d_rhs_EDF):
     group, start, inside_b = _locate(pieces, i, num_rows)
     rows_bD = lax.dynamic_slice_in_dim(lhs_YD, start, pieces.rows)
     d_bF = lax.dynamic_slice_in_dim(d_out_YF, start, pieces.rows)
     product_DF = linear.weight_gradient(*_only(inside_b, rows_bD, d_bF))
-    return _add_group(d_rhs_EDF, product_DF, group, pieces.is_first)
+    is_first = starts and pieces.is_first
+    return _add_group(d_rhs_EDF, product_DF, group, is_first)
 
-  shape = (len(group_sizes_E), lhs_YD.shape[1], d_out_YF.shape[1])
-  # Float32, since the products of a group's pieces are added.
-  d_rhs_EDF = jnp.zeros(shape, jnp.float32)
+  if sums is None:
+    shape = (len(group_sizes_E), lhs_YD.shape[1], d_out_YF.shape[1])
+    # Float32, since the products of a group's pieces are added.
+    sums = jnp.zeros(shape, jnp.float32)
   loops = schedule.schedule(group_sizes_E, num_rows)
-  return run(body, loops, d_rhs_EDF).astype(dtype)
+  return run(body, loops, sums).astype(dtype)
 
 
 @jax.custom_vjp
@@ -108,19 +111,60 @@ def _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E):
 
 
 def _mlp_backward(residuals, d_out_YD):
-  gate_up_EDX, down_EFD, rows_YD, group_sizes_E, both_YX = residuals
+  *weights, rows_YD, group_sizes_E, both_YX = residuals
+  d_rows_YD, _, sums = mlp_gradient(
+    weights, (rows_YD, d_out_YD, None), group_sizes_E, both_YX=both_YX
+  )
+  d_gate_up_EDX, d_down_EFD = (
+    x.astype(w.dtype) for x, w in zip(sums, weights, strict=True)
+  )
+  return d_gate_up_EDX, d_down_EFD, d_rows_YD, None
+
+
+def mlp_gradient(
+  weights: Any,
+  arrays_Y: Any,
+  group_sizes_E: jax.Array,
+  sums: Any = None,
+  both_YX: jax.Array | None = None,
+) -> tuple[jax.Array, Any, Any]:
+  """Returns the gradients of `grouped_mlp`'s rows, of gates, and of weights.
+
+  Args:
+    weights: gate_up_EDX and down_EFD.
+    arrays_Y: rows_YD, d_out_YD and gates_Y, which multiply the outputs, or None
+      without gates.
+    sums: float32 arrays to which the weights' gradients are added; None starts
+      from zero.
+    both_YX: gates and ups of the forward pass; None computes them again.
+  """
+  (gate_up_EDX, down_EFD), (rows_YD, d_out_YD, gates_Y) = weights, arrays_Y
   num_rows, dtype = len(rows_YD), rows_YD.dtype
+  starts = sums is None
 
   def body(pieces, i, carry):
-    d_rows_YD, d_gate_up_EDX, d_down_EFD = carry
+    d_rows_YD, d_gates_Y, (d_gate_up_EDX, d_down_EFD) = carry
     group, start, inside_b = _locate(pieces, i, num_rows)
-    rows_bD, d_out_bD, both_bX = (
-      lax.dynamic_slice_in_dim(x, start, pieces.rows)
-      for x in (rows_YD, d_out_YD, both_YX)
-    )
+    cut = lambda x: lax.dynamic_slice_in_dim(x, start, pieces.rows)
+    rows_bD, d_out_bD = cut(rows_YD), cut(d_out_YD)
+    if both_YX is not None:
+      both_bX = cut(both_YX)
+    else:
+      both_bX = _dot(rows_bD, _matrix(gate_up_EDX, group)).astype(dtype)
     d_hidden_bF = _dot(d_out_bD, _matrix(down_EFD, group), True).astype(dtype)
+    hidden_bF = swiglu.swiglu(both_bX)
+    if gates_Y is not None:
+      gates_b1 = cut(gates_Y)[:, None]
+      # The gradient of a gate needs no output.
+      d_gates_b1 = jnp.sum(
+        hidden_bF * d_hidden_bF, axis=-1, dtype=jnp.float32, keepdims=True
+      )
+      d_gates_Y = _put_rows(d_gates_Y, d_gates_b1, start, inside_b)
+      hidden_bF, d_hidden_bF = (
+        (gates_b1 * x).astype(dtype) for x in (hidden_bF, d_hidden_bF)
+      )
     hidden_bF, d_both_bX = lax.optimization_barrier(
-      (swiglu.swiglu(both_bX), swiglu.gradient(both_bX, d_hidden_bF))
+      (hidden_bF, swiglu.gradient(both_bX, d_hidden_bF))
     )
     d_rows_bD = _dot(d_both_bX, _matrix(gate_up_EDX, group), True)
     # Not `linear.weight_gradient`: XLA would make hidden in the order of the
@@ -130,22 +174,19 @@ def _mlp_backward(residuals, d_out_YD):
       hidden_bF.T, d_out_bD, preferred_element_type=jnp.float32
     )
     d_gate_up_DX = linear.weight_gradient(*_only(inside_b, rows_bD, d_both_bX))
-    add = lambda x, y: _add_group(x, y, group, pieces.is_first)
-    return (
-      _put_rows(d_rows_YD, d_rows_bD, start, inside_b),
-      add(d_gate_up_EDX, d_gate_up_DX),
-      add(d_down_EFD, d_down_FD),
-    )
+    is_first = starts and pieces.is_first
+    add = lambda x, y: _add_group(x, y, group, is_first)
+    sums = add(d_gate_up_EDX, d_gate_up_DX), add(d_down_EFD, d_down_FD)
+    d_rows_YD = _put_rows(d_rows_YD, d_rows_bD, start, inside_b)
+    return d_rows_YD, d_gates_Y, sums
 
-  weights = gate_up_EDX, down_EFD
-  sums = (jnp.zeros(w.shape, jnp.float32) for w in weights)
-  carry = jnp.zeros_like(rows_YD), *sums
+  if sums is None:
+    sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in weights)
+  d_gates_Y = None if gates_Y is None else jnp.zeros((num_rows, 1), jnp.float32)
+  carry = jnp.zeros_like(rows_YD), d_gates_Y, sums
   loops = schedule.schedule(group_sizes_E, num_rows)
-  d_rows_YD, *sums = run(body, loops, carry)
-  d_gate_up_EDX, d_down_EFD = (
-    x.astype(w.dtype) for x, w in zip(sums, weights, strict=True)
-  )
-  return d_gate_up_EDX, d_down_EFD, d_rows_YD, None
+  d_rows_YD, d_gates_Y, sums = run(body, loops, carry)
+  return d_rows_YD, None if d_gates_Y is None else d_gates_Y[:, 0], sums
 
 
 grouped_mlp.defvjp(_mlp_forward, _mlp_backward)

@@ -80,6 +80,36 @@ def grouped_matmul(
   return _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32))
 
 
+def gradient(
+  lhs_YD: jax.Array,
+  rhs_EDF: Any,
+  d_out_YF: jax.Array,
+  group_sizes_E: jax.Array,
+  sums_EDF: Any,
+) -> tuple[jax.Array, Any]:
+  """Returns d_lhs_YD, and `sums_EDF` with the gradient of rhs added.
+
+  The sums are float32; of an adapted matrix those of its adapter.
+  """
+  if isinstance(rhs_EDF, linear.Adapted):
+    low_YR = grouped_matmul(lhs_YD, rhs_EDF.a, group_sizes_E)
+    d_low_YR, b = gradient(
+      low_YR, rhs_EDF.b, d_out_YF, group_sizes_E, sums_EDF.b
+    )
+    d_lhs_YD, a = gradient(
+      lhs_YD, rhs_EDF.a, d_low_YR, group_sizes_E, sums_EDF.a
+    )
+    through_YD = _by_group(
+      chosen(), d_out_YF, rhs_EDF.weight, group_sizes_E, True
+    )
+    return rounding.rounded(through_YD + d_lhs_YD), linear.Adapted(None, a, b)
+  d_lhs_YD = _by_group(chosen(), d_out_YF, rhs_EDF, group_sizes_E, True)
+  _, multiply_groups = _functions(chosen())
+  return d_lhs_YD, multiply_groups(
+    lhs_YD, d_out_YF, group_sizes_E, dtype=jnp.float32, sums=sums_EDF
+  )
+
+
 @functools.cache
 def _has_tokamax() -> bool:
   return importlib.util.find_spec('tokamax') is not None
@@ -145,7 +175,9 @@ def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed):
   )
 
 
-def _ragged_groups(ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype):
+def _ragged_groups(
+  ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype, sums=None
+):
   # The contracted dimension, rows, is the ragged one.
   dims = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -156,4 +188,5 @@ def _ragged_groups(ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype):
     lhs_YD, d_out_YF, group_sizes_E, dims, preferred_element_type=dtype
   )
   # For a group without rows, tokamax's last, masked step reads any rows.
-  return jnp.where(group_sizes_E[:, None, None] > 0, d_rhs_EDF, 0)
+  d_rhs_EDF = jnp.where(group_sizes_E[:, None, None] > 0, d_rhs_EDF, 0)
+  return d_rhs_EDF if sums is None else sums + d_rhs_EDF

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from composer_jax.core import platforms
 
 # Rows and the two widths of a tile in bfloat16. Two buffers of each array and
-# the sum take 10 of a kernel's 16 MiB.
+# the sum take 10 of a kernel's 16 MiB, or 13 with sums to add to.
 _TILE = (512, 1024, 1024)
 _GROUPS_TILE = (512, 512, 1024)
 _LANES = 128
@@ -44,8 +44,9 @@ def multiply_groups(
   group_sizes_E: jax.Array,
   *,
   dtype: jax.typing.DTypeLike,
+  sums: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns lhs^T d_out of each group, zero for groups without rows."""
+  """Returns lhs^T d_out of each group, added to `sums` in their memory."""
   tile = _fitted(_GROUPS_TILE, lhs_YD, d_out_YF.shape[1])
   return tgmm(
     # The kernel transposes its operand back.
@@ -54,6 +55,7 @@ def multiply_groups(
     group_sizes_E,
     preferred_element_type=dtype,
     tiling=tile,
+    existing_out=sums,
     interpret=platforms.current() != 'tpu',
   )
 

@@ -81,8 +81,9 @@ def multiply_groups(
   group_sizes_E: jax.Array,
   *,
   dtype: jax.typing.DTypeLike,
+  sums: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns lhs^T d_out of each group, zero for groups without rows."""
+  """Returns lhs^T d_out of each group, added to `sums` in their memory."""
   dim, width = lhs_YD.shape[1], d_out_YF.shape[1]
   tiles = _tile(dim, _ROWS), _tile(width, _WIDTH)
   stop_E = jnp.cumsum(group_sizes_E).astype(jnp.int32)
@@ -95,13 +96,19 @@ def multiply_groups(
     grid=(width // tiles[1], dim // tiles[0], len(stop_E)),
     compiler_params=_PARAMETERS,
     interpret=platforms.current() != 'gpu',
+    input_output_aliases={} if sums is None else {4: 0},
     name='grouped_multiply_groups',
-  )(stop_E - group_sizes_E, stop_E, lhs_YD, d_out_YF)
+  )(
+    stop_E - group_sizes_E,
+    stop_E,
+    lhs_YD,
+    d_out_YF,
+    *(() if sums is None else (sums,)),
+  )
 
 
-def _groups_kernel(
-  start_E, stop_E, lhs_YD, d_out_YF, d_rhs_EDF, *, tiles, step
-):
+def _groups_kernel(start_E, stop_E, lhs_YD, d_out_YF, *sums, tiles, step):
+  *before, d_rhs_EDF = sums
   group = pl.program_id(2)
   start, stop = start_E[group], stop_E[group]
   rows = pl.ds(pl.program_id(1) * tiles[0], tiles[0])
@@ -117,8 +124,10 @@ def _groups_kernel(
     return sum_DF + triton.dot(rows_bD, d_bF, trans_a=True)
 
   count = (stop - start + step - 1) // step
-  zero_DF = jnp.zeros(tiles, jnp.float32)
-  sum_DF = jax.lax.fori_loop(0, count, body, zero_DF)
+  sum_DF = jnp.zeros(tiles, jnp.float32)
+  if before:
+    sum_DF = triton.load(before[0].at[group, rows, columns])
+  sum_DF = jax.lax.fori_loop(0, count, body, sum_DF)
   triton.store(
     d_rhs_EDF.at[group, rows, columns], sum_DF.astype(d_rhs_EDF.dtype)
   )

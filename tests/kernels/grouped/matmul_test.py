@@ -272,3 +272,23 @@ def test_unknown_backend_is_named():
   lhs_YD, rhs_EDF, _ = _arrays()
   with pytest.raises(ValueError, match="'dense' is not in"):
     gm.grouped_matmul(lhs_YD, rhs_EDF, jnp.zeros(4, int), backend='dense')
+
+
+@pytest.mark.parametrize('backend', [*gm.BACKENDS, 'megablox', 'triton'])
+def test_gradients_of_rounds_are_added_to_sums(backend):
+  lhs_YD, rhs_EDF, d_out_YF = _arrays()
+  sums_EDF = jnp.full(rhs_EDF.shape, 3.0)
+
+  @jit
+  def run(sizes):
+    with gm.using(backend):
+      return gm.gradient(lhs_YD, rhs_EDF, d_out_YF, sizes, sums_EDF)
+
+  for name, sizes in LOADS.items():
+    d_lhs, total = run(jnp.array(sizes, jnp.int32))
+    _, want, d_rhs = _dense(lhs_YD, rhs_EDF, d_out_YF, sizes)
+    atol = 1e-6 * max(1.0, np.abs(want).max(), np.abs(d_rhs).max())
+    np.testing.assert_allclose(d_lhs, want, atol=atol, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(
+      total, d_rhs + 3, atol=atol, rtol=1e-6, err_msg=name
+    )

@@ -638,7 +638,7 @@ def test_options_say_what_they_may_be():
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('mesh_shape', 'transport'),
-  [((2, 2, 2), 'ring'), ((1, 4, 2), 'a2a'), ((1, 1, 8), 'auto')],
+  [((2, 2, 2), 'ragged_a2a'), ((1, 4, 2), 'a2a'), ((1, 1, 8), 'auto')],
 )
 @pytest.mark.parametrize('name', sorted(replayed.CONFIGS))
 def test_the_gradient_on_a_mesh_is_that_of_one_device(

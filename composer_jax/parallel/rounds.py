@@ -1,0 +1,358 @@
+"""Moves copies of tokens to the devices of their experts and back, in rounds.
+
+A device sorts the copies of its tokens by expert and tells all others how many
+it has for each expert. No ids travel: the counts say which expert each row of a
+buffer belongs to. A buffer has a fixed size, so a round moves an equal part of
+the copies of each pair of devices, and as many rounds follow as the busiest
+device needs; with even load one, without a copy none. No routing drops a token
+or needs more memory, and the program is the same for all.
+
+'ragged_a2a' moves rows from one sorted array into another by offsets, and a
+buffer holds the rows of all senders. 'a2a' has slots for each pair of devices,
+of which the fullest decides the number of rounds: it is for CPU, where XLA has
+no ragged collective. For tests on CPU 'ragged_a2a' gathers all rows, and each
+device picks its own.
+
+The gradient has a loop of its own and keeps inputs and counts only: rows travel
+again, with the gradients of the outputs. The small arrays that say where rows
+are have the checkpoint name 'routes'. If a policy of recomputation keeps them,
+it repeats no collective and no sort.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from composer_jax.core import platforms
+from composer_jax.parallel import dispatch
+
+TRANSPORTS = ('a2a', 'ragged_a2a')
+# Copies that a buffer holds over their mean, by default.
+ROOM = 1.25
+# A kernel's tile of rows on TPU; ragged buffers are whole tiles.
+_TILE = 512
+
+
+def transport_of(platform: str) -> str:
+  """Returns the transport that 'auto' means on a platform."""
+  return 'a2a' if platform == 'cpu' else 'ragged_a2a'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+  """Devices that hold all experts together, and the room of their buffers.
+
+  Attributes:
+    transport: one of TRANSPORTS.
+    axes: mesh axes of these devices.
+    num_local: experts of each device.
+    others: other mesh axes, whose devices need the same number of rounds.
+    rows: copies that a device can take in a round, from each other device for
+      'a2a' and from all together for 'ragged_a2a'.
+  """
+
+  transport: str
+  axes: tuple[str, ...]
+  others: tuple[str, ...]
+  num_shards: int
+  num_local: int
+  rows: int
+
+  @property
+  def buffer(self) -> int:
+    """Rows of a receive buffer."""
+    if self.transport == 'a2a':
+      return self.num_shards * self.rows
+    # Parts of pairs are whole rows, so each pair may have one more.
+    return self.rows + self.num_shards
+
+
+def rows_of(
+  transport: str, *, copies: int, most: int, num_shards: int, room: float
+) -> int:
+  """Returns `Shards.rows` for `room` times the mean load.
+
+  `copies` are those of one device's tokens, and `most` those that it can have
+  for one other device. There is no more room than these could need.
+  """
+  if transport == 'a2a':
+    return min(most, math.ceil(room * copies / num_shards))
+  rows = math.ceil(room * copies)
+  if rows > _TILE:
+    rows = _aligned(rows + num_shards) - num_shards
+  return min(most * num_shards, rows)
+
+
+def _aligned(rows):
+  return -(-rows // _TILE) * _TILE
+
+
+def bytes_received(shards: Shards, copies: int, width: int) -> int:
+  """Returns bytes into a device of a layer's rows in both passes.
+
+  With even load, which takes one round if buffers have room for the mean.
+  `width` are the bytes of a row; gates and counts are left out.
+  """
+  others = shards.num_shards - 1
+  rows = copies * others / shards.num_shards
+  if shards.transport == 'a2a':
+    rounds = -(-copies // (shards.num_shards * shards.rows))
+    rows = rounds * others * shards.rows
+  # x, y, and again x with the gradients of both.
+  return round(5 * rows * width)
+
+
+def exchange(
+  experts: dispatch.Experts,
+  weights: Any,
+  tokens: dispatch.RoutedTokens,
+  shards: Shards,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns y_ZD, each token's gated sum, and the number of rounds.
+
+  `tokens` are those of `dispatch.prepare`, of this shard.
+  """
+  num_experts = shards.num_shards * shards.num_local
+  # Axes behind the second are one, as the products take them.
+  weights = jax.tree.map(lambda w: w.reshape(*w.shape[:2], -1), weights)
+  with jax.named_scope('dispatch'):
+    is_any_ZA = (tokens.ids_ZA >= 0) & (tokens.ids_ZA < num_experts)
+    order, sizes_E = dispatch.sort_copies(
+      jnp.where(is_any_ZA, tokens.ids_ZA, num_experts), num_experts
+    )
+    counts_PE = jax.lax.all_gather(sizes_E, shards.axes)
+    counts_PPE = counts_PE.reshape(shards.num_shards, shards.num_shards, -1)
+    pairs_PP = counts_PPE.sum(-1)
+    load = pairs_PP if shards.transport == 'a2a' else pairs_PP.sum(0)
+    rounds = -(-load.max() // shards.rows)
+    if shards.others:
+      rounds = jax.lax.pmax(rounds, shards.others)
+    order, counts_PPE, rounds = dispatch.named_routes(
+      (order, counts_PPE, rounds)
+    )
+  where = order, counts_PPE, rounds
+  y_ZD = _sums(experts, shards, weights, tokens.x_ZD, tokens.gates_ZA, where)
+  return y_ZD, rounds
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(experts, shards, weights, x_ZD, gates_ZA, where):
+  order, counts_PPE, rounds = where
+  x_YD = dispatch.take(x_ZD, order)
+
+  def body(r, y_YD):
+    part = _part(shards, counts_PPE, rounds, r)
+    rows_RD = part.there(x_YD)
+    y_RD = experts.forward(weights, rows_RD, part.sizes_E)
+    return part.back(y_RD, y_YD)
+
+  y_YD = _each_round(rounds, body, jnp.zeros_like(x_YD))
+  with jax.named_scope('combine'):
+    return dispatch.combine(y_YD, gates_ZA, order)
+
+
+def _backward(experts, shards, residuals, d_y_ZD):
+  weights, x_ZD, gates_ZA, (order, counts_PPE, rounds) = residuals
+  dim, dtype = x_ZD.shape[1], x_ZD.dtype
+  gates_Y = gates_ZA.reshape(-1)[order.copy_Y]
+  given_YX = _packed(
+    [dispatch.take(x_ZD, order), dispatch.take(d_y_ZD, order)], gates_Y
+  )
+
+  def body(r, carry):
+    d_YX, sums = carry
+    part = _part(shards, counts_PPE, rounds, r)
+    (rows_RD, d_out_RD), gates_R = _unpacked(part.there(given_YX), dim, dtype)
+    d_rows_RD, d_gates_R, sums = experts.gradient(
+      weights, (rows_RD, d_out_RD, gates_R), part.sizes_E, sums
+    )
+    return part.back(_packed([d_rows_RD], d_gates_R), d_YX), sums
+
+  width = given_YX.shape[1] - dim
+  d_YX = jnp.zeros((len(given_YX), width), given_YX.dtype)
+  carry = d_YX, experts.zeros(weights)
+  d_YX, sums = _each_round(rounds, body, carry)
+  (d_x_YD,), d_gates_Y = _unpacked(d_YX, dim, dtype)
+  with jax.named_scope('dispatch'):
+    d_x_ZD = dispatch.combine(d_x_YD, None, order)
+  d_gates_ZA = d_gates_Y.at[order.place_ZA].get(mode='fill', fill_value=0)
+  d_weights = jax.tree.map(
+    lambda total, w: None if total is None else total.astype(w.dtype),
+    sums,
+    weights,
+    is_leaf=lambda x: x is None,
+  )
+  return d_weights, d_x_ZD, d_gates_ZA.astype(gates_ZA.dtype), None
+
+
+_sums.defvjp(
+  lambda experts, shards, *args: (_sums(experts, shards, *args), args),
+  _backward,
+)
+
+
+def _each_round(rounds, body, carry):
+  first = int(_stands_apart())
+  if first:
+    carry = body(0, carry)
+  return jax.lax.fori_loop(first, rounds, body, carry)
+
+
+def _stands_apart() -> bool:
+  """Tells if the first round is outside of the loop.
+
+  There its transfers can take place beside other work, such as the shared
+  experts, of which a CPU has no use.
+  """
+  return platforms.current() != 'cpu'
+
+
+def _packed(rows: list[jax.Array], numbers_Y: jax.Array) -> jax.Array:
+  """Returns rows side by side with a float32 each, as words of integers.
+
+  A transfer of few numbers on their own would take as long as one of rows, and
+  integers keep all bits.
+  """
+  word = jnp.dtype(f'uint{8 * rows[0].dtype.itemsize}')
+  columns = [
+    jax.lax.bitcast_convert_type(x, word).reshape(len(x), -1)
+    for x in (*rows, numbers_Y)
+  ]
+  return jnp.concatenate(columns, axis=1)
+
+
+def _unpacked(words_YX, dim, dtype):
+  """Returns the list of rows, and numbers_Y."""
+  count = words_YX.shape[1] // dim
+  parts = [words_YX[:, i * dim : (i + 1) * dim] for i in range(count)]
+  rows = [jax.lax.bitcast_convert_type(x, dtype) for x in parts]
+  rest_YX = words_YX[:, count * dim :]
+  rest_YX = rest_YX if rest_YX.shape[1] > 1 else rest_YX[:, 0]
+  return rows, jax.lax.bitcast_convert_type(rest_YX, jnp.float32)
+
+
+class _Round(NamedTuple):
+  """What an exchange moves in one round.
+
+  Attributes:
+    there: rows_YX of this shard's copies -> received rows_RX by expert.
+    back: (rows_RX, into_YX) -> into_YX with the rows of this round replaced.
+    sizes_E: received rows of each local expert.
+  """
+
+  there: Callable[[jax.Array], jax.Array]
+  back: Callable[[jax.Array, jax.Array], jax.Array]
+  sizes_E: jax.Array
+
+
+def _part(shards, counts_PPE, rounds, r) -> _Round:
+  """Returns a round's part; counts_PPE are by sender, receiver and expert."""
+  num_shards, num_rows = shards.num_shards, shards.buffer
+  me, is_ragged = jax.lax.axis_index(shards.axes), shards.transport != 'a2a'
+  pairs_PP = counts_PPE.sum(-1)
+  # floor(r * pairs / rounds), which never moves more than the buffers hold,
+  # without products that exceed int32.
+  rounds = jnp.maximum(rounds, 1)
+  begin_PP, end_PP = (
+    i * (pairs_PP // rounds) + i * (pairs_PP % rounds) // rounds
+    for i in (r, r + 1)
+  )
+  size_PP = end_PP - begin_PP
+  # First row of each pair in the array of the sender, and in that of the
+  # receiver.
+  from_PP = _before(pairs_PP, 1) + begin_PP
+  slot_P = jnp.arange(num_shards, dtype=jnp.int32) * shards.rows
+  to_PP = _before(size_PP, 0)
+  if not is_ragged:
+    to_PP = jnp.broadcast_to(slot_P[:, None], pairs_PP.shape)
+  # Rows by sender and expert, which have a place by sender and one by expert.
+  last_PE = jnp.cumsum(counts_PPE[:, me], axis=1)
+  ends_PE = jnp.clip(last_PE, begin_PP[:, me, None], end_PP[:, me, None])
+  got_PE = jnp.diff(ends_PE, axis=1, prepend=begin_PP[:, me, None])
+  by_sender_PE = to_PP[:, me, None] + _before(got_PE, 1)
+  by_expert_EP = _before(got_PE.T.reshape(-1), 0).reshape(got_PE.T.shape)
+
+  def there(rows_YX):
+    with jax.named_scope('dispatch'):
+      if is_ragged:
+        into_RX = jnp.zeros((num_rows, rows_YX.shape[1]), rows_YX.dtype)
+        moves = from_PP, size_PP, to_PP
+        rows_RX = _moved(rows_YX, into_RX, *moves, shards)
+      else:
+        at_R = _places(slot_P, from_PP[me], num_rows)
+        rows_RX = _swapped(_rows(rows_YX, at_R), shards)
+      at_R = _places(by_expert_EP, by_sender_PE.T, num_rows)
+      return _rows(rows_RX, at_R)
+
+  def back(rows_RX, into_YX):
+    with jax.named_scope('combine'):
+      at_R = _places(by_sender_PE, by_expert_EP.T, num_rows)
+      rows_RX = _rows(rows_RX, at_R)
+      if is_ragged:
+        moves = to_PP.T, size_PP.T, from_PP.T
+        return _moved(rows_RX, into_YX, *moves, shards)
+      rows_RX = _swapped(rows_RX, shards)
+      return _written(rows_RX, into_YX, slot_P, size_PP[me], from_PP[me])
+
+  return _Round(there, back, got_PE.sum(0))
+
+
+def _before(x, axis):
+  """Returns the sums of the elements before each."""
+  return jnp.cumsum(x, axis=axis) - x
+
+
+def _places(to_K, from_K, num_rows):
+  """Returns the source of each row, if pieces that rise `to` come `from`.
+
+  One pass without a gather: each piece adds how far it jumps.
+  """
+  to_K, from_K = to_K.reshape(-1), from_K.reshape(-1)
+  jump_K = jnp.diff(from_K - to_K, prepend=0)
+  row_Y = jnp.arange(num_rows, dtype=jnp.int32)
+  return row_Y + jnp.where(row_Y[:, None] >= to_K, jump_K, 0).sum(-1)
+
+
+def _rows(rows_YX, at_R):
+  # Unused rows hold any row.
+  return rows_YX.at[at_R].get(mode='clip')
+
+
+def _written(rows_YX, into_YX, from_P, size_P, to_P):
+  """Returns into_YX with size_P rows from from_P written to to_P."""
+  row_Y1 = jnp.arange(len(into_YX))[:, None]
+  is_new_Y = ((row_Y1 >= to_P) & (row_Y1 < to_P + size_P)).any(-1)
+  new_YX = _rows(rows_YX, _places(to_P, from_P, len(into_YX)))
+  return jnp.where(is_new_Y[:, None], new_YX, into_YX)
+
+
+def _swapped(rows_YX, shards):
+  return jax.lax.all_to_all(rows_YX, shards.axes, 0, 0, tiled=True)
+
+
+def _moved(rows_YX, into_YX, from_PP, size_PP, to_PP, shards):
+  """Writes rows of all senders into the arrays of the receivers.
+
+  Matrices are by sender and receiver, the same on every shard.
+  """
+  me = jax.lax.axis_index(shards.axes)
+  if platforms.current() == 'cpu':
+    all_YX = jax.lax.all_gather(rows_YX, shards.axes, axis=0, tiled=True)
+    shift_P = jnp.arange(shards.num_shards) * len(rows_YX)
+    return _written(
+      all_YX, into_YX, shift_P + from_PP[:, me], size_PP[:, me], to_PP[:, me]
+    )
+  return jax.lax.ragged_all_to_all(
+    rows_YX,
+    into_YX,
+    from_PP[me],
+    size_PP[me],
+    to_PP[me],
+    size_PP[:, me],
+    axis_name=shards.axes,
+  )
