@@ -28,7 +28,6 @@ def moved(options):
   'mesh, num_experts',
   [
     ((1, 1, 1), 4),
-    # On a mesh the first step overflows its buffers and is repeated.
     pytest.param((1, 2, 2), 4, marks=SLOW),
     pytest.param((2, 1, 2), 4, marks=SLOW),
     # Over two of four devices; the others cut the embedding.
@@ -50,10 +49,8 @@ def test_it_trains_bit_for_bit(mesh, num_experts, tmp_path, monkeypatch):
   want = train(tmp_path / 'here', OPTIONS)
   loop_test.placed.cache_clear()
   jax.tree.map(np.testing.assert_array_equal, have, want)
-  rows = loop_test.curves(tmp_path / 'moved')
-  assert rows == loop_test.curves(tmp_path / 'here')
-  if mesh != (1, 1, 1) and num_experts == 4:
-    assert any('retry' in row for row in rows)
+  curves = [loop_test.curves(tmp_path / name) for name in ('moved', 'here')]
+  assert curves[0] == curves[1]
 
 
 @SLOW
