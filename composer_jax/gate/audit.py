@@ -279,8 +279,8 @@ class Suspicion:
   """Ranks parts by what the trainer's own pass says of a step's trajectories.
 
   A move of the policy changes log p of a token by about (1 - p) times what is
-  common to the tokens of its age, and the token's gradient is about as large as
-  1 - p. Gradients of tokens add up like numbers of random signs.
+  common to the tokens of its age. Changes of tokens' gradients add up like
+  numbers of random signs.
   """
 
   def __init__(self, own: Sequence[Score], version: int, layers: int):
@@ -294,7 +294,7 @@ class Suspicion:
       ]
       return sums[0] / np.maximum(sums[1], _TINY)
 
-    self._changes = by_age((change_Z * surprise_Z) ** 2, surprise_Z**4)
+    self._changes = by_age(change_Z**2, surprise_Z**2)
     self._squares = by_age(square_Z, surprise_Z**2)
     self._squares[0] = 0
     stale = sum(int((s.part.consumed_T < version).sum()) for s in own)
@@ -321,7 +321,7 @@ class Suspicion:
     """
     ages_Z, surprise_Z, change_Z, square_Z = self._terms(score)
     change_Z = change_Z**2 - self._changes[ages_Z] * surprise_Z**2
-    change = max(float((surprise_Z**2 * change_Z).sum()), 0.0)
+    change = max(float(change_Z.sum()), 0.0)
     if score.part.is_recorded:
       stale = (score.part.consumed_T < self._version).sum()
       differing = score.differing_T.sum() - self._differing * stale
