@@ -279,7 +279,8 @@ class Suspicion:
   """Ranks parts by what the trainer's own pass says of a step's trajectories.
 
   A move of the policy changes log p of a token by about (1 - p) times what is
-  common to the tokens of its age.
+  common to the tokens of its age. Changes of tokens' gradients add up like
+  numbers of random signs.
   """
 
   def __init__(self, own: Sequence[Score], version: int, layers: int):
@@ -293,7 +294,7 @@ class Suspicion:
       ]
       return sums[0] / np.maximum(sums[1], _TINY)
 
-    self._changes = by_age(change_Z, surprise_Z)
+    self._changes = by_age(change_Z**2, surprise_Z**2)
     self._squares = by_age(square_Z, surprise_Z**2)
     self._squares[0] = 0
     stale = sum(int((s.part.consumed_T < version).sum()) for s in own)
@@ -305,7 +306,7 @@ class Suspicion:
     ages_Z = self._version - part.trajectory.policy_version_T[part.compared_T]
     # By the trainer, since a record may lie.
     logprobs_Z = score.logprobs_T[part.compared_T].astype(np.float64)
-    change_Z = np.abs(np.expm1(np.clip(ratios_Z, -3.0, 1.0)))
+    change_Z = np.expm1(np.clip(ratios_Z, -3.0, 1.0))
     surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
     return np.clip(ages_Z, 0, _OLDEST), surprise_Z, change_Z, ratios_Z**2
 
@@ -319,7 +320,7 @@ class Suspicion:
     stale tokens are than by that move; and that size alone.
     """
     ages_Z, surprise_Z, change_Z, square_Z = self._terms(score)
-    change_Z = change_Z - self._changes[ages_Z] * surprise_Z
+    change_Z = change_Z**2 - self._changes[ages_Z] * surprise_Z**2
     change = max(float(change_Z.sum()), 0.0)
     if score.part.is_recorded:
       stale = (score.part.consumed_T < self._version).sum()
@@ -332,4 +333,4 @@ class Suspicion:
     due = float((self._squares[ages_Z] * surprise_Z**2).sum())
     seen = float(square_Z[ages_Z > 0].sum())
     near = (due / max(seen, _TINY)) ** 0.5
-    return force * change, size * near, size
+    return force * change**0.5, size * near, size

@@ -213,13 +213,17 @@ def test_a_step_of_few_rows_affords_a_chain():
       assert len(scores) == count
 
 
-def moved(count, length=40):
-  """Returns scores of windows one version old after the policy moved."""
+def moved(count, length=40, spread=0.0):
+  """Returns scores of windows one version old after the policy moved.
+
+  The sizes of the windows' moves have a log-normal spread.
+  """
   rng = np.random.default_rng(3)
   scores = []
   for i in range(count):
     logprobs_T = -rng.exponential(0.5, length).astype(np.float32)
-    move_T = 0.02 * rng.normal(size=length) * -np.expm1(logprobs_T)
+    size = 0.02 * np.exp(spread * rng.normal())
+    move_T = size * rng.normal(size=length) * -np.expm1(logprobs_T)
     labels = np.zeros(length, np.int32)
     window = labelled(labels, labels, labels)
     window = dataclasses.replace(
@@ -255,6 +259,19 @@ def test_a_record_too_near_to_the_trained_weights_is_suspected(noise):
   assert ranked(scores, [0.5] * 40, [0.0] * 40)[1] == 17
   # Not if no gradient comes from it.
   assert ranked(scores, [0.5] * 17 + [0.0] * 23, [0.0] * 40)[1] != 17
+
+
+def test_one_false_token_is_suspected():
+  """Though the policy moved further, in sum, in other windows."""
+  scores = moved(40, length=100, spread=0.5)
+  part, trained_T, differing_T = scores[17]
+  logprobs_T = part.trajectory.logprobs_T.copy()
+  # The least likely one, from which most of the gradient comes.
+  logprobs_T[np.argmin(np.where(part.compared_T, trained_T, 0))] -= 0.3
+  window = dataclasses.replace(part.trajectory, logprobs_T=logprobs_T)
+  part = part._replace(trajectory=window)
+  scores[17] = audit.Score(part, trained_T, differing_T)
+  assert ranked(scores, [0.5] * 40, [0.0] * 40)[0] == 17
 
 
 def test_hints_count_whatever_the_advantage():

@@ -1,12 +1,15 @@
 """Times what records cost a training step, on the last groups of a run.
 
-  python -m experiments.studies.staleness.cost --workdir=RUN/15_1_replay \\
+  XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \\
+      python -m experiments.studies.staleness.cost --workdir=RUN/15_1_replay \\
       --config=configs/composer/tiny.py
 
 Steps without a gate take turns with steps that route afresh and with steps
-under a gate of several shares; each takes all groups of a step that the run
-kept. Reading groups, which checks their tapes, and packing them are timed
-alone. The clock is that of CPU seconds. With --relabel each window has tokens
+under a gate of each share; each takes all groups of a step that the run kept,
+and another one begins each time. A gate goes on over all turns, since its lists
+take turns, too, and passes above its share are paid back. Reading groups, which
+checks their tapes, and packing them are timed alone. The clock is that of CPU
+seconds. With --relabel each window has tokens
 of `rl.max_staleness` versions and the newest, which is as dear as it gets. What
 recording costs a decode step is case 'routes' of benchmarks/rollout.py, and
 replay its case 'replay'.
@@ -26,7 +29,7 @@ from experiments import launch
 
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns over all steps kept.')
 _RELABEL = flags.DEFINE_bool('relabel', False, 'Whether to change versions.')
-_SHARES = (0.0, 0.1, 0.15)
+_SHARES = flags.DEFINE_list('shares', ['0', '0.1'], 'Values of rl.gate.share.')
 
 
 def _timed(function):
@@ -100,15 +103,21 @@ def run(spec, systems, workdir, *, role, command):
       gate=gate,
     )
 
-  def gates():
-    for share in _SHARES:
-      yield health.HealthGate(
-        start.functions,
-        shape,
-        dataclasses.replace(rl.gate, share=share, action='flag'),
-        max_staleness=rl.max_staleness,
-      )
-
+  gates = {
+    f'gate, share {share}': health.HealthGate(
+      start.functions,
+      shape,
+      dataclasses.replace(rl.gate, share=float(share), action='flag'),
+      max_staleness=rl.max_staleness,
+    )
+    for share in _SHARES.value
+  }
+  kinds: dict[str, dict[str, Any]] = {
+    'no gate': {},
+    'no gate, routed afresh': {'replay': False},
+    **{name: {'gate': gate} for name, gate in gates.items()},
+  }
+  order = list(kinds)
   seconds = {}
   for turn in range(_ROUNDS.value + 1):
     for group in first:
@@ -122,16 +131,13 @@ def run(spec, systems, workdir, *, role, command):
       zeros = [0.0] * len(windows)
       packed = _timed(lambda w=windows, z=zeros: batching.pack(w, z, shape))
       spent = {'reading': read[0], 'packing all trajectories': packed[0]}
-      kinds: dict[str, dict[str, Any]] = {
-        'no gate': {},
-        'no gate, routed afresh': {'replay': False},
-      }
-      for share, gate in zip(_SHARES, gates(), strict=True):
+      for gate in gates.values():
         # The newest policy stands for those that sampled: values cost nothing.
         for version in range(step - rl.max_staleness, step):
           gate.keep(version, start.functions.policy(start.state))
-        kinds[f'gate, share {share:g}'] = {'gate': gate}
-      for name, choice in kinds.items():
+      order = [*order[1:], order[0]]
+      for name in order:
+        choice = kinds[name]
         # Copied, since a step donates its state.
         state = jax.tree.map(lambda x: x.copy(), start.state)
         state = jax.block_until_ready(state.replace(step=state.step * 0 + step))

@@ -1,210 +1,178 @@
-"""Simulates which lies in one stale window the gate scores within five steps.
+"""Which lie in one window of a step does the gate score within five steps?
 
-  python -m experiments.studies.staleness.selection --staleness=3
+  python -m experiments.studies.staleness.selection --workdir=runs/windows_3
 
-Windows of the main job's lengths are recorded by policies whose log p moves
-between versions by about as much as in its runs (k3 1e-4 a version). The gate's
-own code ranks them and chooses; passes are replaced by the true values, so that
-only the choice is simulated. One of the windows lies, another in each step.
-What is printed: passes a step and the rows that they took a share of, and how
-many of the trials the exact band would have stopped.
+The steps are those that `windows` kept, with the size at which each lie changes
+the step's gradient by a little more than 0.02. The gate's own code ranks the
+parts of a step and chooses; passes are replaced by the honest records, so that
+only the choice is simulated. A trial is five steps under one gate, in each of
+which one window lies. What is printed: the sizes of each lie and the share of
+trials that the exact band would have stopped; passes a step, and the rows of
+which they took a share.
 """
 
 import dataclasses
+import pathlib
+import pickle
 import types
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from composer_jax.core import records
 from composer_jax.gate import audit
-from composer_jax.gate import parts as parts_lib
 from composer_jax.rl import batching, mismatch
 from experiments import start
+from experiments.studies.staleness import one_window
 
-_STALENESS = flags.DEFINE_integer('staleness', 3, 'Versions before the newest.')
-_WINDOWS = flags.DEFINE_integer('windows', 62, 'Windows of a step.')
-_TRIALS = flags.DEFINE_integer('trials', 30, 'Trials of each lie.')
-_SHARE = flags.DEFINE_float('share', mismatch.GateOptions().share, 'Its share.')
-_STEPS = 5
-_SHAPE = batching.BatchShape(
-  rows=8, seq_len=384, num_moe_layers=1, num_active=1, num_experts=4
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/windows', 'Run of `windows`.')
+_TRIALS = flags.DEFINE_integer('trials', 40, 'Trials of each lie.')
+_SHARES = flags.DEFINE_list(
+  'shares', [str(mismatch.GateOptions().share)], 'Values of rl.gate.share.'
 )
-_NOW = 100  # Version of the trained policy.
+_STEPS = 5
 
 
-def scaled(by):
-  return lambda true_T, trained_T, rng: by * true_T
+class Trial:
+  """One gate, over steps of which honest records are the truth."""
 
+  def __init__(self, share: float, staleness: int, seed: int, seq_len: int):
+    self.passes, self._seed = 0, seed
+    self._true = np.zeros(0)
+    layers = 1
+    shape = batching.BatchShape(
+      rows=1,
+      seq_len=seq_len,
+      num_moe_layers=layers,
+      num_active=1,
+      num_experts=1 << 15,
+    )
+    functions: Any = types.SimpleNamespace(
+      parts=1, compact=lambda values: values, chain=self._chain
+    )
+    self._auditor = audit.Auditor(
+      functions, shape, max_staleness=staleness, share=share, seed=seed
+    )
+    self._staleness = staleness
 
-def moved(by):
-  return lambda true_T, trained_T, rng: true_T + by
-
-
-def towards(part, noise=0.0):
-  """Log-probabilities moved towards the trained version's, with noise."""
-
-  def lie(true_T, trained_T, rng):
-    noise_T = noise * rng.normal(size=len(true_T))
-    return true_T + part * (trained_T - true_T) + noise_T
-
-  return lie
-
-
-def late(lie):
-  """A lie in the second half of the window."""
-
-  def changed(true_T, trained_T, rng):
-    is_late_T = np.arange(len(true_T)) > len(true_T) // 2
-    return np.where(is_late_T, lie(true_T, trained_T, rng), true_T)
-
-  return changed
-
-
-LIES = {
-  'times 0.98': scaled(0.98),
-  'less 0.02': moved(-0.02),
-  'half of the way to the trained version': towards(0.5),
-  'a quarter of the way': towards(0.25),
-  'the trained version with noise of 0.003': towards(1.0, 0.003),
-  'times 0.98 in the second half': late(scaled(0.98)),
-  'half of the way in the second half': late(towards(0.5)),
-}
-
-
-def drawn(rng: np.random.Generator) -> tuple[records.Trajectory, np.ndarray]:
-  """Returns a true record of several turns, and log p by the trained policy."""
-  mask = [False] * rng.integers(70, 120)
-  for _ in range(rng.integers(2, 7)):
-    mask += [False] * rng.integers(8, 30) + [True] * rng.integers(8, 25)
-  mask_T = np.array(mask[: _SHAPE.seq_len])
-  mask_T = mask_T[: np.flatnonzero(mask_T)[-1] + 1]
-  length, count = len(mask_T), _STALENESS.value
-  # Each version samples about as many of the tokens.
-  cuts = (np.arange(count) + 1 + 0.2 * rng.normal(size=count)) / (count + 1)
-  clock_T = np.cumsum(mask_T) / mask_T.sum()
-  age_T = count - (clock_T[:, None] > np.sort(cuts)).sum(-1)
-  consumed_T = (_NOW - age_T).astype(np.int32)
-  sampled_by_T = np.insert(consumed_T[:-1], 0, consumed_T[0])
-  trained_T = np.where(mask_T, -rng.exponential(0.35, length), -1.0)
-  size = 0.02 * np.exp(0.5 * rng.normal()) * np.sqrt(_NOW - sampled_by_T)
-  move_T = size * -np.expm1(trained_T) * rng.standard_t(4, length)
-  true_T = np.where(mask_T, trained_T + move_T, 0)
-  routes_TMA = np.zeros((length, 1, 1), np.uint16)
-  routes_TMA[-1] = records.NO_ROUTE
-  record = records.Trajectory(
-    tokens_T=np.zeros(length, np.int32),
-    loss_mask_T=mask_T,
-    logprobs_T=true_T.astype(np.float32),
-    expert_ids_TMA=routes_TMA,
-    policy_version_T=sampled_by_T,
-    context_version_T=np.full(length, consumed_T[0], np.int32),
-    consumed_version_T=consumed_T,
-    temperature=1.0,
-  )
-  return record, trained_T.astype(np.float32)
-
-
-class _Step:
-  """Windows of a step, in which one may lie, and passes that know the truth."""
-
-  def __init__(self, rng: np.random.Generator):
-    pairs = [drawn(rng) for _ in range(_WINDOWS.value)]
-    # A token's number is its place among the true values.
-    starts = np.cumsum([0, *(len(t) for t, _ in pairs)])
-    self.true = np.concatenate([t.logprobs_T for t, _ in pairs])
-    self.windows = [
-      (
-        dataclasses.replace(
-          t, tokens_T=np.arange(i, i + len(t), dtype=np.int32)
-        ),
-        trained_T,
-      )
-      for i, (t, trained_T) in zip(starts, pairs, strict=False)
-    ]
-    self.advantages = rng.normal(size=len(pairs))
-    places = batching.places([len(t) for t, _ in pairs], _SHAPE)
-    self.rows = _SHAPE.rows * (1 + max(place.batch for place in places))
-    self.passes = 0
-
-  def chain(self, values, batch, entries):
+  def _chain(self, values, batch, entries):
     del values, entries
     self.passes += 1
     zeros_BT = np.zeros(batch.tokens_BT.shape, np.int32)
-    true_BT = self.true[batch.tokens_BT]
     return types.SimpleNamespace(
-      logprobs_BT=true_BT, differing_BT=zeros_BT
+      logprobs_BT=self._true[batch.tokens_BT], differing_BT=zeros_BT
     ), None
 
-  def scores(self, auditor, lie, liar, number, rng):
-    """Returns what the gate scores if window `liar` lies."""
-    own = []
-    for i, (t, trained_T) in enumerate(self.windows):
-      if i == liar:
-        told_T = np.where(t.loss_mask_T, lie(t.logprobs_T, trained_T, rng), 0)
-        t = dataclasses.replace(t, logprobs_T=told_T.astype(np.float32))
-      part = parts_lib.Part(i, t, t.consumed_version_T, t.loss_mask_T, True)
-      own.append(audit.Score(part, trained_T, np.zeros(len(t), np.int32)))
-    _, costly = audit.free_and_costly(own, _NOW, replay=True)
-    suspicion = audit.Suspicion(own, _NOW, 1)
+  def scores(self, step, key, liar=None, name='', size=0.0):
+    """Returns what the gate scores of a step in which a window may lie."""
+    now = step['version']
+    self._auditor.policies.clear()
+    for version in range(now - self._staleness, now + 1):
+      self._auditor.keep(version, version)
+    # Tokens are numbers of their true values.
+    windows = step['windows']
+    starts = np.cumsum([0, *map(len, windows)])
+    self._true = np.concatenate([t.logprobs_T for t in windows])
+    packed = []
+    for i, t in enumerate(windows):
+      t = one_window.told(step, i, name, size) if i == liar else t
+      tokens_T = np.arange(starts[i], starts[i + 1], dtype=np.int32)
+      routes = t.expert_ids_TMA[:, :1, :1]
+      packed.append(
+        dataclasses.replace(t, tokens_T=tokens_T, expert_ids_TMA=routes)
+      )
+    own = [
+      audit.Score(
+        audit.parts_lib.Part(i, t, t.consumed_version_T, t.loss_mask_T, True),
+        step['logprobs'][i],
+        step['differing'][i],
+      )
+      for i, t in enumerate(packed)
+    ]
+    _, costly = audit.free_and_costly(own, now, replay=True)
+    layers = windows[0].expert_ids_TMA.shape[1]
+    suspicion = audit.Suspicion(own, now, layers)
     ranks = [
       suspicion.ranks(
-        own[part.index]._replace(part=part), self.advantages[part.index], 0.0
+        own[part.index]._replace(part=part), step['advantages'][part.index], 0.0
       )
       for part in costly
     ]
-    return auditor.choose(costly, ranks, number, self.rows)
+    return self._auditor.choose(costly, ranks, key, step['rows'])
 
 
-def measure(lie, trials: int) -> np.ndarray:
-  """Returns (stopped, passes, rows, windows scored) of each trial, a step."""
+def is_stopped(scores) -> bool:
+  if not scores:
+    return False
+  kl = mismatch.k3(np.concatenate([s.log_ratios for s in scores])).mean()
+  return kl > mismatch.GateOptions().max_kl_exact
+
+
+def measure(steps, name, share, trials) -> np.ndarray:
+  """Returns (stopped, steps until then, passes, windows scored) by trial."""
+  able = [
+    (step, i, size)
+    for step in steps
+    for i, (size, _) in step['sizes'][name].items()
+    if step['windows'][i].consumed_version_T.min() < step['version']
+  ]
+  if not able:
+    return np.zeros((0, 4))
+  ages = [
+    s['version'] - min(int(t.consumed_version_T.min()) for t in s['windows'])
+    for s in steps
+  ]
   found = []
   for trial in range(trials):
     rng = np.random.default_rng(trial)
-    step = _Step(rng)
-    functions: Any = types.SimpleNamespace(
-      parts=1, compact=lambda values: values, chain=step.chain
-    )
-    auditor = audit.Auditor(
-      functions,
-      _SHAPE,
-      max_staleness=_STALENESS.value,
-      share=_SHARE.value,
-      seed=trial,
-    )
-    for version in range(_NOW - _STALENESS.value, _NOW + 1):
-      auditor.keep(version, version)
-    # Small gradients cannot change a step's by much.
-    order = np.argsort(-np.abs(step.advantages))[: _WINDOWS.value * 2 // 3]
-    stopped, scored, tries = False, 0, 0
-    # A step without a lie first, so that no gate is fresh.
-    step.scores(auditor, lie, None, trial, rng)
-    step.passes = 0
-    for liar in rng.permutation(order)[:_STEPS]:
-      tries += 1
-      number = _STEPS * trial + tries
-      scores = step.scores(auditor, lie, liar, number, rng)
-      scored += len(scores)
-      kl = mismatch.k3(np.concatenate([s.log_ratios for s in scores])).mean()
-      if kl > mismatch.GateOptions().max_kl_exact:
-        stopped = True
-        break
-    found.append((stopped, step.passes / tries, step.rows, scored / tries))
+    gate = Trial(share, max(ages), trial, steps[0]['seq_len'])
+    # Steps without a lie first, so that no gate is fresh.
+    for k in range(1 + trial % 4):
+      gate.scores(steps[rng.integers(len(steps))], (1 << 20) + 8 * trial + k)
+    gate.passes = 0
+    tries, windows, stopped = 0, 0, False
+    while tries < _STEPS and not stopped:
+      step, *lie = able[rng.integers(len(able))]
+      scores = gate.scores(step, _STEPS * trial + tries, lie[0], name, lie[1])
+      stopped = is_stopped(scores)
+      tries, windows = tries + 1, windows + len(scores)
+    found.append((stopped, tries, gate.passes / tries, windows / tries))
   return np.array(found, float)
 
 
+def load(workdir: str) -> list[dict[str, Any]]:
+  folder = pathlib.Path(workdir) / 'windows'
+  return [
+    pickle.loads(path.read_bytes()) for path in sorted(folder.glob('*.pickle'))
+  ]
+
+
 def main() -> None:
-  rows = []
-  for name, lie in LIES.items():
-    rows.append(measure(lie, _TRIALS.value))
-    print(f'{name}: {int(rows[-1][:, 0].sum())} of {_TRIALS.value}', flush=True)
-  stopped, passes, rows_, windows = np.concatenate(rows).mean(0)
+  steps = load(_WORKDIR.value)
   print(
-    f'staleness {_STALENESS.value}, share {_SHARE.value:g}: {stopped:.0%} '
-    f'stopped; {passes:.2f} passes over a row in a step of {rows_:.0f} rows, '
-    f'{windows:.1f} of {_WINDOWS.value} windows scored'
+    f'{len(steps)} steps, on average of '
+    f'{np.mean([s["rows"] for s in steps]):.0f} rows and '
+    f'{np.mean([len(s["windows"]) for s in steps]):.0f} windows'
   )
+  for share in map(float, _SHARES.value):
+    rows = []
+    for name in one_window.LIES:
+      sizes = [z for s in steps for z, _ in s['sizes'][name].values()]
+      found = measure(steps, name, share, _TRIALS.value)
+      rows.append(found)
+      if len(found):
+        print(
+          f'share {share:g}, {name}: {len(sizes)} windows, s of '
+          f'{np.median(sizes):.3f} ({min(sizes):.3f} to {max(sizes):.3f}); '
+          f'{found[:, 0].mean():.0%} stopped, after '
+          f'{found[:, 1].mean():.1f} steps',
+          flush=True,
+        )
+    stopped, _, passes, scored = np.concatenate(rows).mean(0)
+    print(
+      f'share {share:g}: {stopped:.1%} of {sum(map(len, rows))} stopped; '
+      f'{passes:.2f} passes over a row and {scored:.1f} windows a step'
+    )
 
 
 if __name__ == '__main__':
