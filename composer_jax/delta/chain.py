@@ -151,8 +151,7 @@ class BundleWriter:
 
     Args:
       blocks: all blocks of all tensors that this process has; copied.
-      version: policy version above the last one, or one published before;
-        a ValueError says if it was published with other weights.
+      version: policy version above the last one, or one published before.
     """
     version = operator.index(version)  # a numpy integer will do
     started = time.monotonic()

@@ -120,5 +120,5 @@ def _open_pointer(
     raise ValueError(
       f'{store.url}: the pointer of run {run_id!r} cannot be trusted: {error}; '
       'name the --key that its publisher signs with. Where that is the one, '
-      'its trainer writes the pointer anew, and others take another --run.'
+      'its trainer writes the pointer anew, and others take another store.'
     ) from error

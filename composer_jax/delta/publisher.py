@@ -54,7 +54,8 @@ class Publisher:
     *,
     peers: team.Peers | None = None,
   ):
-    store = objects.opened(store)
+    if not isinstance(store, objects.Store):
+      store = objects.Store(store)
     store.check_writable()
     peers = peers or _peers()
     opened = _open_or_make_key(pathlib.Path(key), peers, store, run_id)

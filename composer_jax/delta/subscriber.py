@@ -47,7 +47,7 @@ class Subscriber:
     self.version: int | None = None
     self.target_id = ''
     self.follower = follower.Follower(
-      objects.opened(store),
+      store if isinstance(store, objects.Store) else objects.Store(store),
       run_id,
       key,
       memory=memory,

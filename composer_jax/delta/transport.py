@@ -53,7 +53,6 @@ class DeltaOptions(chain.BundleOptions):
       the workdir. 'direct:' hands policies over on the devices, with nothing
       written, where trainer and engine share one process.
     poll_s: seconds between looks of the rollout process; more for a URL.
-    threads: number of threads that encode, and that decode.
   """
 
   store: str = ''

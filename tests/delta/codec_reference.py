@@ -25,29 +25,33 @@ def decode(codec_id, blob, size, dtype, base):
   return np.array(made(codec_id, blob, size, kind, old), bits).view(dtype)
 
 
+def _width(kind):
+  return 8 * kind.bits.itemsize
+
+
 def _key(bits, kind):
   """Where the bits lie on the number line."""
-  negative = kind.is_float and bits >> kind.width - 1
-  return ~bits if negative else bits + kind.is_float * 2 ** (kind.width - 1)
+  negative = kind.is_float and bits >> _width(kind) - 1
+  return ~bits if negative else bits + kind.is_float * 2 ** (_width(kind) - 1)
 
 
 def _moved(bits, step, kind):
-  key = (_key(bits, kind) + step) % 2**kind.width
+  key = (_key(bits, kind) + step) % 2 ** _width(kind)
   if not kind.is_float:
     return key
-  half = 2 ** (kind.width - 1)
-  return key - half if key >= half else 2**kind.width - 1 - key
+  half = 2 ** (_width(kind) - 1)
+  return key - half if key >= half else 2 ** _width(kind) - 1 - key
 
 
 def _planes(_, blob, size, kind, old):
   words = [0] * size
-  for n in range(kind.width // 8):
+  for n in range(_width(kind) // 8):
     (length,) = struct.unpack_from('<I', blob)
     plane, blob = blob[4 : 4 + length], blob[4 + length :]
     if length != size:
       plane = zstandard.ZstdDecompressor().decompress(plane)
     words = [word | byte << 8 * n for word, byte in zip(words, plane)]
-  return [word >> 1 | (word & 1) << kind.width - 1 for word in words]
+  return [word >> 1 | (word & 1) << _width(kind) - 1 for word in words]
 
 
 def _steps(codec_id, blob, size, kind, old):

@@ -77,10 +77,6 @@ class Kind:
   exponent_mask: int
 
   @property
-  def width(self) -> int:
-    return 8 * self.bits.itemsize
-
-  @property
   def low(self) -> int:
     """Highest exponent of the lowest class; those after the last share it."""
     return max(0, self.exponent_mask // 2 + 1 - EXPONENTS)

@@ -324,6 +324,15 @@ def _moved(old, step, is_float, top_bit):
   return new
 
 
+def apply_flat(base, out, is_float, ranks_W, steps_W):
+  """Like `apply_classes` for one class, whose ranks are all within the base."""
+  top_bit = 8 * base.itemsize - 1
+  for n in range(ranks_W.size):
+    at = ranks_W[n]
+    out[at] = _moved(np.int64(base[at]), steps_W[n], is_float, top_bit)
+  return 0
+
+
 @functools.cache
 def kernel(which, bits):
   """Compiled for one type of bits, when first asked for."""
@@ -336,6 +345,7 @@ def kernel(which, bits):
   signature = {
     scan_classes: (array, array, shape, to, i64, lists),
     apply_classes: (array, t[::1], shape, fixed, to, to),
+    apply_flat: (array, t[::1], i64, _I64, _I64),
   }
   return compiled(i64(*signature[which]))(which)
 
@@ -380,13 +390,16 @@ def scan(values, base, number, num_classes):
 
 def apply(base, number, changes, out):
   """Writes the base with its changes to `out`; False if a rank is too high."""
-  starts, ranks_W, _ = changes
+  starts, ranks_W, steps_W = changes
+  np.copyto(out, base)
+  if starts.size == 2:
+    run = kernel(apply_flat, base.dtype)
+    return run(base, out, number.is_float, ranks_W, steps_W) == 0
   run = kernel(apply_classes, base.dtype)
   cursors = starts[:-1].copy()
   left = np.full(cursors.size, NEVER)
   some = np.flatnonzero(starts[:-1] < starts[1:])
   left[some] = ranks_W[cursors[some]]
-  np.copyto(out, base)
   for span, valid in _spans((base, out), base.size):
     about = _shape_of(number, cursors.size, base, valid)
     run(*span, about, changes, cursors, left)

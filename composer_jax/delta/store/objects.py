@@ -50,10 +50,6 @@ def _pointer(run_id: str) -> str:
   return f'refs/{run_id}/latest'
 
 
-def opened(place: 'str | os.PathLike | Store') -> 'Store':
-  return place if isinstance(place, Store) else Store(place)
-
-
 class Store:
   """Reads and writes one place; threads and processes may share it.
 

@@ -275,7 +275,6 @@ class WebBackend:
     raise _refusal('reading', url, status, trouble)
 
   def _ask(self, url: str, start: int, stop: int, fresh: bool) -> tuple:
-    """Returns the status and, if it is good, what came of the range."""
     headers = {'Accept-Encoding': 'identity', **self._headers}
     headers['Range'] = f'bytes={start}-{stop - 1}'
     if fresh:
