@@ -73,10 +73,6 @@ def _packages() -> dict:
       '26.2.0',
       'd39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c',
     ),
-    'boolean-py': pin(
-      '5.0',
-      '60cbc4bad079753721d32649545505362c754e121570ada4658b852a3a318d95',
-    ),
     'bracex': pin(
       '3.2.2',
       'd18976160b3ba01a57d5c53a5c8c3aa2506efa9e0a3a62467251f82b8f563fde',
@@ -89,14 +85,6 @@ def _packages() -> dict:
     'chardet': pin(
       '7.7.0',
       '0ba38a05201b0abf7570c12d8af45c30b2af835bd5cc52bfc7105082eda82c1e',
-    ),
-    'cron-descriptor': pin(
-      '2.2.1',
-      '6759056f43b3cabca274b5df182bb63571f2f383bdd4d9d3ff4662c527430a65',
-    ),
-    'cssselect': pin(
-      '1.6.0',
-      '8c83a7139e97b93aa5ebdc0f46e785f7056a08a8bf201e597a6a2629d7eb11db',
     ),
     'decorator': pin(
       '5.3.1',
@@ -113,14 +101,6 @@ def _packages() -> dict:
     'docutils': pin(
       '0.23',
       '746f5060322511280a1e50eb76846ed6bf2342984b2ac04dc42caa1a8d78799e',
-    ),
-    'fastjsonschema': pin(
-      '2.22.3',
-      '8330c91b027dcf941efcb7b1f0998515ff95d177ea15bbabdfe8671965620901',
-    ),
-    'humanfriendly': pin(
-      '10.0',
-      '6b0b831ce8f15f7300721aa49829fc4e83921a9a301cc7f606be6686a2288ddc',
     ),
     'humanize': pin(
       '4.17.0',
@@ -236,10 +216,6 @@ def _packages() -> dict:
       '3.3.3',
       '928ae7e20211f3b6f3915a72f06a0cfd29ab9d24279dd6346b6b1a7146397d36',
     ),
-    'pyphen': pin(
-      '0.18.1',
-      'dbae6fbbe4f01cb206108b43573d857c67107be9d0e38eb1b08d6fa2210634a7',
-    ),
     'pyrsistent': pin(
       '0.20.0',
       '4c48f78f62ab596c679086084d0dd13254ae4f3d6c72a83ffdf5ebdef8f265a4',
@@ -260,10 +236,6 @@ def _packages() -> dict:
     'schema': pin(
       '0.7.8',
       'e86cc08edd6fe6e2522648f4e47e3a31920a76e82cce8937535422e310862ab5',
-    ),
-    'semantic-version': pin(
-      '2.10.0',
-      'bdabb6d336998cbb378d4b9db3a4b56a1e3235701dc05ea2690d9a997ed5041c',
     ),
     'semver': pin(
       '3.1.1',
@@ -315,10 +287,6 @@ def _packages() -> dict:
     'voluptuous': pin(
       '0.16.0',
       '006535e22fed944aec17bef6e8725472476194743c87bd233e912eb463f8ff05',
-    ),
-    'wcwidth': pin(
-      '0.9.4',
-      'fd8d57d3cdfe570e3265c8fab1885c24e34ef40889c0759c0c304a19e9835954',
     ),
     'webcolors': pin(
       '25.10.0',

@@ -46,8 +46,7 @@ BAD = {
 # One of its functions for each tier of one; larder's go with what holds them.
 JAR = {
   'jar.py': (
-    'def up_to(values, most):\n'
-    '  """The values before the first above most."""\n'
+    'def up_to(values, most):\n  """The values before one above most."""\n'
     '  for place, value in enumerate(values):\n    if value > most:\n'
     '      return values[:place]\n  return values\n\n\n'
     'def spread(values):\n  """The largest minus the smallest."""\n'
