@@ -34,6 +34,8 @@ from composer_jax.parallel import dispatch
 TRANSPORTS = ('a2a', 'ragged_a2a')
 # Copies that a buffer holds over their mean, by default.
 ROOM = 1.25
+# Scope of the loop of all rounds but the first, where that stands apart.
+FURTHER = 'further_rounds'
 # A kernel's tile of rows on TPU; ragged buffers are whole tiles.
 _TILE = 512
 
@@ -129,13 +131,10 @@ def exchange(
     counts_PPE = counts_PE.reshape(shards.num_shards, shards.num_shards, -1)
     pairs_PP = counts_PPE.sum(-1)
     load = pairs_PP if shards.transport == 'a2a' else pairs_PP.sum(0)
-    rounds = -(-load.max() // shards.rows)
-    if shards.others:
-      rounds = jax.lax.pmax(rounds, shards.others)
-    order, counts_PPE, rounds = dispatch.named_routes(
-      (order, counts_PPE, rounds)
-    )
-  where = order, counts_PPE, rounds
+  rounds = -(-load.max() // shards.rows)
+  if shards.others:
+    rounds = jax.lax.pmax(rounds, shards.others)
+  where = dispatch.named_routes((order, counts_PPE, rounds))
   y_ZD = _sums(experts, shards, weights, tokens.x_ZD, tokens.gates_ZA, where)
   return y_ZD, rounds
 
@@ -197,10 +196,11 @@ _sums.defvjp(
 
 
 def _each_round(rounds, body, carry):
-  first = int(_stands_apart())
-  if first:
-    carry = body(0, carry)
-  return jax.lax.fori_loop(first, rounds, body, carry)
+  if not _stands_apart():
+    return jax.lax.fori_loop(0, rounds, body, carry)
+  carry = body(0, carry)
+  with jax.named_scope(FURTHER):
+    return jax.lax.fori_loop(1, rounds, body, carry)
 
 
 def _stands_apart() -> bool:
@@ -236,7 +236,7 @@ def _unpacked(words_YX, dim, dtype):
   return rows, jax.lax.bitcast_convert_type(rest_YX, jnp.float32)
 
 
-class _Part(NamedTuple):
+class _Round(NamedTuple):
   """One round's part of an exchange.
 
   Attributes:
@@ -250,7 +250,7 @@ class _Part(NamedTuple):
   sizes_E: jax.Array
 
 
-def _part(shards, counts_PPE, rounds, r) -> _Part:
+def _part(shards, counts_PPE, rounds, r) -> _Round:
   """Returns a round's part; counts_PPE are by sender, receiver and expert."""
   num_shards, num_rows = shards.num_shards, shards.buffer
   me, is_ragged = jax.lax.axis_index(shards.axes), shards.transport != 'a2a'
@@ -299,7 +299,7 @@ def _part(shards, counts_PPE, rounds, r) -> _Part:
       rows_RX = _swapped(rows_RX, shards)
       return _written(rows_RX, into_YX, slot_P, size_PP[me], from_PP[me])
 
-  return _Part(there, back, got_PE.sum(0))
+  return _Round(there, back, got_PE.sum(0))
 
 
 def _before(x, axis):
