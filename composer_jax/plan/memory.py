@@ -370,7 +370,8 @@ def _buffers(
   gradients that return; a receiver has what arrives and what it returns, both
   before and after the order of experts, and hidden units with their gradients.
   """
-  plan = placement.exchange_plan(model, layout=layout, mesh=_mesh(mesh))
+  where: Any = dict(layout=layout, mesh=_mesh(mesh))
+  plan = placement.exchange_plan(model, **where)
   if plan is None or not plan.travels:
     return 0
   tokens, moe = math.prod(local), model.moe

@@ -184,7 +184,7 @@ def test_ragged_rows_travel_twice_each_way():
     del group_sizes_E
     return rows_YD * weights['scale'][0, :, 0]
 
-  def gradient(weights, arrays_Y, group_sizes_E, sums):
+  def gradient(weights, arrays_Y, group_sizes_E, sums, _):
     rows_YD, d_out_YD, gates_Y = arrays_Y
     return (
       scaled(weights, d_out_YD, group_sizes_E),
@@ -193,7 +193,10 @@ def test_ragged_rows_travel_twice_each_way():
     )
 
   functions = dispatch.Experts(
-    scaled, gradient, lambda weights: jax.tree.map(jnp.zeros_like, weights)
+    scaled,
+    lambda *arrays: (scaled(*arrays), arrays[1]),
+    gradient,
+    lambda weights: jax.tree.map(jnp.zeros_like, weights),
   )
   exchanged = jax.shard_map(
     lambda *arrays: exchange.exchange(functions, *arrays, plan=plan)[0],
