@@ -50,11 +50,14 @@ class Variant(NamedTuple):
 
 
 # From many rounds to one.
-VARIANTS = (
-  Variant('a2a', 0.4),
+QUICK = (
   Variant('a2a', 0.4, keeps=True),
-  Variant('a2a', 2.0, 'ragged', keeps=True),
   Variant('ragged_a2a', 0.3, 'ragged'),
+)
+VARIANTS = (
+  *QUICK,
+  Variant('a2a', 0.4),
+  Variant('a2a', 2.0, 'ragged', keeps=True),
   Variant('ragged_a2a', 1.25),
 )
 
@@ -270,14 +273,14 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-  'mesh',
+  'mesh, variants',
   [
-    '8',
-    *(pytest.param(m, marks=SLOW) for m in MESHES if m not in ('8', '12')),
+    ('8', QUICK),
+    *(pytest.param(m, VARIANTS, marks=SLOW) for m in MESHES if m != '12'),
   ],
 )
-def test_sums_and_gradients_are_those_of_all_experts(mesh):
-  seen = check(mesh, loads())
+def test_sums_and_gradients_are_those_of_all_experts(mesh, variants):
+  seen = check(mesh, loads(), variants)
   for variant, counts in seen.items():
     # Nothing travels where no token has an expert.
     assert 0 in counts
@@ -329,8 +332,8 @@ ROWS = dispatch.Experts(
 
 
 def test_the_number_of_rounds_changes_no_bit():
-  variants = [Variant('a2a', room) for room in (0.1, 0.5, 1.25, 8.0)]
-  variants += [Variant('ragged_a2a', room) for room in (0.2, 1.25)]
+  variants = [Variant('a2a', room) for room in (0.1, 0.5, 8.0)]
+  variants.append(Variant('ragged_a2a', 0.2))
 
   @functools.partial(jax.jit, compiler_options=_OPTIONS)
   def run(*arrays):
@@ -343,7 +346,7 @@ def test_the_number_of_rounds_changes_no_bit():
     ids_BTA, valid_BT = loads()[name]
     weights, x_BTD, gates_BTA, _ = inputs()
     results = run(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
-    assert len({int(count[0]) for _, count in results}) >= 4
+    assert len({int(count[0]) for _, count in results}) >= 3
     (y_BTD, _, *gradients), _ = results[0]
     assert all(np.any(x) for x in (y_BTD, *gradients))
     for (other_BTD, _, *others), _ in results[1:]:
@@ -375,9 +378,10 @@ def test_memory_is_that_of_buffers_whatever_the_routes(room):
 
 
 def test_nothing_is_scattered_forward_or_backward():
-  _, text = program()
-  assert 'stablehlo.gather' in text
-  assert 'scatter"(' not in text.replace('reduce_scatter"(', '')
+  for transport in rounds.TRANSPORTS:
+    text = traced(make_plan('8', Variant(transport, 1.0))).lower().as_text()
+    assert 'stablehlo.gather' in text
+    assert 'scatter"(' not in text.replace('reduce_scatter"(', '')
 
 
 def counted(jaxpr, kinds):
@@ -467,14 +471,22 @@ def test_the_gradient_is_that_of_outputs_times_gates():
       y_YD = experts.MLP.forward(whole, rows_YD, sizes_E)
       return gates_Y[:, None] * y_YD
 
+    @functools.partial(jax.jit, compiler_options=_OPTIONS)
+    def both(gated=gated, trained=trained, weights=weights, zeros=zeros):
+      _, pull = jax.vjp(gated, trained, rows_YD, gates_Y)
+      ones = jax.tree.map(jnp.ones_like, zeros)
+      arrays_Y = rows_YD, d_out_YD, gates_Y
+      _, hidden_YX = experts.MLP.kept(weights, rows_YD, sizes_E)
+      have = [
+        experts.MLP.gradient(weights, arrays_Y, sizes_E, ones, hidden)
+        for hidden in (None, hidden_YX)
+      ]
+      return pull(d_out_YD), have
+
     for backend in matmul.BACKENDS:
       with matmul.using(backend):
-        _, pull = jax.vjp(gated, trained, rows_YD, gates_Y)
-        d_weights, d_rows_YD, d_gates_Y = pull(d_out_YD)
-        ones = jax.tree.map(jnp.ones_like, zeros)
-        have = experts.MLP.gradient(
-          weights, (rows_YD, d_out_YD, gates_Y), sizes_E, ones
-        )
+        (d_weights, d_rows_YD, d_gates_Y), both_ways = both()
       want = d_rows_YD, d_gates_Y, jax.tree.map(lambda x: x + 1, d_weights)
-      for error in jax.tree.leaves(difference(have, want)):
-        assert error <= 2e-6
+      for have in both_ways:
+        for error in jax.tree.leaves(difference(have, want)):
+          assert error <= 2e-6
