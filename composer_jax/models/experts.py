@@ -20,10 +20,21 @@ def expert_mlp(
   is_frozen = isinstance(gate_up_EDX, linear.Adapted)
   if matmul.chosen() == 'blocked' and not is_frozen:
     return blocked.grouped_mlp(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
+  return expert_mlp_kept(weights, rows_YD, group_sizes_E)[0]
+
+
+def expert_mlp_kept(
+  weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns `expert_mlp`, and the gates and ups of its rows."""
+  gate_up_EDX, down_EFD = _joined(weights['gate_up'], 2), weights['down']
+  is_frozen = isinstance(gate_up_EDX, linear.Adapted)
+  if matmul.chosen() == 'blocked' and not is_frozen:
+    return blocked.mlp_kept(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
   both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
   both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
   hidden_YF = swiglu.swiglu(both_YX)
-  return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
+  return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E), both_YX
 
 
 def expert_mlp_gradient(
@@ -31,6 +42,7 @@ def expert_mlp_gradient(
   arrays_Y: tuple[jax.Array, jax.Array, jax.Array],
   group_sizes_E: jax.Array,
   sums: dict[str, Any],
+  both_YX: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
   """Returns gradients of `expert_mlp` times gates; see `dispatch.Experts`."""
   gate_up_EDX, down_EFD = weights['gate_up'], weights['down']
@@ -41,10 +53,12 @@ def expert_mlp_gradient(
       arrays_Y,
       group_sizes_E,
       (sums['gate_up'], sums['down']),
+      both_YX,
     )
     return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
   rows_YD, d_out_YD, gates_Y = arrays_Y
-  both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
+  if both_YX is None:
+    both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
   hidden_YF = swiglu.swiglu(both_YX)
   gated = lambda x: rounding.rounded(gates_Y[:, None] * x, x.dtype)
   d_hidden_YF, down = matmul.gradient(
@@ -68,7 +82,7 @@ def _zeros(weights: dict[str, Any]) -> dict[str, Any]:
   return {name: zeros(weight) for name, weight in weights.items()}
 
 
-MLP = dispatch.Experts(expert_mlp, expert_mlp_gradient, _zeros)
+MLP = dispatch.Experts(expert_mlp, expert_mlp_kept, expert_mlp_gradient, _zeros)
 
 
 @jax.custom_vjp

@@ -250,7 +250,7 @@ def mixture(
       y_BTD, count = _one_by_one(weights, *routed_BT), None
     else:
       y_BTD, count = exchange.exchange(
-        experts.MLP, weights, *routed_BT, plan=plan
+        experts.MLP, weights, *routed_BT, plan=plan, keeps=not config.remat
       )
   x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
   return x_BTD, routes, MixtureStats(sums, count)

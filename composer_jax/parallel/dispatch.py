@@ -27,13 +27,15 @@ class Experts(NamedTuple):
 
   Attributes:
     forward: (weights, rows_YD, group_sizes_E) -> outputs_YD.
-    gradient: (weights, (rows_YD, d_outputs_YD, gates_Y), group_sizes_E, sums)
-      -> (d_rows_YD, d_gates_Y, sums) of outputs times gates, where the weights'
-      gradients are added to the sums.
+    kept: the same -> (outputs_YD, hidden_YX), which `gradient` can use.
+    gradient: (weights, (rows_YD, d_outputs_YD, gates_Y), group_sizes_E, sums,
+      hidden_YX or None) -> (d_rows_YD, d_gates_Y, sums) of outputs times gates,
+      where the weights' gradients are added to the sums.
     zeros: weights -> float32 sums of zero, None for frozen ones.
   """
 
   forward: ExpertFunction
+  kept: Callable[..., tuple[jax.Array, jax.Array]]
   gradient: Callable[..., tuple[jax.Array, jax.Array, Any]]
   zeros: Callable[[Any], Any]
 

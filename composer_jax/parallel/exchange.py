@@ -87,6 +87,7 @@ def exchange(
   valid_BT: jax.Array,
   *,
   plan: ExchangePlan | None,
+  keeps: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Computes each token's gated sum over its experts, zero for padding.
 
@@ -100,6 +101,8 @@ def exchange(
     gates_BTA: float32 gate of each expert.
     valid_BT: false for padding, which reaches no expert.
     plan: sharding of experts and tokens; None for one device.
+    keeps: true to keep what the first round received and its hidden units for
+      the backward pass, which else exchanges and computes them again.
 
   Returns:
     y_BTD, and the int32 number of rounds; None if no token travels.
@@ -123,7 +126,7 @@ def exchange(
     num_active=tokens.ids_ZA.shape[1],
     num_local=jax.tree.leaves(weights)[0].shape[0],
   )
-  y_ZD, count = rounds.exchange(experts, weights, tokens, shards)
+  y_ZD, count = rounds.exchange(experts, weights, tokens, shards, keeps)
   return y_ZD.reshape(x_BTD.shape), count
 
 

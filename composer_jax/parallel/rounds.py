@@ -14,9 +14,10 @@ no ragged collective. For tests on CPU 'ragged_a2a' gathers all rows, and each
 device picks its own.
 
 The gradient has a loop of its own and keeps inputs and counts only: rows travel
-again, with the gradients of the outputs. The small arrays that say where rows
-are have the checkpoint name 'routes'. If a policy of recomputation keeps them,
-it repeats no collective and no sort.
+again, with the gradients of the outputs. Without recomputation what the first
+round received is kept instead. The small arrays that say where rows are have
+the checkpoint name 'routes'. If a policy of recomputation keeps them, it
+repeats no collective and no sort.
 """
 
 import dataclasses
@@ -34,6 +35,8 @@ from composer_jax.parallel import dispatch
 TRANSPORTS = ('a2a', 'ragged_a2a')
 # Copies that a buffer holds over their mean, by default.
 ROOM = 1.25
+# Scope of the loop of all rounds but the first, where that stands apart.
+FURTHER = 'further_rounds'
 # A kernel's tile of rows on TPU; ragged buffers are whole tiles.
 _TILE = 512
 
@@ -92,7 +95,9 @@ def _aligned(rows):
   return -(-rows // _TILE) * _TILE
 
 
-def bytes_received(shards: Shards, copies: int, width: int) -> int:
+def bytes_received(
+  shards: Shards, copies: int, width: int, *, keeps: bool = False
+) -> int:
   """Returns bytes into a device of a layer's rows in both passes.
 
   With even load, which takes one round if buffers have room for the mean.
@@ -103,8 +108,8 @@ def bytes_received(shards: Shards, copies: int, width: int) -> int:
   if shards.transport == 'a2a':
     rounds = -(-copies // (shards.num_shards * shards.rows))
     rows = rounds * others * shards.rows
-  # x, y, and again x with the gradients of both.
-  return round(5 * rows * width)
+  # x, y, and their gradients, to which x goes again unless it is kept.
+  return round((5 - keeps) * rows * width)
 
 
 def exchange(
@@ -112,6 +117,7 @@ def exchange(
   weights: Any,
   tokens: dispatch.RoutedTokens,
   shards: Shards,
+  keeps: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns y_ZD, each token's gated sum, and the number of rounds.
 
@@ -129,54 +135,63 @@ def exchange(
     counts_PPE = counts_PE.reshape(shards.num_shards, shards.num_shards, -1)
     pairs_PP = counts_PPE.sum(-1)
     load = pairs_PP if shards.transport == 'a2a' else pairs_PP.sum(0)
-    rounds = -(-load.max() // shards.rows)
-    if shards.others:
-      rounds = jax.lax.pmax(rounds, shards.others)
-    order, counts_PPE, rounds = dispatch.named_routes(
-      (order, counts_PPE, rounds)
-    )
-  where = order, counts_PPE, rounds
-  y_ZD = _sums(experts, shards, weights, tokens.x_ZD, tokens.gates_ZA, where)
+  rounds = -(-load.max() // shards.rows)
+  if shards.others:
+    rounds = jax.lax.pmax(rounds, shards.others)
+  where = dispatch.named_routes((order, counts_PPE, rounds))
+  static = experts, shards, keeps or platforms.current() != 'cpu', keeps
+  y_ZD = _sums(static, weights, tokens.x_ZD, tokens.gates_ZA, where)
   return y_ZD, rounds
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(experts, shards, weights, x_ZD, gates_ZA, where):
-  order, counts_PPE, rounds = where
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(static, *arrays):
+  return _forward(static, *arrays)[0]
+
+
+def _forward(static, weights, x_ZD, gates_ZA, where):
+  (experts, shards, is_apart, keeps), (order, counts_PPE, rounds) = (
+    static,
+    where,
+  )
   x_YD = dispatch.take(x_ZD, order)
 
-  def body(r, y_YD):
+  def body(r, y_YD, kept=None):
     part = _part(shards, counts_PPE, rounds, r)
     rows_RD = part.there(x_YD)
-    y_RD = experts.forward(weights, rows_RD, part.sizes_E)
-    return part.back(y_RD, y_YD)
+    y_RD, hidden_RX = experts.kept(weights, rows_RD, part.sizes_E)
+    return part.back(y_RD, y_YD), (rows_RD, hidden_RX)
 
-  y_YD = _each_round(rounds, body, jnp.zeros_like(x_YD))
+  y_YD, kept = _each_round(rounds, body, jnp.zeros_like(x_YD), is_apart)
   with jax.named_scope('combine'):
-    return dispatch.combine(y_YD, gates_ZA, order)
+    y_ZD = dispatch.combine(y_YD, gates_ZA, order)
+  return y_ZD, (weights, x_ZD, gates_ZA, where, kept if keeps else None)
 
 
-def _backward(experts, shards, residuals, d_y_ZD):
-  weights, x_ZD, gates_ZA, (order, counts_PPE, rounds) = residuals
+def _backward(static, residuals, d_y_ZD):
+  weights, x_ZD, gates_ZA, (order, counts_PPE, rounds), kept = residuals
+  experts, shards, is_apart, _ = static
   dim, dtype = x_ZD.shape[1], x_ZD.dtype
   gates_Y = gates_ZA.reshape(-1)[order.copy_Y]
   given_YX = _packed(
     [dispatch.take(x_ZD, order), dispatch.take(d_y_ZD, order)], gates_Y
   )
 
-  def body(r, carry):
+  def body(r, carry, kept=None):
     d_YX, sums = carry
     part = _part(shards, counts_PPE, rounds, r)
-    (rows_RD, d_out_RD), gates_R = _unpacked(part.there(given_YX), dim, dtype)
+    words_RX = part.there(given_YX[:, dim:] if kept else given_YX)
+    (*rows, d_out_RD), gates_R = _unpacked(words_RX, dim, dtype)
+    rows_RD, hidden_RX = kept or (*rows, None)
     d_rows_RD, d_gates_R, sums = experts.gradient(
-      weights, (rows_RD, d_out_RD, gates_R), part.sizes_E, sums
+      weights, (rows_RD, d_out_RD, gates_R), part.sizes_E, sums, hidden_RX
     )
-    return part.back(_packed([d_rows_RD], d_gates_R), d_YX), sums
+    return (part.back(_packed([d_rows_RD], d_gates_R), d_YX), sums), None
 
   width = given_YX.shape[1] - dim
   d_YX = jnp.zeros((len(given_YX), width), given_YX.dtype)
   carry = d_YX, experts.zeros(weights)
-  d_YX, sums = _each_round(rounds, body, carry)
+  (d_YX, sums), _ = _each_round(rounds, body, carry, is_apart, kept)
   (d_x_YD,), d_gates_Y = _unpacked(d_YX, dim, dtype)
   with jax.named_scope('dispatch'):
     d_x_ZD = dispatch.combine(d_x_YD, None, order)
@@ -190,26 +205,21 @@ def _backward(experts, shards, residuals, d_y_ZD):
   return d_weights, d_x_ZD, d_gates_ZA.astype(gates_ZA.dtype), None
 
 
-_sums.defvjp(
-  lambda experts, shards, *args: (_sums(experts, shards, *args), args),
-  _backward,
-)
+_sums.defvjp(_forward, _backward)
 
 
-def _each_round(rounds, body, carry):
-  first = int(_stands_apart())
-  if first:
-    carry = body(0, carry)
-  return jax.lax.fori_loop(first, rounds, body, carry)
+def _each_round(rounds, body, carry, is_apart, kept=None):
+  """Returns the last carry, and what the first round makes if it is apart.
 
-
-def _stands_apart() -> bool:
-  """Tells if the first round is outside of the loop.
-
-  There its transfers can take place beside other work, such as the shared
-  experts, of which a CPU has no use.
+  Outside of the loop the transfers of the first round can take place beside
+  other work, such as the shared experts. A CPU has no use of that.
   """
-  return platforms.current() != 'cpu'
+  made = None
+  if is_apart:
+    carry, made = body(0, carry, kept)
+  with jax.named_scope(FURTHER if is_apart else 'rounds'):
+    further = lambda r, carry: body(r, carry)[0]
+    return jax.lax.fori_loop(int(is_apart), rounds, further, carry), made
 
 
 def _packed(rows: list[jax.Array], numbers_Y: jax.Array) -> jax.Array:
@@ -237,7 +247,7 @@ def _unpacked(words_YX, dim, dtype):
 
 
 class _Round(NamedTuple):
-  """What an exchange moves in one round.
+  """One round's part of an exchange.
 
   Attributes:
     there: rows_YX of this shard's copies -> received rows_RX by expert.

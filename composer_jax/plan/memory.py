@@ -256,8 +256,8 @@ def training(
     'policy values': masters,
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     'copies of weights': _copies(variables, places, model),
-    'exchange buffers': _buffers(model, mesh, layout, shape),
     **activations(model, *local),
+    'buffers of the exchange': _buffers(model, mesh, layout, local),
   }
   return Need(name=name, devices=mesh.size, terms=terms, host=host)
 
@@ -269,28 +269,6 @@ def _moved(params: Any, places: Any, stacks: dict[str, int]) -> int:
     count = stacks.get(name, 0)
     parts[count] += _bytes(tree, places[name]) // max(count, 1)
   return 2 * 3 * max(parts.values())
-
-
-def _buffers(
-  model: model_config.ModelConfig,
-  mesh: specs.Mesh,
-  layout: layouts.Layout,
-  shape: tuple[int, int, bool],
-) -> int:
-  """Returns bytes of the rows that experts' devices exchange in a round."""
-  where: Any = _mesh(mesh)
-  plan = placement.exchange_plan(model, layout=layout, mesh=where)
-  if plan is None or not plan.travels:
-    return 0
-  shards = exchange.shards_of(
-    plan,
-    num_tokens=shape[0] * shape[1] // mesh.size,
-    num_active=model.moe.num_active,
-    num_local=model.moe.num_experts // plan.expert_shards,
-  )
-  row = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
-  # Rows and gradients of outputs arrive together; gradients of rows leave.
-  return 3 * shards.buffer * row
 
 
 def serving(
@@ -398,6 +376,34 @@ def activations(
     'activations': int(tokens * _kept(model)),
     "the backward pass's work": int(max(2 * 4 * tokens * words, layer)),
   }
+
+
+def _buffers(
+  model: model_config.ModelConfig,
+  mesh: specs.Mesh,
+  layout: layouts.Layout,
+  local: tuple[int, int],
+) -> int:
+  """Counts what a layer's backward pass exchanges, at default room.
+
+  A sender has its sorted tokens, the same beside gradients of outputs, and the
+  gradients that return; a receiver has what arrives and what it returns, both
+  before and after the order of experts, and hidden units with their gradients.
+  """
+  where: Any = dict(layout=layout, mesh=_mesh(mesh))
+  plan = placement.exchange_plan(model, **where)
+  if plan is None or not plan.travels:
+    return 0
+  tokens, moe = math.prod(local), model.moe
+  shards = exchange.shards_of(
+    plan,
+    num_tokens=tokens,
+    num_active=moe.num_active,
+    num_local=moe.num_experts // plan.expert_shards,
+  )
+  sent = 4 * model.embed_dim * tokens * moe.num_active
+  received = 6 * (model.embed_dim + moe.ffw_dim) * shards.buffer
+  return jnp.dtype(model.compute_dtype).itemsize * (sent + received)
 
 
 @functools.lru_cache(maxsize=64)

@@ -182,7 +182,7 @@ def _line(shards, model, num_tokens):
   """Returns a line about the exchange, for tokens of one device."""
   copies = num_tokens * model.moe.num_active
   width = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
-  received = rounds.bytes_received(shards, copies, width)
+  received = rounds.bytes_received(shards, copies, width, keeps=not model.remat)
   return (
     f'transport {shards.transport}: {shards.num_shards} expert shards, buffers '
     f'of {shards.buffer} rows for {copies} copies of the tokens of a device; '

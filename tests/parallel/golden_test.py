@@ -60,13 +60,14 @@ UNEVEN_COUNTS = {
   (DENSE, 'backward', 'reduce-scatter', 'context'): 2,
   (MIXTURE, 'forward', 'all-gather', NARROW): 10,
   (MIXTURE, 'backward', 'reduce-scatter', NARROW): 10,
-  (MIXTURE, 'forward', 'all-gather', 'context'): 2,
+  # And counts of copies.
+  (MIXTURE, 'forward', 'all-gather', 'context'): 3,
   (MIXTURE, 'backward', 'reduce-scatter', 'context'): 2,
   # Six experts are on two shards; four devices share D.
   (MIXTURE, 'forward', 'all-gather', 'fsdp'): 2,
   (MIXTURE, 'backward', 'reduce-scatter', 'fsdp'): 2,
-  # Copies and outputs, once more with gradients. Their counts go with the keys'
-  # all-gathers; all devices agree on the number of rounds.
+  # Copies and outputs, once more with gradients. All devices agree on the
+  # number of rounds.
   (MIXTURE, 'forward', 'all-to-all', 'context'): 2,
   (MIXTURE, 'backward', 'all-to-all', 'context'): 2,
   (MIXTURE, 'forward', 'all-reduce', 'fsdp'): 1,
@@ -181,9 +182,9 @@ def test_ragged_rows_travel_twice_each_way():
 
   def scaled(weights, rows_YD, group_sizes_E):
     del group_sizes_E
-    return rows_YD * weights['scale'][0]
+    return rows_YD * weights['scale'][0, :, 0]
 
-  def gradient(weights, arrays_Y, group_sizes_E, sums):
+  def gradient(weights, arrays_Y, group_sizes_E, sums, _):
     rows_YD, d_out_YD, gates_Y = arrays_Y
     return (
       scaled(weights, d_out_YD, group_sizes_E),
@@ -192,7 +193,10 @@ def test_ragged_rows_travel_twice_each_way():
     )
 
   functions = dispatch.Experts(
-    scaled, gradient, lambda weights: jax.tree.map(jnp.zeros_like, weights)
+    scaled,
+    lambda *arrays: (scaled(*arrays), arrays[1]),
+    gradient,
+    lambda weights: jax.tree.map(jnp.zeros_like, weights),
   )
   exchanged = jax.shard_map(
     lambda *arrays: exchange.exchange(functions, *arrays, plan=plan)[0],

@@ -18,7 +18,7 @@ from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups
-from composer_jax.parallel import layouts, topology
+from composer_jax.parallel import layouts, rounds, topology
 from composer_jax.plan import case as cases
 from composer_jax.plan.hlo import overlap as hlo
 from composer_jax.train import placement, state, step
@@ -157,9 +157,9 @@ def program(
     text=text,
     warnings=warnings,
     state=shapes,
-    # Rounds and blocks of grouped matmuls have data-dependent ends; the stated
-    # bytes are those of one round.
-    hlo=hlo.read(text, dynamic_trips=1),
+    # Rounds and blocks of grouped matmuls have data-dependent ends. The stated
+    # bytes are those of one round, which may stand before the loop of others.
+    hlo=hlo.read(text, dynamic_trips=lambda s: float(rounds.FURTHER not in s)),
     stated=traffic.lines(case(model, shape), asked(transport)),
   )
 

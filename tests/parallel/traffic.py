@@ -230,8 +230,8 @@ class _Counter:
     for what, phase, row in (
       ('dispatch', 'forward', width),
       ('combine', 'forward', width),
-      # Gradients of outputs, with the gates and with the copies themselves.
-      ('combine', 'backward', 2 * width + _FLOAT32),
+      # Gradients of outputs with the gates, and copies unless they are kept.
+      ('combine', 'backward', (1 + self.case.model.remat) * width + _FLOAT32),
       ('dispatch', 'backward', width + _FLOAT32),
     ):
       sent = round(others * rows * row)

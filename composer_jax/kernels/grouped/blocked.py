@@ -85,10 +85,16 @@ def grouped_mlp(
 
   Rows are sorted by group; those past the groups give zeros.
   """
-  return _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)[0]
+  return mlp_kept(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)[0]
 
 
-def _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E):
+def mlp_kept(
+  gate_up_EDX: jax.Array,
+  down_EFD: jax.Array,
+  rows_YD: jax.Array,
+  group_sizes_E: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns `grouped_mlp`, and the gates and ups of its rows."""
   num_rows, dtype = len(rows_YD), rows_YD.dtype
 
   def body(pieces, i, carry):
@@ -106,8 +112,12 @@ def _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E):
   carry = jnp.zeros_like(rows_YD), both_YX
   loops = schedule.schedule(group_sizes_E, num_rows)
   out_YD, both_YX = run(body, loops, carry)
-  both_YX = ad_checkpoint.checkpoint_name(both_YX, HIDDEN)
-  return out_YD, (gate_up_EDX, down_EFD, rows_YD, group_sizes_E, both_YX)
+  return out_YD, ad_checkpoint.checkpoint_name(both_YX, HIDDEN)
+
+
+def _mlp_forward(*arrays):
+  out_YD, both_YX = mlp_kept(*arrays)
+  return out_YD, (*arrays, both_YX)
 
 
 def _mlp_backward(residuals, d_out_YD):

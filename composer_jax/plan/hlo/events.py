@@ -194,7 +194,7 @@ class ProgramReader:
         f'The trips of the loop {instruction.name} ({instruction.scope()}) '
         'depend on the data; give dynamic_trips, the number to count.'
       )
-    return (Repeat(instruction.name, trips, events),)
+    return (Repeat(instruction.name, trips, events),) if trips else ()
 
   def _collective(
     self, instruction: text.Instruction, computation: text.Computation
