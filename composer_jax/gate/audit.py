@@ -7,14 +7,14 @@ passes, one a version, as the engine computed it. What differs then is rounding,
 or a lie. The policies kept for this take 2 bytes a parameter and version,
 sharded as the trainer's; a step has about 16 bytes a parameter besides.
 
-A step can afford a share of these tokens, and at least one chain. Three lists
-take turns: parts whose record, if it were false, would change the gradient most
-by what the trainer's own pass saw; parts that are nearer to the trained weights
-than the policy's move lets expect; and parts drawn at random, the likelier the
-more of the gradient they make. The gradient is that of rewards and of hints.
-A lie shows in few tokens, and a pass a version is dear: but for the first of
-some chains, parts are scored up to where a second version sampled, so that a
-pass holds many.
+A step can afford a share of these tokens, and at least one chain. Four lists
+take turns: parts whose log-probabilities, and parts whose routes, if they were
+false, would change the gradient most by what the trainer's own pass saw; parts
+that are nearer to the trained weights than the policy's move lets expect; and
+parts drawn at random, the likelier the more of the gradient they make. The
+gradient is that of rewards and of hints. A lie shows in few tokens, and a pass
+a version is dear: but for the first of some chains, parts are scored up to
+where a second version sampled, so that a pass holds many.
 What the trained version sampled is in the trainer's own pass (of hints, in the
 student's) and needs no other one.
 """
@@ -51,9 +51,9 @@ class Score(NamedTuple):
     return ratios_T[self.part.compared_T]
 
 
-# Of the other lists' chains one in so many scores the whole of its first part,
-# as each of the first list does.
-_WHOLE = 4
+# Of chains of the last two lists one in so many scores the whole of its first
+# part, as each of the others' does.
+_WHOLE = 5
 
 
 class Auditor:
