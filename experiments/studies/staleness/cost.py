@@ -114,9 +114,10 @@ def run(spec, systems, workdir, *, role, command):
   }
   kinds: dict[str, dict[str, Any]] = {
     'no gate': {},
-    'no gate, routed afresh': {'replay': False},
     **{name: {'gate': gate} for name, gate in gates.items()},
   }
+  if not _RELABEL.value:
+    kinds['no gate, routed afresh'] = {'replay': False}
   order = list(kinds)
   seconds = {}
   for turn in range(_ROUNDS.value + 1):
