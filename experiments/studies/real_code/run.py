@@ -51,8 +51,8 @@ _STEPS = {
 TRAINING = (
   *('boltons', 'humanize', 'inflection', 'itsdangerous', 'jsonpointer'),
   *('more-itertools', 'packageurl-python', 'parse', 'rfc3986', 'schema'),
-  *('sqlparse', 'tinydb', 'tomlkit', 'toolz', 'voluptuous', 'wcwidth'),
-  *('webencodings', 'xmltodict'),
+  *('sqlparse', 'tinydb', 'tomlkit', 'toolz', 'voluptuous', 'webencodings'),
+  *('xmltodict',),
 )
 HELD_OUT = (
   *('cachetools', 'isodate', 'semver', 'simpleeval', 'tabulate'),
