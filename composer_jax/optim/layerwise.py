@@ -55,14 +55,12 @@ def by_layer(
 
 
 def _layer(transform, add, step, first, updates, state, params, layer):
-  """Returns updates, state and parameters of one layer after a step."""
   place = first + layer
   moves, kept = transform.update(updates, state, params, place=place)
   return moves, kept, add(params, moves, step, place)
 
 
 def _moved(function: Any, count: int, whole: Any, when: Any) -> Any:
-  """Returns what `function` makes of all layers."""
 
   def step(layer, whole):
     take = jax.lax.dynamic_index_in_dim

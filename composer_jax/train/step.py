@@ -100,9 +100,8 @@ def make(
 ) -> Callable[..., Any]:
   """Returns the language-model step; it traces under any mesh.
 
-  It takes a state and a batch and returns the next state and `StepMetrics`.
-  Where an exchange can overflow it also takes whether the step before fitted,
-  and returns whether both did; if not, the state stays as it is.
+  It maps a state and a batch to a state and `StepMetrics`. If an exchange can
+  overflow it takes and returns, too, if all fitted; else the state is the same.
 
   Args:
     clips_logits: true if the optimizer needs the largest attention logits.
