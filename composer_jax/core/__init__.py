@@ -14,6 +14,5 @@ Suffixes are logical axes, never shards; scalars and ragged lists have none.
   G  query heads per key/value head   U  turns
   H  head dim                         C  MLA compressed key/value
   J  MLA rotated head dim             Q  MLA compressed query
-  W  MLA value dim                    X  axes joined or split for one step,
-                                         said where it is used
+  W  MLA value dim                    X  axes that are explained beside it
 """

@@ -8,6 +8,7 @@ platform's compiler will compile.
 import contextlib
 
 import jax
+import jax.numpy as jnp
 
 # A JAX user context, since JAX's caches of traces depend on it.
 _target = jax.make_user_context(None)
@@ -26,3 +27,16 @@ def is_elsewhere() -> bool:
 def targeting(platform: str) -> contextlib.AbstractContextManager[None]:
   """Traces for another platform than this machine's."""
   return _target(platform)
+
+
+def after(earlier: list[jax.Array], x: jax.Array) -> jax.Array:
+  """Returns x, but not before `earlier` exist.
+
+  XLA drops barriers before it schedules, so x is selected by a condition on
+  `earlier` that always holds, which the compiler cannot know.
+  """
+  for before in earlier:
+    first = before[(0,) * before.ndim].astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(first, jnp.uint32) >> 1
+    x = jnp.where(bits.astype(jnp.int32) >= 0, x, jnp.zeros_like(x))
+  return x

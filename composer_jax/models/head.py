@@ -276,6 +276,8 @@ def _in_chunks_forward(how, weight, hidden_ZD, targets_Z, temperatures_Z):
     part = jax.lax.slice_in_dim(weight, start, stop, axis=how.words)
     # One chunk after the other, although their products are independent.
     hidden_ZD, total_Z = jax.lax.optimization_barrier((hidden_ZD, total_Z))
+    if platforms.current() == 'cpu':
+      hidden_ZD = platforms.after([total_Z.sum()], hidden_ZD)
     # Kept gathered for the backward pass, which comes next.
     parts.append(shards.gathered(part.astype(hidden_ZD.dtype), how.spec))
     logits_ZV = _scaled(parts[-1], hidden_ZD, temperatures_Z, how)
@@ -303,6 +305,8 @@ def _in_chunks_backward(how, residuals, d_out):
     hidden_ZD, d_hidden_ZD, d_out = jax.lax.optimization_barrier(
       (hidden_ZD, d_hidden_ZD, d_out)
     )
+    if platforms.current() == 'cpu':
+      hidden_ZD = platforms.after([d_hidden_ZD.sum()], hidden_ZD)
     logits_ZV = _scaled(part, hidden_ZD, temperatures_Z, how)
     is_picked_ZV = _picked(logits_ZV, targets_Z - i * how.chunk)
     d_logits_ZV = _d_logits(logits_ZV, is_picked_ZV, entropy_Z, log_z_Z, d_out)

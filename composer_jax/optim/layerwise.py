@@ -55,7 +55,6 @@ def by_layer(
 
 
 def _layer(transform, add, step, first, updates, state, params, layer):
-  """Returns updates, state and parameters of one layer after a step."""
   place = first + layer
   moves, kept = transform.update(updates, state, params, place=place)
   return moves, kept, add(params, moves, step, place)

@@ -134,7 +134,6 @@ def shardings(
 ) -> Any:
   """Returns shardings of the state: moments are sharded as their parameters."""
   trained = variable_shardings[decoder.trained(variable_shardings)]
-  # JAX names the memory of a device that lacks the host's.
   host = lambda place: place.with_memory_kind('pinned_host')
   masters = jax.tree.map(host, trained) if offload else trained
   by_name = trees.flatten_names(masters)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import layout
 from jax.sharding import NamedSharding, PartitionSpec
 
+from composer_jax.core import platforms
 from composer_jax.optim.muon import newton_schulz
 from composer_jax.optim.muon import plan as muon_plan
 
@@ -227,19 +228,6 @@ def _share(y: jax.Array, group: muon_plan.MuonGroup, count: int) -> jax.Array:
   return y[:count, :, : group.q_side.local]
 
 
-def _after(earlier: list[jax.Array], x: jax.Array) -> jax.Array:
-  """Returns x, but not before `earlier` exist.
-
-  XLA drops barriers before it schedules, so x is selected by a condition on
-  `earlier` that always holds, which the compiler cannot know.
-  """
-  for before in earlier:
-    first = before[(0,) * before.ndim].astype(jnp.float32)
-    bits = lax.bitcast_convert_type(first, jnp.uint32) >> 1
-    x = jnp.where(bits.astype(jnp.int32) >= 0, x, jnp.zeros_like(x))
-  return x
-
-
 def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
   options = group.newton_schulz
   if group.split > 1:
@@ -284,7 +272,7 @@ def _run(
     earlier = received[-1:] + done[-2:-1] + sum(returned[-3:-2], [])
     x = _read(
       boxes,
-      lambda m, g, earlier=earlier: _after(
+      lambda m, g, earlier=earlier: platforms.after(
         earlier, _direction(m, g, beta, weight)
       ),
       (momentum, gradients),
@@ -306,7 +294,7 @@ def _run(
   # Last, so that XLA's scheduler hides transfers beside products instead, and
   # the momentum can reuse the buffer of the previous one.
   momentum = {
-    name: _after(done[-1:], _accumulate(m, gradients[name], beta))
+    name: platforms.after(done[-1:], _accumulate(m, gradients[name], beta))
     for name, m in momentum.items()
   }
   return results, momentum
