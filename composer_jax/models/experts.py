@@ -41,18 +41,19 @@ def expert_mlp_gradient(
   weights: dict[str, Any],
   arrays_Y: tuple[jax.Array, jax.Array, jax.Array],
   group_sizes_E: jax.Array,
-  sums: dict[str, Any],
+  sums: dict[str, Any] | None,
   both_YX: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
   """Returns gradients of `expert_mlp` times gates; see `dispatch.Experts`."""
   gate_up_EDX, down_EFD = weights['gate_up'], weights['down']
   is_frozen = isinstance(gate_up_EDX, linear.Adapted)
+  before = tuple(sums and sums[name] for name in ('gate_up', 'down'))
   if matmul.chosen() == 'blocked' and not is_frozen:
     d_rows_YD, d_gates_Y, (gate_up, down) = blocked.mlp_gradient(
       (gate_up_EDX, down_EFD),
       arrays_Y,
       group_sizes_E,
-      (sums['gate_up'], sums['down']),
+      before if sums else None,
       both_YX,
     )
     return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
@@ -62,13 +63,13 @@ def expert_mlp_gradient(
   hidden_YF = swiglu.swiglu(both_YX)
   gated = lambda x: rounding.rounded(gates_Y[:, None] * x, x.dtype)
   d_hidden_YF, down = matmul.gradient(
-    gated(hidden_YF), down_EFD, d_out_YD, group_sizes_E, sums['down']
+    gated(hidden_YF), down_EFD, d_out_YD, group_sizes_E, before[1]
   )
   # The gradient of a gate needs no output.
   d_gates_Y = jnp.sum(hidden_YF * d_hidden_YF, axis=-1, dtype=jnp.float32)
   d_both_YX = swiglu.gradient(both_YX, gated(d_hidden_YF))
   d_rows_YD, gate_up = matmul.gradient(
-    rows_YD, gate_up_EDX, d_both_YX, group_sizes_E, sums['gate_up']
+    rows_YD, gate_up_EDX, d_both_YX, group_sizes_E, before[0]
   )
   return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
 

@@ -28,9 +28,9 @@ class Experts(NamedTuple):
   Attributes:
     forward: (weights, rows_YD, group_sizes_E) -> outputs_YD.
     kept: the same -> (outputs_YD, hidden_YX), which `gradient` can use.
-    gradient: (weights, (rows_YD, d_outputs_YD, gates_Y), group_sizes_E, sums,
-      hidden_YX or None) -> (d_rows_YD, d_gates_Y, sums) of outputs times gates,
-      where the weights' gradients are added to the sums.
+    gradient: (weights, (rows_YD, d_outputs_YD, gates_Y), group_sizes_E, sums
+      or None, hidden_YX or None) -> (d_rows_YD, d_gates_Y, sums) of outputs
+      times gates, where the weights' gradients are added to the sums.
     zeros: weights -> float32 sums of zero, None for frozen ones.
   """
 

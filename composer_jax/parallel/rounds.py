@@ -190,7 +190,8 @@ def _backward(static, residuals, d_y_ZD):
 
   width = given_YX.shape[1] - dim
   d_YX = jnp.zeros((len(given_YX), width), given_YX.dtype)
-  carry = d_YX, experts.zeros(weights)
+  # The first round apart writes the weights' gradients, others add to them.
+  carry = d_YX, None if is_apart else experts.zeros(weights)
   (d_YX, sums), _ = _each_round(rounds, body, carry, is_apart, kept)
   (d_x_YD,), d_gates_Y = _unpacked(d_YX, dim, dtype)
   with jax.named_scope('dispatch'):

@@ -87,18 +87,15 @@ def gradient(
   group_sizes_E: jax.Array,
   sums_EDF: Any,
 ) -> tuple[jax.Array, Any]:
-  """Returns d_lhs_YD, and `sums_EDF` with the gradient of rhs added.
+  """Returns d_lhs_YD, and `sums_EDF` (None: zero) with that of rhs added.
 
   The sums are float32; of an adapted matrix those of its adapter.
   """
   if isinstance(rhs_EDF, linear.Adapted):
+    before = sums_EDF or linear.Adapted(None, None, None)
     low_YR = grouped_matmul(lhs_YD, rhs_EDF.a, group_sizes_E)
-    d_low_YR, b = gradient(
-      low_YR, rhs_EDF.b, d_out_YF, group_sizes_E, sums_EDF.b
-    )
-    d_lhs_YD, a = gradient(
-      lhs_YD, rhs_EDF.a, d_low_YR, group_sizes_E, sums_EDF.a
-    )
+    d_low_YR, b = gradient(low_YR, rhs_EDF.b, d_out_YF, group_sizes_E, before.b)
+    d_lhs_YD, a = gradient(lhs_YD, rhs_EDF.a, d_low_YR, group_sizes_E, before.a)
     through_YD = _by_group(
       chosen(), d_out_YF, rhs_EDF.weight, group_sizes_E, True
     )
