@@ -40,7 +40,8 @@ def _dense(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
 
 def _ours(mlp, weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
   arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
-  return exchange.exchange(mlp, *arrays, plan=None)[0]
+  functions = experts.MLP._replace(forward=mlp)
+  return exchange.exchange(functions, *arrays, plan=None)[0]
 
 
 @pytest.mark.parametrize(
