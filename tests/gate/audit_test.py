@@ -133,10 +133,10 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
     return [s.part.index for s in scores]
 
   rows = 60
-  seen = [chosen(step) for step in range(40)]
+  seen = [chosen(step) for step in range(80)]
   # Tokens of three of the 20 that are known: 7 of each, or 4 of a beginning.
   assert {len(found) for found in seen} == {3, 4}
-  assert sum(16 in found for found in seen) > 20
+  assert sum(16 in found for found in seen) > 40
   assert not any(28 in found for found in seen)
   # Each list comes first in turns.
   assert all(
@@ -266,8 +266,15 @@ def test_a_record_too_near_to_the_trained_weights_is_suspected(noise):
 
 
 def test_one_false_token_is_suspected():
-  """Though the policy moved further, in sum, in other windows."""
-  scores = moved(40, length=100, spread=0.5)
+  """Though the policy moved further, in sum, in other windows.
+
+  And though near ties are routed differently now, here more and there fewer.
+  """
+  rng = np.random.default_rng(0)
+  scores = [
+    s._replace(differing_T=rng.binomial(2, 0.03, 100))
+    for s in moved(40, length=100, spread=0.5)
+  ]
   part, trained_T, differing_T = scores[17]
   logprobs_T = part.trajectory.logprobs_T.copy()
   # The least likely one, from which most of the gradient comes.
