@@ -280,7 +280,8 @@ def _received(
   shape: tuple[int, int, bool],
 ) -> int:
   """Returns bytes of what other devices send, if recomputation keeps it."""
-  plan = placement.exchange_plan(model, layout=layout, mesh=_mesh(mesh))
+  where: Any = dict(layout=layout, mesh=_mesh(mesh))
+  plan = placement.exchange_plan(model, **where)
   is_kept = model.remat and 'dispatched' in model.remat_saves
   if plan is None or plan.expert_shards == 1 or not is_kept:
     return 0
