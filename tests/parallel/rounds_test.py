@@ -284,7 +284,7 @@ def test_sums_and_gradients_are_those_of_all_experts(mesh, variants):
   for variant, counts in seen.items():
     # Nothing travels where no token has an expert.
     assert 0 in counts
-    assert max(counts) > 1, variant
+    assert variant.room > 1 or max(counts) > 1, variant
 
 
 @pytest.mark.slow
