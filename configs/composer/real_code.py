@@ -8,8 +8,8 @@ after the colon: `real_code.py:DIR`. Without a folder the file can be loaded.
 
 Half of the training tasks are demonstrated, RL plays most of the others, and
 both policies are asked for nearly all tasks of held-out packages: the rest is
-room for prompts that do not fit a window. Steps are those of an evening on two
-quiet cores; what was measured of them: experiments/studies/real_code.
+room for prompts that do not fit a window. Not measured at these steps; what a
+few showed: experiments/studies/real_code.
 """
 
 import ml_collections
