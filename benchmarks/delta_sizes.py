@@ -71,9 +71,7 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
       info = publisher.publish(blocks(policy), version)
       published.publish_s.append(time.process_time() - start)
       published.infos.append(info)
-      published.blobs.append(
-        info.bytes - len(store.get(head(store).head.manifest))
-      )
+      published.blobs.append(info.bytes - head(store).head.bytes)
       published.poll_s.append(_check(follower, policy))
   return published
 

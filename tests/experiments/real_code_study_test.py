@@ -9,9 +9,9 @@ import pytest
 
 from composer_jax.rl import behaviour
 from composer_jax.telemetry import intervals
-from configs.tasks import packages
+from configs.tasks import packages as config
 from experiments.studies import results
-from experiments.studies.real_code import analyze, run
+from experiments.studies.real_code import analyze, packages
 from tests.tasks.practice import families_test
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -77,11 +77,11 @@ def test_a_seed_is_one_row_with_the_gain_and_its_interval():
 
 
 def test_no_package_is_both_seen_and_held_out():
-  known = packages.get_config().packages
-  every = [*run.TRAINING, *run.HELD_OUT]
+  known = config.get_config().packages
+  every = [*packages.TRAINING, *packages.HELD_OUT]
   assert len({*every}) == len(every) and {*every} <= {*known}
   # What the config holds out is never trained on.
-  assert not any(known[name].held_out for name in run.TRAINING)
+  assert not any(known[name].held_out for name in packages.TRAINING)
 
 
 @pytest.mark.slow

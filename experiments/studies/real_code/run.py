@@ -23,6 +23,7 @@ from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import machine, writer
 from experiments import start
 from experiments.studies import results
+from experiments.studies.real_code import packages
 
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/real_code', 'Folder of the tasks and of a run for each seed.'
@@ -47,17 +48,6 @@ _STEPS = {
   for stage in ('cpt', 'sft', 'rl')
 }
 
-# Suites of seconds, and functions whose values can be compared from outside.
-TRAINING = (
-  *('boltons', 'humanize', 'inflection', 'itsdangerous', 'jsonpointer'),
-  *('more-itertools', 'packageurl-python', 'parse', 'rfc3986', 'schema'),
-  *('sqlparse', 'tinydb', 'tomlkit', 'toolz', 'voluptuous', 'webencodings'),
-  *('xmltodict',),
-)
-HELD_OUT = (
-  *('cachetools', 'isodate', 'semver', 'simpleeval', 'tabulate'),
-  *('validators', 'webcolors'),
-)
 _CONFIG = 'configs/composer/real_code.py'
 # What the study does not show, or what takes much space.
 _LEFT = ('time', 'expert_load')
@@ -75,8 +65,8 @@ def _make_tasks(folder: pathlib.Path) -> None:
     '--config=configs/tasks/packages.py',
     f'--out={folder}',
     f'--archives={_ARCHIVES.value}',
-    f'--only={",".join((*TRAINING, *HELD_OUT))}',
-    *(f'--config.packages.{name}.held_out=True' for name in HELD_OUT),
+    f'--only={",".join((*packages.TRAINING, *packages.HELD_OUT))}',
+    *(f'--config.packages.{name}.held_out=True' for name in packages.HELD_OUT),
     *('--config.options.min_lines=1', '--config.options.max_lines=3'),
     '--config.options.body=60',
     *('--config.options.symbol=0', '--config.options.class_=0'),
