@@ -7,14 +7,14 @@ passes, one a version, as the engine computed it. What differs then is rounding,
 or a lie. The policies kept for this take 2 bytes a parameter and version,
 sharded as the trainer's; a step has about 16 bytes a parameter besides.
 
-A step can afford a share of these tokens, and at least one chain. Four lists
-take turns: parts whose log-probabilities, and parts whose routes, if they were
-false, would change the gradient most by what the trainer's own pass saw; parts
-that are nearer to the trained weights than the policy's move lets expect; and
-parts drawn at random, the likelier the more of the gradient they make. The
-gradient is that of rewards and of hints. A lie shows in few tokens, and a pass
-a version is dear: but for the first of some chains, parts are scored up to
-where a second version sampled, so that a pass holds many.
+A step can afford a share of these tokens, and at least one chain. Three lists
+take turns: parts whose record, if it were false, would change the gradient most
+by what the trainer's own pass saw; parts that are nearer to the trained weights
+than the policy's move lets expect; and parts drawn at random, the likelier the
+more of the gradient they make. The gradient is that of rewards and of hints.
+A lie shows in few tokens, and a pass a version is dear: but for the first of
+some chains, parts are scored up to where a second version sampled, so that a
+pass holds many.
 What the trained version sampled is in the trainer's own pass (of hints, in the
 student's) and needs no other one.
 """
@@ -51,9 +51,9 @@ class Score(NamedTuple):
     return ratios_T[self.part.compared_T]
 
 
-# Of chains of the last two lists one in so many scores the whole of its first
-# part, as each of the others' does.
-_WHOLE = 5
+# Of the other lists' chains one in so many scores the whole of its first part,
+# as each of the first list does.
+_WHOLE = 4
 
 
 class Auditor:
@@ -105,7 +105,7 @@ class Auditor:
   def choose(
     self,
     parts: Sequence[parts_lib.Part],
-    suspicion: Sequence[tuple[float, ...]],
+    suspicion: Sequence[tuple[float, float, float]],
     key: int,
     rows: float,
   ) -> list[Score]:
@@ -126,8 +126,8 @@ class Auditor:
       size=len(parts)
     )
     lists = [
-      *(sorted(known, key=lambda i: -suspicion[i][rank]) for rank in range(3)),
-      sorted(known, key=lambda i: draws[i] / max(suspicion[i][3], _LEAST)),
+      *(sorted(known, key=lambda i: -suspicion[i][rank]) for rank in range(2)),
+      sorted(known, key=lambda i: draws[i] / max(suspicion[i][2], _LEAST)),
     ]
     begun = [p if self._share == 1 else p.beginning() for p in parts]
     scores: list[Score] = []
@@ -141,7 +141,7 @@ class Auditor:
       rotated = zip(*lists[turn:], *lists[:turn], strict=True)
       order = dict.fromkeys(itertools.chain.from_iterable(rotated))
       first, *others = (i for i in order if i not in seen)
-      is_whole = turn < 2 or self._chains % _WHOLE == 0
+      is_whole = turn == 0 or self._chains % _WHOLE == 0
       chosen = [(parts if is_whole else begun)[first]]
       seen.add(first)
       versions = set(chosen[0].versions)
@@ -279,8 +279,7 @@ class Suspicion:
   """Ranks parts by what the trainer's own pass says of a step's trajectories.
 
   A move of the policy changes log p of a token by about (1 - p) times what is
-  common to the tokens of its age. Changes of tokens' gradients add up like
-  numbers of random signs.
+  common to the tokens of its age.
   """
 
   def __init__(self, own: Sequence[Score], version: int, layers: int):
@@ -294,7 +293,7 @@ class Suspicion:
       ]
       return sums[0] / np.maximum(sums[1], _TINY)
 
-    self._changes = by_age(change_Z**2, surprise_Z**2)
+    self._changes = by_age(change_Z, surprise_Z)
     self._squares = by_age(square_Z, surprise_Z**2)
     self._squares[0] = 0
     stale = sum(int((s.part.consumed_T < version).sum()) for s in own)
@@ -306,27 +305,26 @@ class Suspicion:
     ages_Z = self._version - part.trajectory.policy_version_T[part.compared_T]
     # By the trainer, since a record may lie.
     logprobs_Z = score.logprobs_T[part.compared_T].astype(np.float64)
-    change_Z = np.expm1(np.clip(ratios_Z, -3.0, 1.0))
+    change_Z = np.abs(np.expm1(np.clip(ratios_Z, -3.0, 1.0)))
     surprise_Z = -np.expm1(np.minimum(logprobs_Z, 0))
     return np.clip(ages_Z, 0, _OLDEST), surprise_Z, change_Z, ratios_Z**2
 
   def ranks(
     self, score: Score, advantage: float, hints: float
-  ) -> tuple[float, float, float, float]:
+  ) -> tuple[float, float, float]:
     """Returns the ranks of a part of which hints weigh so much.
 
-    How far false log-probabilities would change the gradient, beyond the
-    policy's move; how far false routes would; the size of the gradient, times
-    how much nearer to the trained weights its stale tokens are than by that
-    move; and that size alone.
+    How far a false record would change the gradient, beyond the policy's move;
+    the size of the gradient, times how much nearer to the trained weights its
+    stale tokens are than by that move; and that size alone.
     """
     ages_Z, surprise_Z, change_Z, square_Z = self._terms(score)
-    change_Z = change_Z**2 - self._changes[ages_Z] * surprise_Z**2
-    change = max(float(change_Z.sum()), 0.0) ** 0.5
-    differing = 0.0
+    change_Z = change_Z - self._changes[ages_Z] * surprise_Z
+    change = max(float(change_Z.sum()), 0.0)
     if score.part.is_recorded:
       stale = (score.part.consumed_T < self._version).sum()
-      differing = float(score.differing_T.sum() - self._differing * stale)
+      differing = score.differing_T.sum() - self._differing * stale
+      change += max(float(differing), 0.0) / self._layers
     surprise = float(surprise_Z.sum())
     # Of hints a turn has a weight, however many tokens it has.
     size = abs(advantage) * surprise + hints
@@ -334,4 +332,4 @@ class Suspicion:
     due = float((self._squares[ages_Z] * surprise_Z**2).sum())
     seen = float(square_Z[ages_Z > 0].sum())
     near = (due / max(seen, _TINY)) ** 0.5
-    return force * change, force * max(differing, 0.0), size * near, size
+    return force * change, size * near, size

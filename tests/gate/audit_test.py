@@ -124,8 +124,7 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
   # Of part 16 comes most of the gradient, of part 28 none.
   sizes = {16: 40.0, 28: 0.0}
   suspicion = [
-    (float(i == 13), float(i == 22), float(i == 19), sizes.get(i, 1.0))
-    for i in range(30)
+    (float(i == 13), float(i == 19), sizes.get(i, 1.0)) for i in range(30)
   ]
 
   def chosen(step):
@@ -133,16 +132,13 @@ def test_a_share_of_the_tokens_is_scored_the_suspects_first():
     return [s.part.index for s in scores]
 
   rows = 60
-  seen = [chosen(step) for step in range(80)]
+  seen = [chosen(step) for step in range(40)]
   # Tokens of three of the 20 that are known: 7 of each, or 4 of a beginning.
   assert {len(found) for found in seen} == {3, 4}
-  assert sum(16 in found for found in seen) > 40
+  assert sum(16 in found for found in seen) > 20
   assert not any(28 in found for found in seen)
   # Each list comes first in turns.
-  assert all(
-    {13, 19, 22} <= {*a, *b, *c}
-    for a, b, c in zip(seen, seen[1:], seen[2:], strict=False)
-  )
+  assert all(13 in a + b and 19 in a + b for a, b in zip(seen, seen[1:]))
   scored = {i for found in seen for i in found}
   assert len(scored) > 10 and not any(i % 3 == 2 for i in scored)
   # Passes are bounded by the share of a step's rows: 3 a step of 20.
@@ -180,14 +176,14 @@ def test_lists_in_turn_score_beginnings_that_share_a_pass():
   ]
   seen = []
   for step in range(12):
-    scores = auditor.choose(parts, [(0.0, 0.0, 0.0, 1.0)] * 9, step, 1)
+    scores = auditor.choose(parts, [(0.0, 0.0, 1.0)] * 9, step, 1)
     seen.append((passes.copy(), [int(s.part.compared_T.sum()) for s in scores]))
     passes.clear()
   # A row of 8 holds a whole part, of two versions, or two beginnings of one.
   whole, begun = ([0, 1], [7]), ([0], [3, 3])
-  # Chains of the first two lists are whole, and every fifth.
+  # The first list's chains are whole, and one of four of the others'.
   assert [found == whole for found in seen] == [
-    i % 4 < 2 or i % 5 == 4 for i in range(12)
+    i % 3 == 0 or i % 4 == 3 for i in range(12)
   ]
   assert all(found in (whole, begun) for found in seen)
 
@@ -213,21 +209,17 @@ def test_a_step_of_few_rows_affords_a_chain():
       p for i in range(3) for p in parts_lib.parts_of(i, window, replay=True)
     ]
     for step in range(4):
-      scores = auditor.choose(parts, [(0.0,) * 4] * 3, step, 3)
+      scores = auditor.choose(parts, [(0.0,) * 3] * 3, step, 3)
       assert len(scores) == count
 
 
-def moved(count, length=40, spread=0.0):
-  """Returns scores of windows one version old after the policy moved.
-
-  The sizes of the windows' moves have a log-normal spread.
-  """
+def moved(count, length=40):
+  """Returns scores of windows one version old after the policy moved."""
   rng = np.random.default_rng(3)
   scores = []
   for i in range(count):
     logprobs_T = -rng.exponential(0.5, length).astype(np.float32)
-    size = 0.02 * np.exp(spread * rng.normal())
-    move_T = size * rng.normal(size=length) * -np.expm1(logprobs_T)
+    move_T = 0.02 * rng.normal(size=length) * -np.expm1(logprobs_T)
     labels = np.zeros(length, np.int32)
     window = labelled(labels, labels, labels)
     window = dataclasses.replace(
@@ -260,29 +252,9 @@ def test_a_record_too_near_to_the_trained_weights_is_suspected(noise):
   scores[17] = audit.Score(
     part._replace(trajectory=copy), trained_T, differing_T
   )
-  assert ranked(scores, [0.5] * 40, [0.0] * 40)[2] == 17
+  assert ranked(scores, [0.5] * 40, [0.0] * 40)[1] == 17
   # Not if no gradient comes from it.
-  assert ranked(scores, [0.5] * 17 + [0.0] * 23, [0.0] * 40)[2] != 17
-
-
-def test_one_false_token_is_suspected():
-  """Though the policy moved further, in sum, in other windows.
-
-  And though near ties are routed differently now, here more and there fewer.
-  """
-  rng = np.random.default_rng(0)
-  scores = [
-    s._replace(differing_T=rng.binomial(2, 0.03, 100))
-    for s in moved(40, length=100, spread=0.5)
-  ]
-  part, trained_T, differing_T = scores[17]
-  logprobs_T = part.trajectory.logprobs_T.copy()
-  # The least likely one, from which most of the gradient comes.
-  logprobs_T[np.argmin(np.where(part.compared_T, trained_T, 0))] -= 0.3
-  window = dataclasses.replace(part.trajectory, logprobs_T=logprobs_T)
-  part = part._replace(trajectory=window)
-  scores[17] = audit.Score(part, trained_T, differing_T)
-  assert ranked(scores, [0.5] * 40, [0.0] * 40)[0] == 17
+  assert ranked(scores, [0.5] * 17 + [0.0] * 23, [0.0] * 40)[1] != 17
 
 
 def test_hints_count_whatever_the_advantage():
@@ -291,12 +263,12 @@ def test_hints_count_whatever_the_advantage():
   scores[7] = scores[7]._replace(differing_T=differing_T)
   some = [float(i == 7) for i in range(20)]
   # Of all hinted windows, without any advantage, and of a single one.
-  assert ranked(scores, [0.0] * 20, [1.0] * 20)[1] == 7
-  assert ranked(scores, [0.0] * 20, some) == [7] * 4
+  assert ranked(scores, [0.0] * 20, [1.0] * 20)[0] == 7
+  assert ranked(scores, [0.0] * 20, some) == [7, 7, 7]
   others = [0.1 * (i != 7) for i in range(20)]
-  assert ranked(scores, others, some)[1] == 7
+  assert ranked(scores, others, some)[0] == 7
   # A trained window weighs both.
-  assert ranked(moved(20), [0.1] * 20, [20 * x for x in some])[3] == 7
+  assert ranked(moved(20), [0.1] * 20, [20 * x for x in some])[2] == 7
 
 
 def policies_of(config, count=3):
