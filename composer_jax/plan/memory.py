@@ -21,7 +21,7 @@ from composer_jax.core import batches, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, placement
 from composer_jax.optim import groups
-from composer_jax.parallel import exchange, layouts, topology
+from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.rollout import forward
 from composer_jax.rollout import options as rollout_options
@@ -246,7 +246,6 @@ def training(
     'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
     'copies of weights': _copies(variables, places, model),
     **activations(model, *local),
-    'buffers of the exchange': _buffers(model, mesh, layout, local),
   }
   return Need(name=name, devices=mesh.size, terms=terms)
 
@@ -356,34 +355,6 @@ def activations(
     'activations': int(tokens * _kept(model)),
     "the backward pass's work": int(max(2 * 4 * tokens * words, layer)),
   }
-
-
-def _buffers(
-  model: model_config.ModelConfig,
-  mesh: specs.Mesh,
-  layout: layouts.Layout,
-  local: tuple[int, int],
-) -> int:
-  """Counts what a layer's backward pass exchanges, at default room.
-
-  A sender has its sorted tokens, the same beside gradients of outputs, and the
-  gradients that return; a receiver has what arrives and what it returns, both
-  before and after the order of experts, and hidden units with their gradients.
-  """
-  where: Any = dict(layout=layout, mesh=_mesh(mesh))
-  plan = placement.exchange_plan(model, **where)
-  if plan is None or not plan.travels:
-    return 0
-  tokens, moe = math.prod(local), model.moe
-  shards = exchange.shards_of(
-    plan,
-    num_tokens=tokens,
-    num_active=moe.num_active,
-    num_local=moe.num_experts // plan.expert_shards,
-  )
-  sent = 4 * model.embed_dim * tokens * moe.num_active
-  received = 6 * (model.embed_dim + moe.ffw_dim) * shards.buffer
-  return jnp.dtype(model.compute_dtype).itemsize * (sent + received)
 
 
 @functools.lru_cache(maxsize=64)
