@@ -33,8 +33,9 @@ from composer_jax.core import platforms
 from composer_jax.parallel import dispatch
 
 TRANSPORTS = ('a2a', 'ragged_a2a')
-# Copies that a buffer holds over their mean, by default.
-ROOM = 1.25
+# Copies that a buffer holds over their mean, by default. With 1.25 a step on 8
+# CPU devices took 13 % longer than with 4, since it needed several rounds.
+ROOM = 2.0
 # Scope of the loop of all rounds but the first, where that stands apart.
 FURTHER = 'further_rounds'
 # A kernel's tile of rows on TPU; ragged buffers are whole tiles.

@@ -129,7 +129,7 @@ def test_a_copy_goes_five_times_to_or_from_its_device():
     row = 2048 * 2
     copies = tokens * 8 * (width - 1) / width
     for transport, room in (('a2a', 1.25), ('ragged_a2a', 1)):
-      lines = _lines(case, transport)
+      lines = _lines(case, transport, room=1.25)
       for what, phase, rows in (
         ('dispatch', 'forward', 1),
         ('combine', 'forward', 1),
