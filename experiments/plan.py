@@ -58,7 +58,7 @@ _COMPILE = [
   ),
   flags.DEFINE_float(
     'room',
-    1.25,
+    2.0,
     'Copies of tokens that a buffer holds over their mean.',
   ),
   flags.DEFINE_list(
