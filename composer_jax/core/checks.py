@@ -48,9 +48,11 @@ def number(
 
 
 def positive(owner: Any, *names: str) -> None:
-  number(owner, 0, *names)
   for name in names:
-    require(owner, name, getattr(owner, name) > 0, 'be positive')
+    value = getattr(owner, name)
+    is_right = not isinstance(value, int | float) or value > 0
+    require(owner, name, is_right, 'be positive')
+  number(owner, 0, *names)
 
 
 def boolean(owner: Any, *names: str) -> None:

@@ -21,8 +21,6 @@ def publish(
 ) -> str:
   """Publishes the weights of a checkpoint, and frees what became too old.
 
-  As all commands it returns what was done in a sentence.
-
   Args:
     source: checkpoint as `checkpoints.read` takes it.
     key: file of the key; made when missing.
@@ -94,10 +92,7 @@ def apply(
   )
   late_s = time.time() - pointer.expires
   if pointer.expires and late_s > 0:
-    said += (
-      f'\nIts pointer expired {late_s / 86400:.1f} days ago: nobody publishes '
-      'any more, or something keeps newer versions from here.'
-    )
+    said += f'\nIts pointer expired {late_s / 86400:.1f} days ago.'
   return said
 
 

@@ -53,11 +53,7 @@ class Run:
     self._tag: str | None = None
     found = self._store.read_pointer(self.run_id)
     if found is None:
-      if others := self._store.run_ids():
-        raise ValueError(
-          f'{self._store.url} has the run {others[0]!r}; publish '
-          f'{self.run_id!r} to another store.'
-        )
+      self._check_only()
       return
     self._sealed, self._tag = found
     try:
@@ -89,6 +85,7 @@ class Run:
     """Returns whether the pointer is intact; refuses one that is not ours."""
     found = self._store.read_pointer(self.run_id)
     if found is None:
+      self._check_only()
       self._tag = None
       return self._sealed is None
     data, self._tag = found
@@ -100,10 +97,20 @@ class Run:
       # What is in memory is about to replace the damaged one.
       _log.warning('%s: %s. The pointer is written anew.', self.run_id, error)
       return False
+    how, cure = 'another publisher moved the pointer', 'end one of the two'
+    if other.sequence <= self._sequence:
+      how, cure = 'the pointer was put back', 'start the publisher again'
     raise ValueError(
-      f'run {self.run_id!r}: another publisher moved the pointer to version '
-      f'{other.version}; end one of the two.'
+      f'run {self.run_id!r}: {how} to version {other.version}; {cure}.'
     )
+
+  def _check_only(self) -> None:
+    """Refuses a store of another run, whose objects `collect` would delete."""
+    if others := [r for r in self._store.run_ids() if r != self.run_id]:
+      raise ValueError(
+        f'{self._store.url} has the run {others[0]!r}; publish '
+        f'{self.run_id!r} to another store.'
+      )
 
   def write(
     self, table: chunking.ChunkTable, version: int, base_id: str
@@ -255,13 +262,12 @@ class Run:
       return 0
     if not self.check_alone():
       raise ValueError(f'the pointer of {self._store.url} is damaged.')
+    self._check_only()
     needed, sizes = self._needed(keep), self._store.sizes()
     self._known = {n: known for n, known in self._known.items() if n in needed}
     gone = self._store.delete(sizes.keys() - needed, grace_s=grace_s)
     freed = sum(sizes.get(name, 0) for name in gone)
-    _log.info(
-      '%s: freed %d bytes in %d objects', self._store.url, freed, len(gone)
-    )
+    _log.info('%s: freed %d bytes', self._store.url, freed)
     return freed
 
   def _needed(self, keep: int) -> dict[str, int]:

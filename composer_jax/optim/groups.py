@@ -68,7 +68,9 @@ class OptimizerOptions:
     is_wide = self.state == 'float32'
     checks.require(self, 'state', is_wide or self.name == 'adam', rule)
     is_here = self.name == 'adam' or not self.offload
-    checks.require(self, 'offload', is_here, 'be False with Muon')
+    rule = "be False with Muon, or the optimizer 'adam'"
+    checks.require(self, 'offload', is_here, rule)
+    checks.boolean(self, 'offload')
     checks.positive(self, 'learning_rate', 'adam_learning_rate', 'grad_clip')
     checks.number(self, 0, 'weight_decay')
     checks.at_least(self, 0, 'warmup_steps', 'decay_steps')

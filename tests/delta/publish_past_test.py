@@ -172,6 +172,34 @@ def test_gc_deletes_nothing_if_what_joiners_need_is_not_listed(store):
   assert store.sizes() == before
 
 
+def test_a_second_run_is_refused_however_early_it_was_opened(store):
+  first = t.open_publisher(store)
+  second = chain.BundleWriter(store, 'other', t.KEY)
+  first.publish(t.blocks(t.weights(0)), 0)
+  with pytest.raises(ValueError, match="has the run 'run'"):
+    second.publish(t.blocks(t.weights(1)), 0)
+  # Two that come at once are told before either deletes what the other needs.
+  pointer = store.root / 'refs' / 'run' / 'latest'
+  other = store.root / 'refs' / 'other' / 'latest'
+  other.parent.mkdir()
+  other.write_bytes(pointer.read_bytes())
+  before = store.sizes()
+  with pytest.raises(ValueError, match="has the run 'other'"):
+    first.gc(1)
+  assert store.sizes() == before
+
+
+def test_a_pointer_that_was_put_back_is_told(store):
+  publisher = t.open_publisher(store)
+  publisher.publish(t.blocks(t.weights(0)), 0)
+  path = store.root / 'refs' / 'run' / 'latest'
+  older = path.read_bytes()
+  publisher.publish(t.blocks(t.weights(1)), 1)
+  path.write_bytes(older)
+  with pytest.raises(ValueError, match='put back to version 0; start the'):
+    publisher.publish(t.blocks(t.weights(2)), 2)
+
+
 def test_a_store_has_one_run(store):
   t.open_publisher(store).publish(t.blocks(t.weights(0)), 0)
   for key in (t.KEY, keys.Hmac(b'another key' * 3)):

@@ -332,17 +332,18 @@ def test_a_failing_keyframe_is_told_and_tried_again(store, caplog):
   assert (None, 2) in spans(store)
 
 
-def test_a_store_of_another_format_is_refused_by_name_and_left_alone(store):
+@pytest.mark.parametrize('name', ['CDB4', 'CDB6', 'CDB10'])
+def test_a_store_of_another_format_is_refused_and_left_alone(store, name):
   open_publisher(store).publish(blocks(weights(0)), 0)
   path = store.root / 'refs' / 'run' / 'latest'
-  older = path.read_bytes().replace(b'CDB5P', b'CDB4P')
-  path.write_bytes(older)
+  other = path.read_bytes().replace(b'CDB5P', f'{name}P'.encode())
+  path.write_bytes(other)
   reader = joiner(store)
   assert reader.poll() is None
-  assert 'of the format CDB4, and this version reads CDB5' in reader.problem
-  with pytest.raises(ValueError, match='format CDB4.*into another store'):
+  assert f'of the format {name}, and this version reads CDB5' in reader.problem
+  with pytest.raises(ValueError, match=f'format {name}.*into another store'):
     open_publisher(store)
-  assert path.read_bytes() == older
+  assert path.read_bytes() == other
 
 
 @pytest.mark.parametrize('lost', ['keyframe', 'manifest', 'pack'])

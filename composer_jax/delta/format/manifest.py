@@ -304,10 +304,10 @@ def unseal(data: bytes, key: keys.Hmac, run_id: str) -> Pointer:
   _require(len(data) <= MAX_POINTER_BYTES, 'length of a pointer')
   line, newline, body = data.partition(b'\n')
   parts = line.split(b' ')
-  if re.fullmatch(b'CDB[1-4]P', data[:5]):
+  if re.fullmatch(rb'CDB\d+P', parts[0]) and parts[0] != _SEAL:
     raise OtherFormat(
-      f'a pointer of the format {data[:4].decode()}, and this version reads '
-      f'{FORMAT} alone: publish the weights again, into another store'
+      f'a pointer of the format {parts[0][:-1].decode()}, and this version '
+      f'reads {FORMAT} alone: publish the weights again, into another store'
     )
   if not newline or len(parts) != 2 or parts[0] != _SEAL:
     raise ValueError('a pointer does not begin with its signature')
