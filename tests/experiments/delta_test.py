@@ -194,8 +194,8 @@ def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
   assert 'pointer expired' not in said
   later = time.time() + 366 * 86400
   monkeypatch.setattr(commands.time, 'time', lambda: later)
-  told = 'pointer expired 1.0 days ago: nobody publishes any more'
-  assert told in commands.apply(out=tmp_path / 'out', **place)
+  told = commands.apply(out=tmp_path / 'out', **place)
+  assert 'pointer expired 1.0 days ago' in told
 
 
 @pytest.fixture
