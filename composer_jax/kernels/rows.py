@@ -41,7 +41,7 @@ def map_rows(
 
   Args:
     fn: row-wise function (params, tree of [B, T, ...]) -> tree of [B, T, ...],
-      which closes over no arrays.
+      which closes over no arrays; its integers are below 2^24.
     params: arrays that all rows share.
     rows: tree of arrays [B, T, ...], not empty.
     numerics: 'fast' calls fn once; 'batch_invariant' calls it on one tile
@@ -77,13 +77,14 @@ def _tiled(fn, params, rows):
     result = jax.lax.optimization_barrier(
       fn(*jax.lax.optimization_barrier((params, tile)))
     )
-    results_W, _ = flatten_util.ravel_pytree(result)
+    results_W, _ = flatten_util.ravel_pytree((result, jnp.float32(0)))
     return jax.lax.dynamic_update_index_in_dim(out_NW, results_W, i, 0)
 
   tiles = jax.tree.map(to_tiles, rows)
   shapes = jax.eval_shape(fn, params, jax.tree.map(lambda x: x[0], tiles))
   zeros = jax.tree.map(jnp.zeros_like, shapes)
-  zeros_W, from_words = flatten_util.ravel_pytree(zeros)
+  # Beside a number of float32, which holds all others exactly.
+  zeros_W, from_words = flatten_util.ravel_pytree((zeros, jnp.float32(0)))
   out_NW = jnp.zeros((num_tiles, zeros_W.size), zeros_W.dtype)
   out_NW = jax.lax.fori_loop(0, opaque(num_tiles), body, out_NW)
 
@@ -91,7 +92,7 @@ def _tiled(fn, params, rows):
     array_Z = array.reshape(num_tiles * TILE, *array.shape[3:])[:num_rows]
     return array_Z.reshape(batch, length, *array_Z.shape[1:])
 
-  return jax.tree.map(from_tiles, jax.vmap(from_words)(out_NW))
+  return jax.tree.map(from_tiles, jax.vmap(from_words)(out_NW)[0])
 
 
 def _tiled_backward(fn, residuals, d_out):

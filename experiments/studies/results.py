@@ -8,7 +8,7 @@ which `columns` names; null stands where a row lacks a field.
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from absl import flags
@@ -48,6 +48,17 @@ def add(
   """Appends lines, all or none; safe beside other processes that append."""
   path = pathlib.Path(folder) / writer.METRICS
   append.AppendFile(path, 'results').append(_text(rows, by))
+
+
+def tabulate(
+  study: pathlib.Path, table: Callable[[list[Row]], str]
+) -> list[Row]:
+  """Writes table.md of a study's rows, prints it, and returns the rows."""
+  rows = read(study / 'results')
+  text = table(rows)
+  (study / 'table.md').write_text(text)
+  print(text)
+  return rows
 
 
 def define_arms(arms: Iterable[str]) -> flags.FlagHolder:

@@ -196,10 +196,7 @@ def _plot_curves(rows: list[results.Row]) -> None:
 
 
 def main() -> None:
-  rows = results.read(ROOT / 'results')
-  (ROOT / 'table.md').write_text(table(rows))
-  print(table(rows))
-  _plot_curves(rows)
+  _plot_curves(results.tabulate(ROOT, table))
 
 
 if __name__ == '__main__':

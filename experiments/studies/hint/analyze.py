@@ -142,11 +142,7 @@ def _plot(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-  rows = results.read(ROOT / 'results')
-  text = table(rows)
-  (ROOT / 'table.md').write_text(text)
-  print(text)
-  _plot(rows)
+  _plot(results.tabulate(ROOT, table))
 
 
 if __name__ == '__main__':

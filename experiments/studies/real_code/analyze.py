@@ -97,9 +97,7 @@ def table(rows: Sequence[results.Row]) -> str:
 
 
 def main() -> None:
-  text = table(results.read(ROOT / 'results'))
-  (ROOT / 'table.md').write_text(text)
-  print(text)
+  results.tabulate(ROOT, table)
 
 
 if __name__ == '__main__':
