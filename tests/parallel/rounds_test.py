@@ -276,6 +276,7 @@ SLOW = pytest.mark.slow
   'mesh, variants',
   [
     ('8', QUICK),
+    ('4, two replicas', QUICK),
     *(pytest.param(m, VARIANTS, marks=SLOW) for m in MESHES if m != '12'),
   ],
 )
