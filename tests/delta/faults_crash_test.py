@@ -52,7 +52,8 @@ def test_at_every_file_operation(tmp_path, scenario, action):
 @pytest.mark.parametrize('scenario', sorted(FEWEST))
 def test_torn_at_any_byte(tmp_path, scenario):
   (found,) = points(tmp_path, [(scenario, 'tear', 7, 0)])
-  assert found > 20
+  # A collection writes no file that could be torn.
+  assert found == 0 if scenario == 'collect' else found > 20
 
 
 def test_at_some_file_operations(tmp_path):
