@@ -65,6 +65,7 @@ def _rates(name, rates):
       if 'ended' in rates
       else ''
     )
+    + ''.join(f'  {k} {v:.3f}' for k, v in rates.get('scores', {}).items())
   )
 
 
