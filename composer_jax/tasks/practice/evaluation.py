@@ -16,6 +16,7 @@ import pathlib
 import random
 import re
 import threading
+import time
 import types
 from collections.abc import Callable
 from concurrent import futures
@@ -59,7 +60,7 @@ class EvaluationOptions:
       of a folder.
     samples: episodes per task.
     threads: episodes at a time, each with at most one request.
-    url: address of the endpoint, up to /v1.
+    url: address of the endpoint, up to /v1, or a name of a policy in here.
     model: name by which the endpoint knows the model.
     api_key: key of the endpoint.
     chat: limits and requests of the policy 'chat'.
@@ -176,6 +177,7 @@ def _player(
     of_windows = {
       'windows': len(rollout.trajectories),
       'turns': [[t.tool, t.outcome] for t in rollout.turns],
+      'tokens_out': sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories),
     }
     return row_of(task, rollout) | of_windows, episode.turns(rollout, tokenizer)
 
@@ -290,7 +292,9 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
 
     def play_one(index: int, sample: int) -> None:
       task = tasks[index]
+      begin = time.monotonic()
       row, transcript = play(task, index, sample)
+      row = {**row, 'seconds': round(time.monotonic() - begin, 3)}
       path = transcript_of(task.task_id, sample)
       files.write_json(out / path, {**row, 'transcript': list(transcript)})
       with lock:
