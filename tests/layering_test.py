@@ -64,7 +64,7 @@ DOORS = {
 SPINE_LINES = 22_690
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # and 1,500 rubrics, their calibration, re-scoring, and suites over versions.
-LIBRARY_LINES = 62_030
+LIBRARY_LINES = 62_040
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.

@@ -31,7 +31,8 @@ def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
       ('hidden tests alone', 'loose'),
     )
   ]
-  drawn = [figures.curves(suite, lines, bounds=(-0.03, 1.03))]
+  bounds = (-0.03, 1.03)
+  drawn = [figures.curves(suite, lines, bounds=bounds, axis='version')]
   tokens = np.array([r.get('mean_tokens_out', np.nan) for r in results])
   if np.isfinite(tokens).any():
     order = np.argsort(tokens)
@@ -42,8 +43,14 @@ def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
       values=rates[order],
       has_marks=True,
     )
-    title = f'{suite}: passed against tokens written an episode'
-    drawn.append(figures.curves(title, [line], bounds=(-0.03, 1.03)))
+    drawn.append(
+      figures.curves(
+        f'{suite}: passed against tokens',
+        [line],
+        bounds=bounds,
+        axis='tokens written an episode',
+      )
+    )
   return drawn
 
 
