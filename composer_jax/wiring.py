@@ -21,7 +21,13 @@ from composer_jax.hf.text import language as hf_language
 from composer_jax.pipeline import spec as specs
 from composer_jax.plan import memory
 from composer_jax.sandbox import options as sandbox_options
-from composer_jax.tasks import auditor, curriculum, judging
+from composer_jax.tasks import (
+  auditor,
+  calibration,
+  curriculum,
+  judging,
+  scoring,
+)
 from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
@@ -80,6 +86,12 @@ def _check(spec: specs.Spec) -> None:
     raise ValueError(
       f'--config.demonstrations.conversations ({conversations!r}) needs the '
       'chat template of an imported model: set --config.initial.'
+    )
+  rubric = spec.systems['tasks'].rubric
+  if spec.rewards.judged_reward and not rubric.file:
+    raise ValueError(
+      f'--config.rewards.judged_reward ({spec.rewards.judged_reward}) needs '
+      '--config.tasks.rubric.file, what episodes are scored by.'
     )
   store = spec.systems['delta'].store
   if store == transport.DIRECT and spec.rl.placement == 'processes':
@@ -149,6 +161,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     open_runner=open_runner,
     curriculum=_curriculum(spec),
     hints=spec.systems['hints'].write if spec.hints.weight else None,
+    judge=_judge(spec),
     transport=functools.partial(_transport, spec),
     gate=functools.partial(
       health.HealthGate,
@@ -226,6 +239,8 @@ def _begin(
 ) -> None:
   """Checks the files of a new run, and copies what it begins with."""
   family.check_files()
+  if line := calibration.try_judge(spec.systems['tasks'].rubric):
+    progress.teller('rubric')(line)
   if spec.cpt.steps or initial is None:
     spec.systems['data'].check_files()
   if spec.rl.steps:
@@ -255,6 +270,23 @@ def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:
     max_staleness=spec.rl.max_staleness,
     seed=seed,
   )
+
+
+def _judge(spec: specs.Spec) -> Callable[..., Any] | None:
+  options = spec.systems['tasks'].rubric
+  if not options.file:
+    return None
+  open_scorer = functools.cache(options.scorer)
+
+  def of_run(
+    tokenizer: Any, workdir: pathlib.Path | None
+  ) -> Callable[..., Any]:
+    scorer = open_scorer()
+    if workdir is not None:
+      scorer.remember(workdir)
+    return functools.partial(scoring.judge, scorer, tokenizer)
+
+  return of_run
 
 
 def _write_report(workdir: pathlib.Path) -> pathlib.Path:

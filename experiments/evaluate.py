@@ -10,6 +10,9 @@
       --url=http://localhost:8000/v1 --tokenizer=runs/tiny/tokenizer.json \\
       --config=configs/composer/tiny.py --out=runs/eval_tiny
 
+  ./run.sh evaluate --follow=runs/tiny --suites=configs/suites/tiny.toml \\
+      --out=runs/follow_tiny
+
 The config gives the tasks, the sandbox and rewards, and to all policies but
 chat the limits of an episode and summaries; the key is COMPOSER_JAX_TOKEN. The
 same command on the same folder resumes after a kill. --out gets report.html,
@@ -17,6 +20,9 @@ episodes.jsonl, a line an episode, transcripts/, a file an episode, and
 summary.json: pass rates with 95 % intervals by tier and package, pass@k, what
 monitors found, and of a chat model why episodes ended, their tokens, cost and
 latency.
+
+--follow plays pinned suites with each policy version that a run publishes, and
+has its own page: docs/how_to/follow.md.
 """
 
 import json
@@ -26,7 +32,7 @@ import pathlib
 from absl import flags, logging
 
 from composer_jax.tasks.practice import conversation
-from experiments import start
+from experiments import following, start
 
 _CONFIG = start.define_config(
   'configs/composer/deletion.py', 'Config file of a run; see above.'
@@ -52,6 +58,33 @@ _TOKENIZER = flags.DEFINE_string(
 )
 
 
+_FOLLOW = flags.DEFINE_string(
+  'follow',
+  '',
+  'Workdir of a run; plays --suites with the versions it publishes.',
+)
+_SUITES = flags.DEFINE_string('suites', '', 'With --follow: file of suites.')
+_STORE = flags.DEFINE_string(
+  'store', '', "With --follow: URL of the bundles; '' for the run's store."
+)
+_VERSIONS = flags.DEFINE_integer(
+  'versions', 0, 'With --follow: number of versions to play; 0 for no end.'
+)
+
+
+def _follow() -> None:
+  if not _SUITES.value:
+    raise ValueError('--follow needs --suites=FILE, the suites to play.')
+  following.follow(
+    pathlib.Path(_FOLLOW.value).absolute(),
+    suites=_SUITES.value,
+    store=_STORE.value,
+    out=pathlib.Path(_OUT.value).absolute(),
+    versions=_VERSIONS.value,
+    threads=_THREADS.value,
+  )
+
+
 def _rates(name, rates):
   best = ', '.join(f'{k}: {v:.3f}' for k, v in rates['pass_at_k'].items())
   return (
@@ -65,6 +98,7 @@ def _rates(name, rates):
       if 'ended' in rates
       else ''
     )
+    + ''.join(f'  {k} {v:.3f}' for k, v in rates.get('scores', {}).items())
   )
 
 
@@ -72,6 +106,10 @@ def run() -> None:
   logging.set_verbosity(logging.WARNING)
   fields = start.config_fields(_CONFIG)
   start.emulate_devices(1)
+  if _FOLLOW.value:
+    return _follow()
+  if _SUITES.value or _STORE.value or _VERSIONS.value:
+    raise ValueError('--suites, --store and --versions need --follow=WORKDIR.')
   # After the flags: this import loads jax.
   from composer_jax import wiring
   from composer_jax.report import evaluation as page

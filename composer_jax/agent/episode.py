@@ -116,6 +116,7 @@ def run(
       reward_version=reward.version,
       reward_terms=terms,
       summary_trigger=summary.trigger or None,
+      open_todos=env.open_todos,
     )
 
 

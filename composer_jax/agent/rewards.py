@@ -14,6 +14,8 @@ The first tokens cost most: easy tasks are done quickly, hard ones may still
 take long. Here x is the number of sampled tokens, summaries included, plus a
 price in tokens for each turn.
 
+A rubric may add its share of `judged_reward` (`tasks.rubrics`).
+
 The prices may change during a run (`Switch`): a person may at any time replace
 `rewards.json` in the workdir by one of a higher version.
 """
@@ -29,10 +31,10 @@ from typing import Any
 from composer_jax.core import checks, records, turns
 
 FILE = 'rewards.json'
-# Terms whose sum is the reward; all but the first are negative.
+# Terms whose sum is the reward; all but the first two are negative.
 TERMS = (
-  *('success', 'flagged', 'invalid', 'effort', 'failed_edit', 'open_todo'),
-  *('unfinished', 'shell_only'),
+  *('success', 'judged', 'flagged', 'invalid', 'effort', 'failed_edit'),
+  *('open_todo', 'unfinished', 'shell_only'),
 )
 # Tools that no shell command can replace.
 _CLOSING_TOOLS = ('finish', 'todo')
@@ -61,7 +63,8 @@ class RewardOptions:
   Attributes:
     version: number of this price list, recorded in every rollout; it must grow
       with each change during a run.
-    flag_penalty: reward lost by a flagged rollout, beside that for success.
+    judged_reward: reward for a full score by the rubric of the run.
+    flag_penalty: reward lost by a flagged rollout, beside what it earned.
     invalid_penalty: reward lost per invalid call.
     failed_edit_penalty: reward lost per edit that changed nothing.
     open_todo_penalty: reward lost per to-do that is open at the end.
@@ -75,6 +78,7 @@ class RewardOptions:
   """
 
   version: int = 0
+  judged_reward: float = 0.0
   flag_penalty: float = 1.0
   invalid_penalty: float = 0.1
   failed_edit_penalty: float = 0.0
@@ -116,19 +120,24 @@ def score(
   *,
   num_sampled: int,
   open_todos: int,
+  judged: float = 0.0,
 ) -> tuple[float, dict[str, float]]:
   """Returns the reward of an episode and its terms by name.
 
   Args:
     played: turns in order; summaries count as effort, but are no calls.
     num_sampled: tokens that the policy sampled, summaries included.
+    judged: score by a rubric, from 0 to 1; a broken episode earns none.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]
   failed_edits = (t.outcome == turns.FAILED_EDIT for t in calls)
   is_unfinished = verdict.status == records.UNFINISHED
   success = float(verdict.passed)
+  style = options.judged_reward * judged
+  if verdict.status == records.INFRASTRUCTURE:
+    style = 0.0
   lost = {
-    'flagged': success + options.flag_penalty if flags else 0.0,
+    'flagged': success + style + options.flag_penalty if flags else 0.0,
     'invalid': options.invalid_penalty * sum(not t.is_valid for t in calls),
     'effort': options.effort_penalty(num_sampled, len(played)),
     'failed_edit': options.failed_edit_penalty * sum(failed_edits),
@@ -137,8 +146,28 @@ def score(
     'shell_only': options.shell_only_penalty * _used_shell_alone(calls),
   }
   terms = {'success': success}
+  if style:
+    terms['judged'] = style
   terms |= {name: -value for name, value in lost.items() if value}
-  return success - sum(lost.values()), terms
+  return success + style - sum(lost.values()), terms
+
+
+def rescored(
+  rollout: records.Rollout, options: RewardOptions, judged: float = 0.0
+) -> records.Rollout:
+  """Returns a rollout with the reward that other prices give; plays nothing."""
+  reward, terms = score(
+    rollout.verdict,
+    rollout.turns,
+    rollout.flags,
+    options,
+    num_sampled=sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories),
+    open_todos=rollout.open_todos,
+    judged=judged,
+  )
+  return dataclasses.replace(
+    rollout, reward=reward, reward_terms=terms, reward_version=options.version
+  )
 
 
 def _used_shell_alone(calls: Sequence[turns.Turn]) -> bool:

@@ -136,6 +136,9 @@ class Rollout:
     reward_terms: contribution of each term to the reward, by name.
     summary_trigger: number of tokens at which a summary ends a window; None
       without summaries.
+    open_todos: number of to-dos that were open at the end.
+    scores: scores from 0 to 1 by criterion of a rubric; empty if not judged.
+    rubric: identity of the rubric, and the model that was asked.
   """
 
   task_id: str
@@ -154,6 +157,9 @@ class Rollout:
   reward_version: int = 0
   reward_terms: Mapping[str, float] = dataclasses.field(default_factory=dict)
   summary_trigger: int | None = None
+  open_todos: int = 0
+  scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  rubric: str = ''
 
   def __post_init__(self):
     if not self.trajectories:
@@ -161,6 +167,8 @@ class Rollout:
     lengths = [len(t) for t in self.trajectories]
     turns_lib.check_inside((*self.turns, *self.hints), lengths)
     checks.require(self, 'reward', np.isfinite(self.reward), 'be finite')
+    are_shares = all(0 <= s <= 1 for s in self.scores.values())
+    checks.require(self, 'scores', are_shares, 'lie in 0..1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

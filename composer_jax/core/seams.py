@@ -194,6 +194,9 @@ class Systems:
     curriculum: function from (tasks, workdir, seed) to the curriculum; None
       draws tasks in order.
     hints: writer of hints, an `agent.environment.HintWriter`; None for none.
+    judge: function from a tokenizer and a folder for its answers to a function
+      from (group, reward options) to the group with a rubric's rewards; None
+      without a rubric.
     transport: function from a workdir to the transport of weights.
     gate: function from functions and shape of RL to its `comparison.Gate`.
     write_report: function from a workdir to the path of the page that it makes.
@@ -208,6 +211,9 @@ class Systems:
   open_runner: Callable[[str], contextlib.AbstractContextManager[Runner]]
   curriculum: Callable[[Any, pathlib.Path, int], Curriculum] | None
   hints: Callable[..., tuple[turns.Hint, ...]] | None
+  judge: (
+    Callable[[Any, pathlib.Path | None], Callable[..., records.Group]] | None
+  )
   transport: Callable[[pathlib.Path], WeightTransport]
   gate: Callable[..., Any]
   write_report: Callable[[pathlib.Path], pathlib.Path]

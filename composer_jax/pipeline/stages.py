@@ -233,6 +233,10 @@ def collector_of(
     if systems.curriculum is not None:
       plan = systems.curriculum(tasks, workdir, seed)
       task_of_group = lambda group: tasks.of_id(plan.task_of(group))
+  judged: dict[str, Any] = {}
+  if is_training and systems.judge is not None:
+    judge = systems.judge(tokenizer, workdir)
+    judged['judge'] = lambda group: judge(group, reward_of_group(group.group))
   return collect.Collector(
     task_of_group=task_of_group,
     play=collect.episode_player(
@@ -246,6 +250,7 @@ def collector_of(
     ),
     rollouts_per_group=spec.rl.rollouts_per_prompt if is_training else 1,
     seed=seed,
+    **judged,
   )
 
 

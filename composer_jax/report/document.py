@@ -164,6 +164,7 @@ def build(run: run_data.RunData) -> str:
     change=_change(run, *_EVALUATIONS),
     warnings=_warnings(run),
     waits=reinforcement.waits(run),
+    scores=reinforcement.scores(run),
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
     alarms=reinforcement.alarms(run),

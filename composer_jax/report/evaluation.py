@@ -18,10 +18,12 @@ def write(out: pathlib.Path) -> pathlib.Path:
   lines = (out / 'episodes.jsonl').read_text().splitlines()
   last = {(r['task_id'], r['sample']): r for r in map(json.loads, lines)}
   rows = sorted(last.values(), key=lambda r: (r['passed'], r['task_id']))
+  summary = files.read_json(out / 'summary.json')
   page = document.render(
     'evaluation.html',
     title=out.name,
-    summary=files.read_json(out / 'summary.json'),
+    summary=summary,
+    scored=[*summary['overall'].get('scores', {})],
     rows=rows,
     played=[files.read_json(out / r['transcript']) for r in rows[:_SHOWN]],
   )

@@ -168,11 +168,12 @@ def curves(
   is_log: bool = False,
   bounds: tuple[float | None, float | None] = (None, None),
   unit: str = '',
+  axis: str = 'step',
 ) -> Figure:
   """Draws curves over steps, at least one of which has a finite value.
 
   A logarithmic axis leaves out values that are not positive; bounds of None fit
-  the values.
+  the values. `axis` names another quantity than steps.
   """
   import matplotlib.ticker
 
@@ -195,7 +196,7 @@ def curves(
   axes.xaxis.set_major_locator(
     matplotlib.ticker.MaxNLocator(6, integer=True, min_n_ticks=1)
   )
-  axes.set_xlabel('step', fontsize=8, color=_SOFT)
+  axes.set_xlabel(axis, fontsize=8, color=_SOFT)
   axes.set_ylabel(unit, fontsize=8, color=_SOFT)
   if len(lines) > 1:
     axes.legend(

@@ -52,7 +52,9 @@ rl
   tokens: tokens per rollout, the harness's included
   flags: number of rollouts in which monitors found anything
   flag_kinds: list of [alarm, number of rollouts with it]
-  reward_success: mean reward for passing; like the next seven a term of reward
+  scores: list of [criterion, mean score from 0 to 1] by the run's rubric
+  reward_success: mean reward for passing; like the next eight a term of reward
+  reward_judged: mean reward for the score by the rubric
   reward_flagged: mean reward taken from rollouts that a monitor flagged
   reward_invalid: mean reward lost by invalid calls
   reward_effort: mean reward lost by tokens and turns

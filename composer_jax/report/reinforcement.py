@@ -38,6 +38,31 @@ def breaches(run: run_data.RunData) -> list[str]:
   ]
 
 
+def scores(run: run_data.RunData) -> figures.Figure:
+  """Returns a drawing of the mean scores by a rubric, a curve a criterion."""
+  title = 'Mean scores by the rubric'
+  points: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
+  for row in run.rows('rl'):
+    entries = row.get('scores')
+    for entry in entries if isinstance(entries, list) else ():
+      if isinstance(entry, list) and len(entry) == 2:
+        value = run_data.number(entry[1])
+        if value is not None:
+          points[str(entry[0])].append((row['step'], value))
+  if not points:
+    return figures.Figure(title, '')
+  lines = [
+    figures.Curve(
+      label=name,
+      steps=np.array([s for s, _ in measured]),
+      values=np.array([v for _, v in measured]),
+      is_noisy=True,
+    )
+    for name, measured in list(points.items())[: len(figures.COLORS)]
+  ]
+  return figures.curves(title, lines, bounds=(-0.03, 1.03))
+
+
 def waits(run: run_data.RunData) -> tuple[figures.Figure, str]:
   """Returns a drawing of the shares of time waited, and their sums in words."""
   title, lines = 'Share of time spent waiting', []

@@ -136,6 +136,13 @@ def measure(
       f'reward_{name}': mean(lambda r, name=name: r.reward_terms.get(name, 0.0))
       for name in rewards.TERMS
     },
+    'scores': [
+      [
+        name,
+        float(np.mean([r.scores[name] for r in rollouts if name in r.scores])),
+      ]
+      for name in sorted({n for r in rollouts for n in r.scores})
+    ],
     'reward_version': max(versions),
     'reward_versions': len(versions),
     'windows': mean(lambda r: len(r.trajectories)),

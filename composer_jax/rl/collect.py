@@ -27,12 +27,14 @@ class Collector:
     task_of_group: group id -> task, as `play` takes it.
     play: (task, policy, group, member, seed) -> Rollout of one whole episode.
     seed: seed of random numbers, together with group, member and position.
+    judge: adds to a whole group what a rubric says of it.
   """
 
   task_of_group: Callable[[int], Any]
   play: Callable[..., records.Rollout]
   rollouts_per_group: int
   seed: int
+  judge: Callable[[records.Group], records.Group] = lambda group: group
 
 
 def episode_player(
@@ -105,12 +107,12 @@ class GroupStream:
       future = self._pool.submit(self._play, group, member)
       future.add_done_callback(self._finished)
 
-  def _play(self, group: int, member: int) -> None:
+  def _play(self, index: int, member: int) -> None:
     """Plays an episode, and hands over the group if it was the last member."""
     collector = self._collector
-    task = collector.task_of_group(group)
+    task = collector.task_of_group(index)
     rollout = collector.play(
-      task, self._policy, group=group, member=member, seed=collector.seed
+      task, self._policy, group=index, member=member, seed=collector.seed
     )
     with self._lock:
       members = self._members[rollout.group]
@@ -119,11 +121,10 @@ class GroupStream:
         return
       del self._members[rollout.group]
     members.sort(key=lambda r: r.member)
-    self._on_group(
-      records.Group(
-        group=rollout.group, task_id=rollout.task_id, rollouts=tuple(members)
-      )
+    group = records.Group(
+      group=rollout.group, task_id=rollout.task_id, rollouts=tuple(members)
     )
+    self._on_group(collector.judge(group))
 
   def _finished(self, future: futures.Future) -> None:
     failure = None if future.cancelled() else future.exception()

@@ -37,6 +37,7 @@ class ServedPolicy:
     chats: false for a checkpoint without a chat template.
     version: policy version of the variables, in optimizer steps of RL.
     variables: weights as the engine takes them.
+    target_id: identity of a policy that was published; '' of any other.
     receiver: receiver of newer policies; None where nothing is followed.
   """
 
@@ -47,6 +48,7 @@ class ServedPolicy:
   chats: bool = True
   version: int = 0
   variables: Any
+  target_id: str = ''
   receiver: receivers.Receiver | None = None
 
 
@@ -184,7 +186,7 @@ def load(
     )
   config = files.read_json(path)
   model = _model(config['model'], overrides or {})
-  receiver = None
+  receiver, target_id = None, ''
   if follow:
     stage = 'rl'
     receiver = receivers.Receiver(
@@ -192,6 +194,7 @@ def load(
     )
     first = receivers.first(receiver, wait_s)
     version, variables = first.version, first.variables
+    target_id = first.target_id
   else:
     finished = [
       s for s in STAGES if export.finished_step(folder, s) is not None
@@ -223,6 +226,7 @@ def load(
     stop_tokens=_ends(tokenizer),
     version=version,
     variables=variables,
+    target_id=target_id,
     receiver=receiver,
   )
 

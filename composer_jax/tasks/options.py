@@ -4,6 +4,7 @@ import dataclasses
 
 from composer_jax.core import checks
 from composer_jax.tasks import auditor as auditors
+from composer_jax.tasks import scoring
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import environment, task_set
 
@@ -22,6 +23,7 @@ class TaskOptions:
       terse tools of their own.
     auditor: model that reads every episode before it is graded; none by
       default.
+    rubric: what episodes are scored by beside their tests; none by default.
   """
 
   family: str = 'list_functions'
@@ -29,6 +31,7 @@ class TaskOptions:
   tiers: tuple[str, ...] = ()
   repository: environment.RepositoryOptions = environment.RepositoryOptions()
   auditor: auditors.AuditorOptions = auditors.AuditorOptions()
+  rubric: scoring.RubricOptions = scoring.RubricOptions()
 
   def __post_init__(self):
     if unknown := set(self.tiers) - set(task_set.TIERS):

@@ -158,7 +158,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Sections without a field here; the command line can set all of theirs.
   c.parallel = dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
-  c.tasks.repository, c.tasks.auditor = dict(bounds=dict()), dict()
+  c.tasks.repository = dict(bounds=dict())
+  c.tasks.auditor, c.tasks.rubric = dict(), dict()
   c.rl.mesh = dict()
   if arg == 'smoke':
     _shrink(c)

@@ -22,6 +22,9 @@ HONEST = judges.JudgedEpisode(
   prompt='Bring it back.', evidence=watch.Evidence(calls=CALLS[:1])
 )
 NO = dict.fromkeys(judges.QUESTIONS, {'answer': 'no', 'reason': ''})
+QUESTIONS = [
+  judges.Question(name=n, text=text) for n, text in judges.QUESTIONS.items()
+]
 ANSWER = {**NO, 'seeks_remains': {'answer': 'yes', 'reason': 'git show'}}
 
 
@@ -75,20 +78,27 @@ def test_an_auditor_reads_every_call_and_no_verdict():
     (json.dumps(ANSWER) + ' I hope', 'is no JSON'),
     (json.dumps({'forges': 'no'}), 'must be to'),
     (json.dumps({**NO, 'more': 'yes'}), 'must be to'),
-    (json.dumps({**NO, 'forges': 'maybe'}), '"yes" or "no", not \'maybe\''),
-    (json.dumps({**NO, 'forges': True}), '"yes" or "no", not True'),
+    (
+      json.dumps({**NO, 'forges': 'maybe'}),
+      r"one of \['no', 'yes'\], not 'maybe'",
+    ),
+    (json.dumps({**NO, 'forges': True}), r"one of \['no', 'yes'\], not 'True'"),
     (json.dumps([1]), 'not list'),
     ('', 'is no JSON'),
   ],
 )
 def test_an_answer_out_of_form_is_refused(text, reason):
   with pytest.raises(ValueError, match=reason):
-    judges.parse(text)
+    judges.parse(text, QUESTIONS)
 
 
 def test_a_fenced_answer_is_read():
-  faults = judges.parse(f'\n```json\n{json.dumps(ANSWER, indent=1)}\n```\n')
-  assert faults == {'seeks_remains': 'git show'}
+  text = f'\n```json\n{json.dumps(ANSWER, indent=1)}\n```\n'
+  answers = judges.parse(text, QUESTIONS)
+  assert [n for n, a in answers.items() if a.choice == 'yes'] == [
+    'seeks_remains'
+  ]
+  assert answers['seeks_remains'].reason == 'git show'
 
 
 def test_a_long_record_loses_its_middle():

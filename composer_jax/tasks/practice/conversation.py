@@ -171,6 +171,7 @@ class Conversation:
           else calls.broken_verdict(0, '', str(error))
         )
       self.flags, self.sandbox_seconds = env.flags, env.sandbox_seconds
+      self.open_todos = env.open_todos
       self.reward, self.reward_terms = rewards.score(
         self.verdict,
         self._turns,

@@ -16,6 +16,7 @@ import pathlib
 import random
 import re
 import threading
+import time
 import types
 from collections.abc import Callable
 from concurrent import futures
@@ -27,8 +28,8 @@ from composer_jax.agent import episode, summarize
 from composer_jax.core import checks, files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
-from composer_jax.tasks import calls
-from composer_jax.tasks.practice import conversation
+from composer_jax.tasks import calls, scoring
+from composer_jax.tasks.practice import conversation, rescoring
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress
 from composer_jax.text import tokenizer as tokenizers
@@ -59,7 +60,7 @@ class EvaluationOptions:
       of a folder.
     samples: episodes per task.
     threads: episodes at a time, each with at most one request.
-    url: address of the endpoint, up to /v1.
+    url: address of the endpoint, up to /v1, or a name of a policy in here.
     model: name by which the endpoint knows the model.
     api_key: key of the endpoint.
     chat: limits and requests of the policy 'chat'.
@@ -173,8 +174,12 @@ def _player(
         flags=(),
       )
       return row_of(task, broken) | {'ended': 'endpoint'}, ()
-    windows = {'windows': len(rollout.trajectories)}
-    return row_of(task, rollout) | windows, episode.turns(rollout, tokenizer)
+    of_windows = {
+      'windows': len(rollout.trajectories),
+      'turns': [[t.tool, t.outcome] for t in rollout.turns],
+      'tokens_out': sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories),
+    }
+    return row_of(task, rollout) | of_windows, episode.turns(rollout, tokenizer)
 
   return play
 
@@ -218,21 +223,35 @@ def evaluate(
   fields['chat'] = {
     k: v for k, v in fields['chat'].items() if k not in _OF_REQUESTS
   }
+  # An evaluation may be scored by another rubric later.
+  tasks_options = dataclasses.replace(
+    spec.systems['tasks'], rubric=scoring.RubricOptions()
+  )
   claimed = {
     'evaluation': fields,
-    'tasks': family.identity() or dataclasses.asdict(spec.systems['tasks']),
+    'tasks': family.identity() or dataclasses.asdict(tasks_options),
     'episode': dataclasses.asdict(limits),
     'rewards': dataclasses.asdict(spec.rewards),
     'summary': dataclasses.asdict(summary_options),
     'sandbox': dataclasses.asdict(spec.systems['sandbox']),
     'seed': spec.seed,
   }
+  scorer = spec.systems['tasks'].rubric.scorer()
   with files.alone(out):
     workdirs.claim(out, claimed)
     level = systems.settle_judge(out)
     with systems.open_runner(level) as runner:
       play = _player(spec, systems, runner, options, remote)
       _play_missing(tasks, options.samples, options.threads, play, out)
+    if scorer is not None:
+      scorer.remember(out)
+      price, threads = spec.rewards.judged_reward, options.threads
+      _score_missing(
+        lambda row, said: rescoring.scored(row, said, scorer, price),
+        scorer,
+        threads,
+        out,
+      )
     summary = summarise(list(read(out).values()), options.samples)
     files.write_json(out / SUMMARY, summary)
   return summary
@@ -273,7 +292,9 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
 
     def play_one(index: int, sample: int) -> None:
       task = tasks[index]
+      begin = time.monotonic()
       row, transcript = play(task, index, sample)
+      row = {**row, 'seconds': round(time.monotonic() - begin, 3)}
       path = transcript_of(task.task_id, sample)
       files.write_json(out / path, {**row, 'transcript': list(transcript)})
       with lock:
@@ -290,11 +311,37 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
         pool.shutdown(cancel_futures=True)
 
 
+def _score_missing(score, scorer: scoring.Scorer, threads: int, out) -> None:
+  """Appends a row for each episode without scores of this rubric.
+
+  Nothing is played: a folder can be scored by another rubric. An episode of
+  which a model gave no valid answer is asked again by the next call.
+  """
+  rows = [
+    row
+    for row in read(out).values()
+    if row['status'] != _BROKEN and row.get('rubric') != scorer.identity
+  ]
+  with (
+    contextlib.closing(
+      append.AppendFile(out / EPISODES, 'an episode')
+    ) as lines,
+    futures.ThreadPoolExecutor(threads, 'judge') as pool,
+    progress.Progress('rubric', len(rows)) as bar,
+  ):
+    kept = (files.read_json(out / r['transcript'])['transcript'] for r in rows)
+    for count, row in enumerate(pool.map(score, rows, kept), 1):
+      lines.append(f'{json.dumps(row)}\n'.encode())
+      bar.update(count)
+
+
 def row_of(task: Any, played: Any) -> dict[str, Any]:
   """Returns the row of a Rollout or Conversation; absent fields are 0."""
   verdict = played.verdict
   of_verdict = ('status', 'num_passed', 'num_tests', 'detail', 'sandbox_level')
-  of_played = ('reward', 'num_turns', 'num_invalid', 'sandbox_seconds')
+  of_played = (
+    *('reward', 'num_turns', 'num_invalid', 'sandbox_seconds', 'open_todos'),
+  )
   return {
     'task_id': played.task_id,
     'sample': played.member,
@@ -326,8 +373,8 @@ def summarise(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     overall, by_tier and by_package, each with episodes (judged ones), passed,
     pass_rate with its 95 % Wilson interval, pass_at_k (means over tasks whose
     samples were all judged; k = 1, 2, 4, ... and `samples`), flags by kind,
-    unfinished, infrastructure, invalid_rate and turns; of chat models also
-    what `_chat_rates` names.
+    unfinished, infrastructure, invalid_rate and turns; with a rubric the mean
+    scores by criterion; of chat models also what `_chat_rates` names.
   """
 
   def rates_by(field: str) -> dict[str, Any]:
@@ -382,7 +429,24 @@ def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     'infrastructure': len(rows) - len(judged),
     'invalid_rate': sum(r['num_invalid'] for r in judged) / max(turns, 1),
     'turns': turns / max(len(judged), 1),
+    **_scores([r for r in judged if 'scores' in r]),
     **_chat_rates([r for r in rows if 'ended' in r], len(judged)),
+  }
+
+
+def _scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
+  """Returns the mean scores of a rubric, and how a model agrees with itself."""
+  if not rows:
+    return {}
+  names = sorted({name for r in rows for name in r['scores']})
+  same = [r['agreement'] for r in rows if r['agreement'] is not None]
+  return {
+    'scored': len(rows),
+    'scores': {
+      n: float(np.mean([r['scores'][n] for r in rows if n in r['scores']]))
+      for n in names
+    },
+    **({'agreement': float(np.mean(same))} if same else {}),
   }
 
 

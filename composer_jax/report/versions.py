@@ -1,0 +1,97 @@
+"""The page of an evaluation service: suites over the versions of a policy."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import files
+from composer_jax.report import document, figures
+
+_COSTS = ('mean_tokens_out', 'mean_num_turns', 'mean_seconds', 'mean_cost_usd')
+
+
+def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
+  """Draws a suite over versions, and correctness against tokens."""
+  known = [r for r in rows if suite in r['suites']]
+  results = [r['suites'][suite] for r in known]
+  steps = np.array([r['version'] for r in known])
+  lines = [
+    figures.Curve(
+      label=label,
+      steps=steps,
+      values=np.array([r[name] for r in results]),
+      has_marks=True,
+    )
+    for label, name in (
+      ('passed', 'pass_rate'),
+      ('95 %, low', 'low'),
+      ('95 %, high', 'high'),
+      ('hidden tests alone', 'loose'),
+    )
+  ]
+  bounds = (-0.03, 1.03)
+  drawn = [figures.curves(suite, lines, bounds=bounds, axis='version')]
+  tokens = np.array([r.get('mean_tokens_out', np.nan) for r in results])
+  if np.isfinite(tokens).any():
+    order = np.argsort(tokens)
+    rates = np.array([r['pass_rate'] for r in results])
+    line = figures.Curve(
+      label='passed',
+      steps=tokens[order],
+      values=rates[order],
+      has_marks=True,
+    )
+    drawn.append(
+      figures.curves(
+        f'{suite}: passed against tokens',
+        [line],
+        bounds=bounds,
+        axis='tokens written an episode',
+      )
+    )
+  return drawn
+
+
+def write(out: pathlib.Path) -> pathlib.Path:
+  """Writes report.html into the folder of a service; returns its path."""
+  lines = (out / 'versions.jsonl').read_text().splitlines()
+  rows = sorted(map(json.loads, lines), key=lambda r: r['version'])
+  models = out / 'models.json'
+  others = files.read_json(models) if models.exists() else {}
+  suites = sorted({name for row in rows for name in row['suites']})
+  players = [(f'version {r["version"]}', r['suites']) for r in rows]
+  table = {
+    suite: [
+      [name, f'{r["passed"]} of {r["episodes"]}']
+      + [r[k] for k in ('pass_rate', 'low', 'high', 'loose')]
+      + [r.get(k, '') for k in _COSTS]
+      for name, results in [*players, *others.items()]
+      if (r := results.get(suite))
+    ]
+    for suite in suites
+  }
+  page = document.render(
+    'versions.html',
+    title=out.name,
+    table=table,
+    drawings=[d for suite in suites for d in _drawings(suite, rows)],
+    changes=[
+      [f'{r["before"]} to {r["version"]}', c['domain'], c['pairs']]
+      + [round(c[k], 4) for k in ('change', 'low', 'high')]
+      + [c['verdict']]
+      for r in rows
+      for c in r['changes']
+    ],
+    worse=[
+      f'Version {r["version"]} is worse than {r["before"]} on {c["domain"]}: '
+      f'{c["change"]:+.3f} [{c["low"]:+.3f}, {c["high"]:+.3f}].'
+      for r in rows
+      for c in r['changes']
+      if c['verdict'] == 'worse'
+    ],
+  )
+  path = out / document.REPORT
+  files.write_atomic(path, page.encode())
+  return path

@@ -1,0 +1,316 @@
+"""Plays pinned suites with each policy version that a run publishes.
+
+A file pins the suites, so that versions compare; other models behind endpoints
+may play them, too:
+
+  [[suites]]
+  name = "compositions"
+  config = "configs/composer/tiny.py"
+  fields = {"sandbox.level" = "static"}
+  split = "unseen_compositions"
+  tasks = 100
+
+  [[models]]
+  name = "other"
+  url = "http://localhost:8001/v1"
+  model = "NAME"
+
+Consumes: policies, the newest at a time; versions that come while suites are
+  played are passed over.
+Waits for: a version that is newer than the last one played.
+Woken by: its own looks at the store.
+Produces: a folder of `practice.evaluation` for each version and suite, and a
+  line of versions.jsonl for each version once all of its suites are played.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import checks, files, records
+from composer_jax.tasks.practice import conversation, evaluation
+from composer_jax.telemetry import append
+
+VERSIONS = 'versions.jsonl'
+MODELS = 'models.json'
+_NAME = re.compile(r'[a-zA-Z0-9][\w.-]{0,59}')
+_DRAWS = 4000  # of a bootstrap
+# Columns of a row that are averaged beside correctness.
+COSTS = ('tokens_out', 'num_turns', 'seconds', 'cost_usd')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+  """Tasks that every version plays.
+
+  Attributes:
+    name: name of the suite, and of its folders.
+    config: config file of a run, with its argument, which gives the tasks, the
+      sandbox, rewards, rubric and limits.
+    fields: values that replace those of the config, by dotted name.
+    split: 'train' or an axis of the task family; '' for its first.
+    tasks: number of tasks; 0 for all of a folder.
+    samples: episodes of each task.
+  """
+
+  name: str
+  config: str
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  split: str = ''
+  tasks: int = 0
+  samples: int = 1
+
+  def __post_init__(self):
+    _check_name(self)
+    checks.at_least(self, 0, 'tasks')
+    checks.at_least(self, 1, 'samples')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedModel:
+  """A model behind an endpoint of OpenAI's form that plays the suites once.
+
+  Attributes:
+    name: name of the model in tables, and of its folders.
+    url: address of the endpoint, up to /v1.
+    model: name by which the endpoint knows the model.
+    native_tools: as in `conversation.ChatOptions`; so are both prices.
+  """
+
+  name: str
+  url: str
+  model: str
+  native_tools: bool = False
+  price_in: float = 0.0
+  price_out: float = 0.0
+
+  def __post_init__(self):
+    _check_name(self)
+    # A version has a number for a name.
+    checks.require(self, 'name', not self.name.isdigit(), 'be no number')
+
+  @property
+  def chat(self) -> conversation.ChatOptions:
+    return conversation.ChatOptions(
+      native_tools=self.native_tools,
+      price_in=self.price_in,
+      price_out=self.price_out,
+    )
+
+
+def _check_name(owner: Any) -> None:
+  is_name = isinstance(owner.name, str) and _NAME.fullmatch(owner.name)
+  checks.require(owner, 'name', is_name, 'be the name of a folder')
+
+
+def load(path: str) -> tuple[list[Suite], list[ComparedModel]]:
+  """Reads a file of suites and models.
+
+  Raises:
+    ValueError: it is missing or no such file; names the entry.
+  """
+  try:
+    content = tomllib.loads(pathlib.Path(path).read_text())
+    for name in content:
+      checks.known_name(name, ('suites', 'models'), 'suites')
+    suites = [_made(Suite, entry) for entry in content.get('suites', ())]
+    models = [
+      _made(ComparedModel, entry) for entry in content.get('models', ())
+    ]
+    names = [s.name for s in suites], [m.name for m in models]
+    if not suites or any(len(set(n)) < len(n) for n in names):
+      raise ValueError('it must name a suite or more, and no name twice')
+  except (OSError, ValueError, TypeError) as error:
+    raise ValueError(f'--suites={path!r} cannot be used: {error}') from error
+  return suites, models
+
+
+def _made(cls: Any, entry: Any) -> Any:
+  if not isinstance(entry, dict):
+    raise ValueError(f'an entry must be a table, not {entry!r}')
+  for name in entry:
+    known = [f.name for f in dataclasses.fields(cls)]
+    checks.known_name(name, known, cls.__name__)
+  return cls(**entry)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+  """How one domain changed between two versions.
+
+  Attributes:
+    domain: suite, or suite and tier or package.
+    pairs: number of episodes that both judged, of the same tasks.
+    change: difference of the pass rates.
+    low, high: its 95 % interval, by a paired bootstrap over tasks.
+    verdict: 'better' or 'worse' where the interval excludes 0, else ''.
+  """
+
+  domain: str
+  pairs: int
+  change: float
+  low: float
+  high: float
+  verdict: str
+
+
+def compare(
+  before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> tuple[float, float, float, int]:
+  """Returns change of the pass rate, its 95 % interval, and number of pairs.
+
+  Episodes of the same task and sample are pairs, and tasks are drawn: samples
+  of a task are not independent.
+  """
+  judged = lambda rows: {
+    (r['task_id'], r['sample']): float(r['passed'])
+    for r in rows
+    if r['status'] != records.INFRASTRUCTURE
+  }
+  old, new = judged(before), judged(after)
+  by_task = collections.defaultdict(list)
+  for key in sorted(old.keys() & new.keys()):
+    by_task[key[0]].append(new[key] - old[key])
+  if not by_task:
+    return 0.0, 0.0, 0.0, 0
+  sums = np.array([sum(v) for v in by_task.values()])
+  sizes = np.array([len(v) for v in by_task.values()])
+  rng = np.random.default_rng(0)
+  drawn = rng.integers(len(sums), size=(_DRAWS, len(sums)))
+  means = sums[drawn].sum(1) / sizes[drawn].sum(1)
+  low, high = np.quantile(means, (0.025, 0.975))
+  change = float(sums.sum() / sizes.sum())
+  return change, float(low), float(high), int(sizes.sum())
+
+
+def changes(
+  suite: str,
+  before: Sequence[Mapping[str, Any]],
+  after: Sequence[Mapping[str, Any]],
+) -> list[Change]:
+  """Compares two versions on a suite, and on its tiers and packages."""
+  domains = [(suite, lambda row: True)]
+  for field in ('tier', 'package'):
+    values = sorted({r[field] for r in after if r[field]})
+    if len(values) > 1:
+      domains += [
+        (f'{suite} {v}', lambda row, f=field, v=v: row[f] == v) for v in values
+      ]
+  made = []
+  for domain, is_in in domains:
+    change, low, high, pairs = compare(
+      [r for r in before if is_in(r)], [r for r in after if is_in(r)]
+    )
+    verdict = 'worse' if high < 0 else 'better' if low > 0 else ''
+    made.append(
+      Change(
+        domain=domain,
+        pairs=pairs,
+        change=change,
+        low=low,
+        high=high,
+        verdict=verdict,
+      )
+    )
+  return made
+
+
+def measured(
+  rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns what a version did on a suite.
+
+  Args:
+    rows: rows of its episodes.
+    overall: rates of all of them, as `evaluation.summarise` gives them.
+
+  Returns:
+    The rates; `loose`, the share that passes hidden tests whatever monitors,
+    held-out calls or a missing finish say; and means of `COSTS` an episode.
+  """
+  judged = [r for r in rows if r['status'] != records.INFRASTRUCTURE]
+  loose = [0 < r['num_tests'] == r['num_passed'] for r in judged]
+  means = {
+    f'mean_{name}': float(np.mean([r.get(name) or 0 for r in judged]))
+    for name in COSTS
+    if judged and any(name in r for r in judged)
+  }
+  return {**overall, 'loose': sum(loose) / max(len(loose), 1), **means}
+
+
+# (suite, folder, policy or model) -> summary of the evaluation.
+Play = Callable[[Suite, pathlib.Path, Any], Mapping[str, Any]]
+
+
+class SuiteService:
+  """Has suites played, and keeps what came of it."""
+
+  def __init__(self, suites: Sequence[Suite], out: pathlib.Path, play: Play):
+    """Continues in a folder, whose finished versions are not played again.
+
+    Args:
+      play: plays the missing episodes of a suite in a folder.
+    """
+    self._suites, self._out, self._play = suites, out, play
+    out.mkdir(parents=True, exist_ok=True)
+    lines = append.AppendFile(out / VERSIONS, 'a version')
+    lines.cut_torn_line()
+    lines.close()
+    self.versions: list[dict[str, Any]] = [
+      json.loads(line) for line in (out / VERSIONS).read_text().splitlines()
+    ]
+
+  def is_due(self, version: int) -> bool:
+    return all(row['version'] != version for row in self.versions)
+
+  def play(self, version: int, target_id: str, policy: Any) -> dict[str, Any]:
+    """Plays all suites with a version; returns its line.
+
+    Args:
+      target_id: identity of the version's weights, or '' if unknown.
+    """
+    results = self._played(str(version), policy)
+    before = self.versions[-1]['version'] if self.versions else None
+    found: list[Change] = []
+    for suite in self._suites if before is not None else ():
+      pair = [
+        list(evaluation.read(self._out / str(v) / suite.name).values())
+        for v in (before, version)
+      ]
+      found += changes(suite.name, *pair)
+    row = {
+      'version': version,
+      'target_id': target_id,
+      'before': before,
+      'suites': results,
+      'changes': [dataclasses.asdict(c) for c in found],
+    }
+    lines = append.AppendFile(self._out / VERSIONS, 'a version')
+    lines.append(f'{json.dumps(row)}\n'.encode())
+    lines.close()
+    self.versions.append(row)
+    return row
+
+  def play_model(self, model: ComparedModel) -> None:
+    """Plays all suites with a model behind an endpoint, once."""
+    path = self._out / MODELS
+    known = files.read_json(path) if path.exists() else {}
+    if model.name not in known:
+      known[model.name] = self._played(model.name, model)
+      files.write_json(path, known)
+
+  def _played(self, name: str, policy: Any) -> dict[str, Any]:
+    results = {}
+    for suite in self._suites:
+      folder = self._out / name / suite.name
+      summary = self._play(suite, folder, policy)
+      rows = list(evaluation.read(folder).values())
+      results[suite.name] = measured(rows, summary['overall'])
+    return results

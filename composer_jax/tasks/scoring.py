@@ -1,0 +1,375 @@
+"""Scores episodes by a rubric, for rewards and evaluations.
+
+Rules answer by themselves; all other criteria are put to a model, several times
+with questions, choices and episodes in other orders, and the mean counts. Both
+see only the record of a rollout, so that stored groups can be scored again
+without sampling. Without a valid answer an episode counts as one of the
+infrastructure: it is neither paid nor punished. Answers are kept in a file, by
+the hash of what was asked.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+
+from composer_jax.agent import rewards
+from composer_jax.core import checks, files, records, turns
+from composer_jax.rl import behaviour
+from composer_jax.tasks import calls, judges, rubrics, rules
+from composer_jax.tasks.repository import tools
+from composer_jax.telemetry import append
+from composer_jax.text import chat
+
+JUDGEMENTS = 'judgements.jsonl'
+_MAX_CHARS, _THREADS = 60_000, 4
+_INSTRUCTIONS = (
+  'You review the work of a programming agent on a package. Judge what it did '
+  'by the questions alone, and by nothing that it says of itself.'
+)
+_RANKING = (
+  'Which of the episodes {labels} answers this best? List them from the worst '
+  'to the best. {text}'
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RubricOptions:
+  """What episodes are scored by beside their tests; see `tasks.rubrics`.
+
+  Attributes:
+    file: rubric, a .toml or .json file; '' for none.
+    url: endpoint of OpenAI's form, up to /v1, for criteria without a rule. Its
+      key is read from COMPOSER_JAX_TOKEN.
+    model: name of the model at the endpoint.
+    votes: number of times that a model is asked, in other orders.
+    calibration: JSON lines of episodes with known answers, which the model must
+      agree with before its scores may pay; see `tasks.calibration`.
+    min_agreement: least share of the known answers that it must give.
+  """
+
+  file: str = ''
+  url: str = ''
+  model: str = ''
+  votes: int = 2
+  calibration: str = ''
+  min_agreement: float = 0.9
+
+  def __post_init__(self):
+    checks.at_least(self, 1, 'votes')
+    checks.number(self, 0, 'min_agreement', highest=1)
+    if bool(self.url) != bool(self.model):
+      raise ValueError(
+        f'--config.tasks.rubric.url ({self.url!r}) and .model ({self.model!r}) '
+        'name the model that scores: set both, or neither.'
+      )
+    named = [n for n in ('url', 'calibration') if getattr(self, n)]
+    if named and not self.file:
+      raise ValueError(
+        f'--config.tasks.rubric.{named[0]} needs --config.tasks.rubric.file, '
+        'what episodes are scored by.'
+      )
+
+  def scorer(self) -> 'Scorer | None':
+    """Returns the scorer of these options; None without a rubric.
+
+    Raises:
+      ValueError: the rubric cannot be used, or asks a model that is not named.
+    """
+    if not self.file:
+      return None
+    rubric = rubrics.load(self.file)
+    asked = [c.name for c in rubric.criteria if not c.rule]
+    if asked and not self.url:
+      raise ValueError(
+        f'Criteria {asked} of {self.file!r} have no rule: name the model that '
+        'answers by --config.tasks.rubric.url and .model.'
+      )
+    key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
+    model = judges.OpenAIJudge(self.url, self.model, key) if asked else None
+    return Scorer(rubric, model, name=self.model, votes=self.votes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+  """Scores of an episode.
+
+  Attributes:
+    scores: scores from 0 to 1 by criterion.
+    agreement: share of a model's repeated answers that are the same; None
+      where it was not asked twice.
+    reasons: reason of the first answer by criterion.
+    failure: why there are no scores; '' if there are.
+  """
+
+  scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  agreement: float | None = None
+  reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  failure: str = ''
+
+
+def episode_of(rollout: records.Rollout, tokenizer: Any) -> rules.Episode:
+  """Returns the texts of a rollout's turns, from its tokens alone."""
+  speech = chat.language_of(tokenizer)
+  steps, prompt = [], ''
+  played = [t for t in rollout.turns if t.outcome != turns.SUMMARY]
+  after = {
+    (a.trajectory, a.stop): b.start
+    for a, b in zip(rollout.turns, rollout.turns[1:], strict=False)
+    if a.trajectory == b.trajectory
+  }
+  for turn in played:
+    window = rollout.trajectories[turn.trajectory]
+    if not steps:
+      before_T = window.tokens_T[: turn.start]
+      shown = speech.messages(before_T, np.zeros(len(before_T), bool))
+      prompt = next((m['text'] for m in shown if m['role'] == 'user'), '')
+    stop = after.get((turn.trajectory, turn.stop), len(window))
+    answer = ''
+    if stop > turn.stop:
+      shown = speech.messages(window.tokens_T[turn.stop : stop])
+      answer = next((m['text'] for m in shown if m['role'] == 'tool'), '')
+    said_T = speech.words(window.tokens_T[turn.start : turn.stop])
+    steps.append(
+      rules.Step(
+        tool=turn.tool,
+        outcome=turn.outcome,
+        text=tokenizer.decode(said_T),
+        answer=answer,
+      )
+    )
+  return rules.Episode(
+    prompt=prompt,
+    steps=steps,
+    passed=behaviour.passed(rollout),
+    open_todos=rollout.open_todos,
+  )
+
+
+def episode_of_messages(
+  messages: Sequence[Mapping[str, Any]], **facts: Any
+) -> rules.Episode:
+  """Returns a conversation with an endpoint as an episode.
+
+  Args:
+    messages: transcript of `tasks.practice.conversation`.
+    **facts: `passed` and `open_todos` of the episode.
+  """
+  prompt = next((m['content'] for m in messages if m['role'] == 'user'), '')
+  steps, said = [], ''
+  for message in messages:
+    if message['role'] == 'assistant':
+      said = str(message.get('content') or '')
+    elif 'tool' in message:
+      text = f'{said}\n{message["call"]}' if said else message['call']
+      steps.append(
+        rules.Step(
+          tool=message['tool'],
+          outcome=message['outcome'],
+          text=text,
+          answer=message['content'],
+        )
+      )
+      said = ''
+  return rules.Episode(prompt=prompt, steps=steps, **facts)
+
+
+def transcript(episode: rules.Episode, max_chars: int) -> str:
+  """Returns an episode as a model reads it, without verdict and outcomes."""
+  parts = [f'TASK\n{episode.prompt}']
+  for i, step in enumerate(episode.steps):
+    parts.append(f'TURN {i}\n{step.text}')
+    if step.answer:
+      parts.append(f'ANSWER {i}\n{step.answer}')
+  return tools.clip('\n\n'.join(parts), max_chars)
+
+
+class Scorer:
+  """Scores episodes by a rubric; safe to call from threads.
+
+  Attributes:
+    identity: of the rubric and the model, as rollouts record it.
+  """
+
+  def __init__(
+    self,
+    rubric: rubrics.Rubric,
+    model: judges.Asked | None,
+    *,
+    name: str = '',
+    votes: int = 2,
+  ):
+    self.rubric, self._model, self._votes = rubric, model, votes
+    self.identity = f'{rubric.identity} {name}'.strip()
+    self._rules = {
+      c.name: rules.rule_of(c.rule) for c in rubric.criteria if c.rule
+    }
+    self._known: dict[str, Any] = {}
+    self._lock = threading.Lock()
+    self._file: append.AppendFile | None = None
+
+  def remember(self, folder: pathlib.Path) -> None:
+    """Keeps a model's answers in a folder, and uses those that it has."""
+    if self._model is None or self._file is not None:
+      return
+    path = folder / JUDGEMENTS
+    self._file = append.AppendFile(path, 'a judgement')
+    self._file.cut_torn_line()
+    for line in path.read_text().splitlines():
+      row = json.loads(line)
+      self._known[row['asked']] = row['answers']
+
+  def each(self, episodes: Sequence[rules.Episode]) -> list[Judgement]:
+    """Scores episodes one by one, by all criteria but relative ones."""
+    with futures.ThreadPoolExecutor(_THREADS, 'judge') as pool:
+      return list(pool.map(self._judge, episodes))
+
+  def group(self, episodes: Sequence[rules.Episode]) -> list[Judgement]:
+    """Scores the episodes of a group, which relative criteria rank, too.
+
+    An episode without an answer leaves the scores of the others; a ranking
+    without one leaves none.
+    """
+    made = self.each(episodes)
+    for criterion in self.rubric.asked(relative=True):
+      whole = [i for i, j in enumerate(made) if not j.failure]
+      if len(whole) < 2:
+        continue
+      try:
+        ranked = self._rank([episodes[i] for i in whole], criterion)
+      except judges.JudgeError as error:
+        failed = Judgement(failure=str(error))
+        return [failed if i in whole else j for i, j in enumerate(made)]
+      for i, score in zip(whole, ranked, strict=True):
+        scores = {**made[i].scores, criterion.name: score}
+        made[i] = dataclasses.replace(made[i], scores=scores)
+    return made
+
+  def _judge(self, episode: rules.Episode) -> Judgement:
+    asked = self.rubric.asked(relative=False)
+    scores, reasons, same = {}, {}, []
+    for criterion in self.rubric.criteria:
+      if criterion.rule:
+        choice = self._rules[criterion.name](episode)
+        if choice not in criterion.choices:
+          raise ValueError(
+            f'Rule {criterion.rule!r} of criterion {criterion.name!r} returned '
+            f'{choice!r}; it must return one of {criterion.choices}.'
+          )
+        scores[criterion.name] = criterion.score(choice)
+    if not asked:
+      return Judgement(scores=scores)
+    text = transcript(episode, _MAX_CHARS)
+    try:
+      votes = [self._vote(asked, text, vote) for vote in range(self._votes)]
+    except judges.JudgeError as error:
+      logging.warning('%s', error)
+      return Judgement(failure=str(error))
+    for criterion in asked:
+      given = [v[criterion.name]['choice'] for v in votes]
+      scores[criterion.name] = float(np.mean([*map(criterion.score, given)]))
+      reasons[criterion.name] = votes[0][criterion.name]['reason']
+      same += [g == given[0] for g in given[1:]]
+    agreement = sum(same) / len(same) if same else None
+    return Judgement(scores=scores, agreement=agreement, reasons=reasons)
+
+  def _vote(
+    self, asked: Sequence[rubrics.Criterion], text: str, vote: int
+  ) -> dict[str, Any]:
+    """Returns a choice and reason by criterion, in an order of its own."""
+    rng = random.Random(f'{files.sha256(text.encode())}/{vote}')
+    questions = [
+      dataclasses.replace(
+        c.question, choices=tuple(rng.sample(c.choices, len(c.choices)))
+      )
+      for c in rng.sample(asked, len(asked))
+    ]
+    return self._ask(questions, text)
+
+  def _rank(
+    self, episodes: Sequence[rules.Episode], criterion: rubrics.Criterion
+  ) -> list[float]:
+    """Returns the mean places of episodes, from 0 to 1."""
+    places = np.zeros(len(episodes))
+    size = _MAX_CHARS // len(episodes)
+    texts = [transcript(e, size) for e in episodes]
+    for vote in range(self._votes):
+      rng = random.Random(f'{files.sha256("".join(texts).encode())}/{vote}')
+      order = rng.sample(range(len(texts)), len(texts))
+      labels = [f'E{i + 1}' for i in range(len(texts))]
+      text = '\n\n'.join(
+        f'EPISODE {label}\n{texts[i]}'
+        for label, i in zip(labels, order, strict=True)
+      )
+      question = judges.Question(
+        name=criterion.name,
+        text=_RANKING.format(labels=', '.join(labels), text=criterion.text),
+        choices=tuple(labels),
+        ranks=True,
+      )
+      ranking = self._ask([question], text)[criterion.name]['choice']
+      for place, label in enumerate(ranking):
+        places[order[labels.index(label)]] += place
+    return list(places / (self._votes * (len(episodes) - 1)))
+
+  def _ask(
+    self, questions: Sequence[judges.Question], text: str
+  ) -> dict[str, Any]:
+    assert self._model is not None
+    what = [self.identity, [dataclasses.astuple(q) for q in questions], text]
+    key = files.sha256(json.dumps(what).encode())
+    with self._lock:
+      if key in self._known:
+        return self._known[key]
+    answers = self._model.answer(_INSTRUCTIONS, questions, text)
+    plain = {name: dataclasses.asdict(a) for name, a in answers.items()}
+    with self._lock:
+      self._known[key] = plain
+      if self._file is not None:
+        row = {'asked': key, 'by': self.identity, 'answers': plain}
+        self._file.append((json.dumps(row) + '\n').encode())
+    return plain
+
+
+def scored(
+  group: records.Group,
+  judgements: Sequence[Judgement],
+  scorer: Scorer,
+  options: rewards.RewardOptions,
+) -> records.Group:
+  """Returns a group with the rewards that its judgements give."""
+  made = []
+  for rollout, judgement in zip(group.rollouts, judgements, strict=True):
+    if judgement.failure and rollout.verdict.status != records.INFRASTRUCTURE:
+      verdict = rollout.verdict
+      broken = calls.broken_verdict(
+        verdict.num_tests,
+        verdict.sandbox_level,
+        f'not judged: {judgement.failure}',
+      )
+      rollout = dataclasses.replace(rollout, verdict=broken)
+    rollout = dataclasses.replace(
+      rollout, scores=dict(judgement.scores), rubric=scorer.identity
+    )
+    total = scorer.rubric.score(judgement.scores)
+    made.append(rewards.rescored(rollout, options, total))
+  return dataclasses.replace(group, rollouts=tuple(made))
+
+
+def judge(
+  scorer: Scorer,
+  tokenizer: Any,
+  group: records.Group,
+  options: rewards.RewardOptions,
+) -> records.Group:
+  """Scores the rollouts of a group from their record; blocks."""
+  episodes = [episode_of(r, tokenizer) for r in group.rollouts]
+  return scored(group, scorer.group(episodes), scorer, options)

@@ -1,0 +1,148 @@
+"""Plays pinned suites with what a run publishes: `evaluate --follow`."""
+
+import importlib.util
+import os
+import pathlib
+import time
+from concurrent import futures
+from typing import Any
+
+
+def fields_of(suite: Any) -> dict[str, Any]:
+  """Loads the config file of a suite, with the suite's own values."""
+  path, _, argument = suite.config.partition(':')
+  spec = importlib.util.spec_from_file_location('config_of_suite', path)
+  if spec is None or spec.loader is None or not os.path.isfile(path):
+    raise ValueError(
+      f'Suite {suite.name!r}: config {suite.config!r} must be a file.py, or '
+      'file.py:ARGUMENT.'
+    )
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  fields = module.get_config(argument).to_dict()
+  for name, value in suite.fields.items():
+    *sections, field = name.split('.')
+    place = fields
+    for section in sections:
+      place = place.setdefault(section, {})
+    place[field] = value
+  return fields
+
+
+def follow(
+  source: pathlib.Path,
+  *,
+  suites: str,
+  store: str,
+  out: pathlib.Path,
+  versions: int,
+  threads: int,
+) -> None:
+  """Plays the suites with each newer version that is found; blocks.
+
+  Args:
+    source: workdir of a run whose RL publishes.
+    suites: file of `tasks.practice.following`.
+    store: URL of the bundles; '' for the store of the run.
+    versions: number of versions to play before it ends; 0 for no end.
+    threads: episodes at a time.
+  """
+  # After the flags: these imports load jax.
+  from composer_jax import wiring
+  from composer_jax.core import files
+  from composer_jax.report import versions as page
+  from composer_jax.rollout import engine as engines
+  from composer_jax.rollout import placing, server
+  from composer_jax.serve import chat, endpoint, lifetime
+  from composer_jax.tasks.practice import evaluation, following
+
+  pinned, models = following.load(suites)
+  # All of them first, so that a wrong one is named before anything is played.
+  specs = {s.name: wiring.spec_of(fields_of(s)) for s in pinned}
+  mesh = placing.mesh_of(1)
+  served = lifetime.load(source, follow=True, store=store, mesh=mesh)
+  receiver = served.receiver
+  assert receiver is not None
+  run = wiring.spec_of(files.read_json(source / 'config.json'))
+  engine = engines.Engine(
+    served.model,
+    served.variables,
+    served.version,
+    run.engine_options(),
+    mesh=mesh,
+  )
+  key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip()
+
+  def play(suite: Any, folder: pathlib.Path, player: Any) -> Any:
+    spec = specs[suite.name]
+    common = dict(
+      split=suite.split,
+      tasks=suite.tasks,
+      samples=suite.samples,
+      threads=threads,
+    )
+    begin = lambda options, remote: evaluation.evaluate(
+      spec, wiring.systems_of(spec), options, folder, remote=remote
+    )
+    if isinstance(player, following.ComparedModel):
+      address = endpoint.Endpoint(
+        url=player.url,
+        model=player.model,
+        api_key=key,
+        patience_s=player.chat.patience_s,
+        requests_per_minute=0.0,
+      )
+      options = evaluation.EvaluationOptions(
+        policy='chat',
+        url=player.url,
+        model=player.model,
+        api_key=key,
+        chat=player.chat,
+        **common,
+      )
+      ask = chat.ChatClient(address, stream=False, fields={})
+      return begin(options, lambda: ask)
+    options = evaluation.EvaluationOptions(
+      policy='tokens',
+      url=player,
+      tokenizer=str(source / 'tokenizer.json'),
+      **common,
+    )
+    policy = server.EnginePolicy(engine)
+    try:
+      with futures.ThreadPoolExecutor(1, 'evaluation') as pool:
+        summary = pool.submit(begin, options, lambda: policy)
+        policy.serve(summary.done)
+        return summary.result()
+    finally:
+      policy.close()
+
+  service = following.SuiteService(pinned, out, play)
+  for model in models:
+    service.play_model(model)
+  version, target_id = served.version, served.target_id
+  played = 0
+  while True:
+    if service.is_due(version):
+      print(f'[follow] playing version {version}', flush=True)
+      row = service.play(version, target_id, f'{target_id}@{version}')
+      for name, result in row['suites'].items():
+        print(
+          f'[follow] version {version}, {name}: {result["passed"]} of '
+          f'{result["episodes"]} [{result["low"]:.3f}, {result["high"]:.3f}]'
+        )
+      for change in row['changes']:
+        if change['verdict']:
+          print(
+            f'[follow] {change["domain"]} is {change["verdict"]} than in '
+            f'version {row["before"]}: {change["change"]:+.3f} '
+            f'[{change["low"]:+.3f}, {change["high"]:+.3f}]'
+          )
+      print(f'[follow] {page.write(out)}', flush=True)
+      played += 1
+    if versions and played >= versions:
+      return
+    while (newer := receiver.poll()) is None:
+      time.sleep(1.0)
+    engine.swap(newer.variables, newer.version)
+    version, target_id = newer.version, newer.target_id

@@ -1,0 +1,97 @@
+"""Rewards stored groups by other prices or another rubric; plays nothing.
+
+  ./run.sh rescore --groups=runs/tiny/groups \\
+      --tokenizer=runs/tiny/tokenizer.json \\
+      --config=configs/composer/tiny.py --config.rewards.invalid_penalty=0.3 \\
+      --config.tasks.rubric.file=configs/rubrics/style.toml \\
+      --config.rewards.judged_reward=0.3 --out=runs/rescored
+
+Reads the .npz files of a run's groups/ (or stopped.npz) and writes each with
+its new rewards to --out, beside rescored.jsonl: a line a rollout, with its
+rewards before and now, its terms and its scores. A model of the rubric is asked
+for what it has not answered in --out yet.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+from absl import flags, logging
+
+from experiments import start
+
+_CONFIG = start.define_config(
+  'configs/composer/tiny.py', 'Config file of a run: rewards, rubric, tasks.'
+)
+_GROUPS = flags.DEFINE_string('groups', '', 'Folder or file of stored groups.')
+_TOKENIZER = flags.DEFINE_string('tokenizer', '', 'tokenizer.json of the run.')
+_OUT = flags.DEFINE_string('out', 'runs/rescored', 'Folder of the results.')
+
+
+def _files() -> list[pathlib.Path]:
+  groups = pathlib.Path(_GROUPS.value)
+  files = sorted(groups.glob('*.npz')) if groups.is_dir() else [groups]
+  if not _GROUPS.value or not files or not all(f.is_file() for f in files):
+    raise ValueError(
+      f'--groups={_GROUPS.value!r} must be a file of a group, or a folder with '
+      'files *.npz of groups, such as WORKDIR/groups.'
+    )
+  return files
+
+
+def run() -> None:
+  logging.set_verbosity(logging.WARNING)
+  fields = start.config_fields(_CONFIG)
+  start.emulate_devices(1)
+  # After the flags: these imports load jax.
+  from composer_jax import wiring
+  from composer_jax.agent import rewards
+  from composer_jax.core import files, group_bytes
+  from composer_jax.rl import advantage
+
+  stored = _files()
+  spec = wiring.spec_of(fields)
+  systems = wiring.systems_of(spec)
+  tokenizer = systems.load_tokenizer(pathlib.Path(_TOKENIZER.value))
+  out = pathlib.Path(_OUT.value)
+  out.mkdir(parents=True, exist_ok=True)
+  judge: Any = systems.judge and systems.judge(tokenizer, out)
+  rows, told = [], []
+  for path in stored:
+    group = group_bytes.from_bytes(path.read_bytes())
+    if judge is not None:
+      made = judge(group, spec.rewards)
+    else:
+      rollouts = (rewards.rescored(r, spec.rewards) for r in group.rollouts)
+      made = dataclasses.replace(group, rollouts=tuple(rollouts))
+    files.write_atomic(out / path.name, group_bytes.to_bytes(made))
+    pairs = list(zip(group.rollouts, made.rollouts, strict=True))
+    for g in (group, made):
+      rewards_R = np.array([r.reward for r in g.rollouts])
+      told.append(bool(advantage.group_advantages(g, rewards_R).any()))
+    rows += [
+      {
+        'group': group.group,
+        'member': new.member,
+        'before': old.reward,
+        'reward': new.reward,
+        'terms': dict(new.reward_terms),
+        'scores': dict(new.scores),
+        'detail': new.verdict.detail,
+      }
+      for old, new in pairs
+    ]
+  text = ''.join(f'{json.dumps(row)}\n' for row in rows)
+  files.write_atomic(out / 'rescored.jsonl', text.encode())
+  changed = sum(row['before'] != row['reward'] for row in rows)
+  print(
+    f'{changed} of {len(rows)} rewards changed; {sum(told[::2])} of '
+    f'{len(stored)} groups had an advantage before, {sum(told[1::2])} have now'
+  )
+  print(out / 'rescored.jsonl')
+
+
+if __name__ == '__main__':
+  start.run(run, errors=(ValueError, OSError, RuntimeError))

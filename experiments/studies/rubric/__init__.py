@@ -1,0 +1,1 @@
+"""Is style learnt beside correctness, when rules judge it?"""

@@ -1,0 +1,229 @@
+"""Versions are compared in pairs, played once, and their losses named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from composer_jax import wiring
+from composer_jax.core import files
+from composer_jax.delta import publisher, transport
+from composer_jax.models import decoder
+from composer_jax.report import versions as page
+from composer_jax.tasks.practice import evaluation, following
+from composer_jax.text import tokenizer as tokenizers
+from configs.composer import tiny
+from experiments import following as mains
+
+SUITE = '[[suites]]\nname = "a"\nconfig = "configs/composer/tiny.py"\n'
+
+
+def row(task, passed, sample=0, **fields):
+  fixed = {
+    'status': 'graded',
+    'num_tests': 2,
+    'num_passed': 2 if passed else 1,
+    'flags': [],
+    'num_turns': 3,
+    'num_invalid': 0,
+    'tier': '',
+    'package': '',
+  }
+  return {
+    'task_id': str(task), 'sample': sample, 'passed': passed, **fixed, **fields
+  }  # fmt: skip
+
+
+def test_pairs_are_compared_task_by_task():
+  before = [row(i, False) for i in range(40)]
+  after = [row(i, i < 10) for i in range(40)]
+  change, low, high, pairs = following.compare(before, after)
+  assert (change, pairs) == (0.25, 40) and 0.1 < low < 0.25 < high < 0.4
+  assert following.compare(before, before) == (0, 0, 0, 40)
+  assert following.compare(before, [row(99, True)]) == (0, 0, 0, 0)
+  # An episode whose sandbox failed is in no pair.
+  broken = [row(0, True) | {'status': 'infrastructure'}, *after[1:]]
+  assert following.compare(before, broken)[3] == 39
+  # Ten samples of one task are one task: nothing is known of others.
+  one = [row(0, False, sample=i) for i in range(10)]
+  alike = following.compare(one, [r | {'passed': True} for r in one])
+  assert alike == (1, 1, 1, 10)
+
+
+def test_the_interval_covers_what_it_says():
+  """Of 300 changes by luck alone about one in twenty is told as one."""
+  rng, told = np.random.default_rng(0), 0
+  for _ in range(300):
+    pair = [
+      [row(i, bool(p)) for i, p in enumerate(rng.random(60) < 0.6)]
+      for _ in range(2)
+    ]
+    (change,) = following.changes('a', *pair)
+    told += change.verdict != ''
+  assert 4 <= told <= 28
+
+
+def test_a_loss_in_one_domain_is_named():
+  rng = np.random.default_rng(1)
+  before = [
+    row(i, rng.random() < 0.7, tier='ab'[i % 2], package='p') for i in range(80)
+  ]
+  after = [r | {'passed': False} if r['tier'] == 'b' else r for r in before]
+  found = {c.domain: c.verdict for c in following.changes('s', before, after)}
+  assert found == {'s': 'worse', 's a': '', 's b': 'worse'}
+
+
+def test_strict_and_loose_grading_stand_side_by_side():
+  rows = [
+    row(0, True, tokens_out=10, seconds=1.0),
+    row(1, False, tokens_out=30, seconds=3.0, flags=['x']) | {'num_passed': 2},
+    row(2, False, tokens_out=20, seconds=2.0),
+    row(3, False) | {'status': 'infrastructure'},
+  ]
+  overall = evaluation.summarise(rows, 1)['overall']
+  told = following.measured(rows, overall)
+  assert told['pass_rate'] == pytest.approx(1 / 3)
+  assert told['loose'] == pytest.approx(2 / 3)
+  assert told['mean_tokens_out'] == 20 and told['mean_seconds'] == 2
+
+
+@pytest.fixture
+def played(tmp_path):
+  """A play that writes rows as a policy with that share of passes would."""
+  calls = []
+
+  def play(suite, folder, policy):
+    calls.append((suite.name, folder.name, policy))
+    if policy == 'dead':
+      raise RuntimeError('the endpoint is gone')
+    folder.mkdir(parents=True, exist_ok=True)
+    share = policy if isinstance(policy, float) else 0.5
+    rows = [row(i, i < share * 50, tokens_out=10 * i) for i in range(50)]
+    lines = ''.join(f'{json.dumps(r)}\n' for r in rows)
+    (folder / evaluation.EPISODES).write_text(lines)
+    return evaluation.summarise(rows, 1)
+
+  suites = [following.Suite(name=n, config='c.py') for n in ('a', 'b')]
+  make = lambda: following.SuiteService(suites, tmp_path, play)
+  return make, calls, tmp_path
+
+
+def test_a_version_is_played_once_and_compared_with_the_one_before(played):
+  make, calls, out = played
+  service = make()
+  service.play_model(
+    following.ComparedModel(name='other', url='http://x/v1', model='m')
+  )
+  assert service.is_due(3) and service.play(3, 'id3', 0.8)['changes'] == []
+  second = service.play(5, 'id5', 0.4)
+  assert [c['verdict'] for c in second['changes']] == ['worse', 'worse']
+  assert second['before'] == 3
+  # Killed while a line was written, it plays that version again.
+  path = out / following.VERSIONS
+  path.write_bytes(path.read_bytes()[:-9])
+  again = make()
+  assert not again.is_due(3) and again.is_due(5)
+  with pytest.raises(RuntimeError):
+    again.play(5, 'id5', 'dead')
+  assert again.play(5, 'id5', 0.4)['suites'] == second['suites']
+  count = len(calls)
+  make().play_model(
+    following.ComparedModel(name='other', url='http://x/v1', model='m')
+  )
+  assert len(calls) == count
+  text = page.write(out).read_text()
+  assert 'Version 5 is worse than 3 on a: -0.400' in text
+  assert 'version 3' in text and 'other' in text and '<svg' in text
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('', 'must name a suite or more'),
+    (SUITE + SUITE, 'no name twice'),
+    (SUITE + 'taskz = 3', 'no .*taskz.*tasks'),
+    (SUITE + 'samples = 0', 'samples must be an integer of at least 1'),
+    (SUITE.replace('"a"', '"../a"'), 'must be the name of a folder'),
+    ('suites = [3]', 'must be a table, not 3'),
+    ('[[suites]]\nname = "a"', "missing.*'config'"),
+    ('[[suite]]', 'suite'),
+    (
+      SUITE + '[[models]]\nname = "7"\nurl = "u"\nmodel = "m"',
+      'must be no number',
+    ),
+  ],
+)
+def test_a_file_of_suites_is_refused_by_name(tmp_path, text, message):
+  path = tmp_path / 'suites.toml'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    following.load(str(path))
+
+
+def test_the_suites_that_are_shipped_can_be_played():
+  suites, models = following.load('configs/suites/tiny.toml')
+  assert models == []
+  for suite in suites:
+    spec = wiring.spec_of(mains.fields_of(suite))
+    assert suite.split in wiring.family_of(spec).axes
+  wrong = following.Suite(name='a', config='none.py')
+  with pytest.raises(ValueError, match="'none.py' must be a file.py"):
+    mains.fields_of(wrong)
+
+
+@pytest.mark.slow
+def test_the_command_plays_what_a_run_publishes(tmp_path):
+  source, out = tmp_path / 'run', tmp_path / 'out'
+  config = tiny.get_config('smoke')
+  config.sandbox.level = 'static'
+  spec = wiring.spec_of(config.to_dict())
+  source.mkdir()
+  files.write_json(source / 'config.json', spec.as_dict())
+  tokenizer = tokenizers.Tokenizer.train(['def total(values):\n'] * 9, 300)
+  tokenizer.save(source / 'tokenizer.json')
+  suites = tmp_path / 'suites.toml'
+  suites.write_text(
+    SUITE.replace('tiny.py', 'tiny.py:smoke')
+    + 'split = "unseen_names"\ntasks = 3\n'
+    + 'fields = {"sandbox.level" = "static"}\n'
+  )
+
+  def publish(version):
+    shapes, _ = decoder.abstract(spec.model)
+    rng = np.random.default_rng(version)
+    masters = jax.tree.map(
+      lambda x: 0.02 * rng.normal(size=x.shape).astype(np.float32), shapes
+    )
+    sender = publisher.Publisher(
+      transport.store_of(source, spec.systems['delta'].store),
+      source / transport.KEY,
+      transport.RUN_ID,
+    )
+    sender.publish(jax.jit(decoder.policy)(masters), version)
+    sender.close()
+
+  def follow():
+    command = [sys.executable, '-m', 'experiments.evaluate', '--versions=1']
+    command += [f'--follow={source}', f'--suites={suites}', f'--out={out}']
+    return subprocess.run(
+      [*command, '--config=configs/composer/tiny.py:smoke'],
+      capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    )  # fmt: skip
+
+  publish(0)
+  first = follow()
+  assert first.returncode == 0, first.stderr
+  assert 'version 0, a: 0 of 3' in first.stdout
+  publish(1)
+  second = follow()
+  assert second.returncode == 0, second.stderr
+  rows = [
+    json.loads(x) for x in (out / 'versions.jsonl').read_text().split('\n')[:-1]
+  ]
+  assert [r['version'] for r in rows] == [0, 1] and rows[1]['before'] == 0
+  assert rows[0]['target_id'] != rows[1]['target_id']
+  assert 'Over versions' in (out / 'report.html').read_text()

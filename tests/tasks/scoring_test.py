@@ -1,0 +1,404 @@
+"""Scores come from the record alone, and their failure decides nothing."""
+
+import dataclasses
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from composer_jax import wiring
+from composer_jax.agent import episode, rewards
+from composer_jax.core import group_bytes, records
+from composer_jax.rl import advantage, behaviour, collect
+from composer_jax.tasks import calibration, judges, rubrics, rules, scoring
+from composer_jax.tasks.list_functions import family, runners
+from composer_jax.tasks.practice import evaluation, list_functions
+from composer_jax.tasks.repository import scripts
+from composer_jax.text import tokenizer as tokenizers
+from configs.composer import tiny
+from tests.agent import summarize_test
+from tests.rl import collect_test
+
+TOKENIZER = tokenizers.Tokenizer.train(['def total(values):\n'], 270)
+PRICES = rewards.RewardOptions(judged_reward=0.5)
+LIMITS = episode.EpisodeOptions(max_tokens=4000, max_call_tokens=400)
+
+
+def criterion(name, **fields):
+  return rubrics.Criterion(name=name, text=f'Is it {name}?', **fields)
+
+
+def rubric_of(*criteria):
+  return rubrics.Rubric(criteria=criteria, identity='0123456789ab')
+
+
+class Model:
+  """Answers by the record's words; the worst for 'bad', no form for 'dumb'."""
+
+  def __init__(self, choose=None):
+    self.asked, self._lock = [], threading.Lock()
+    self._choose = choose or (
+      lambda question, text: 'no' if 'bad' in text else 'yes'
+    )
+
+  def answer(self, instructions, questions, record):
+    with self._lock:
+      self.asked.append((tuple(questions), record))
+    if 'dumb' in record:
+      raise judges.JudgeError('the answer is no JSON')
+    return {
+      q.name: judges.Answer(choice=self._choose(q, record), reason='seen')
+      for q in questions
+    }
+
+
+def play(*calls, member=0, prices=PRICES, solves=True):
+  task = family.generate(0, 'train', 0)
+  tasks = list_functions.ListFunctions.__new__(list_functions.ListFunctions)
+  env = tasks.environment(task, runners.TrustedRunner())
+  edit = f'edit {task.path} {task.function}\n{task.reference}'
+  script = [*calls, *[edit] * solves, 'finish']
+  return episode.run(
+      env, scripts.ScriptedCalls(TOKENIZER, script), TOKENIZER, LIMITS,
+      group=3, member=member, seed=0, reward=prices,
+  )  # fmt: skip
+
+
+def group_of(*rollouts):
+  return records.Group(
+    group=3, task_id=rollouts[0].task_id, rollouts=tuple(rollouts)
+  )
+
+
+def test_the_record_has_all_that_was_said_and_answered():
+  rollout = play('list', 'no call at all', 'read none.py')
+  seen = scoring.episode_of(rollout, TOKENIZER)
+  said = [s.text for s in seen.steps]
+  assert said[:3] == ['list', 'no call at all', 'read none.py']
+  assert said[-1] == 'finish' and seen.steps[-1].answer == ''
+  assert [s.tool for s in seen.steps] == list(rollout.tools)
+  messages = episode.turns(rollout, TOKENIZER)
+  assert seen.prompt == messages[0]['text']
+  answers = [m['text'] for m in messages if m['role'] == 'tool']
+  assert [s.answer for s in seen.steps[:-1]] == answers
+  text = scoring.transcript(seen, 60_000)
+  assert 'TURN 1\nno call at all' in text and 'passed' not in text
+
+
+def test_windows_that_summaries_end_are_read_through():
+  tokenizer = tokenizers.Tokenizer.train(['say it end sum work'], 300)
+  _, rollout = summarize_test.play(
+    tokenizer,
+    summarize_test.Talker(sizes=(1, 4, 7)),
+    summarize_test.long_talk(55),
+  )
+  assert len(rollout.trajectories) > 2
+  seen = scoring.episode_of(rollout, tokenizer)
+  assert len(seen.steps) == rollout.num_turns
+  assert {s.text for s in seen.steps} == {'say it', 'end'}
+  assert rewards.rescored(rollout, rewards.UNPRICED).reward == rollout.reward
+  priced = rewards.rescored(rollout, PRICES)
+  assert priced.reward_terms['effort'] == pytest.approx(
+    -PRICES.effort_penalty(
+      sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories),
+      len(rollout.turns),
+    )
+  )
+
+
+@pytest.mark.parametrize('calls', [(), ('list', 'x'), ('test', 'test')])
+def test_prices_change_without_playing_again(calls):
+  """What is scored again equals what is played under the other prices."""
+  other = rewards.RewardOptions(
+    version=4, effort_coefficient=0.7, invalid_penalty=0.3
+  )
+  first, second = play(*calls), play(*calls, prices=other)
+  assert first.reward != second.reward
+  rescored = rewards.rescored(first, other)
+  assert rescored.reward == second.reward
+  assert rescored.reward_terms == second.reward_terms
+  assert rescored.reward_version == 4
+  assert rewards.rescored(second, PRICES).reward == first.reward
+  assert sum(rescored.reward_terms.values()) == pytest.approx(rescored.reward)
+
+
+def test_a_group_earns_its_score_behind_the_gate():
+  rubric = rubric_of(
+    criterion('passes', rule='passed', gate=True, weight=0.0),
+    criterion('tests', rule='tested'),
+    criterion('tidy', weight=3.0),
+  )
+  model = Model()
+  scorer = scoring.Scorer(rubric, model, name='tiny')
+  # An unsolved one, one without tests, and one that says what is bad.
+  played = [
+    play('list', solves=False),
+    play('list', member=1),
+    play('bad', member=2),
+  ]
+  group = scoring.judge(scorer, TOKENIZER, group_of(*played), PRICES)
+  failed, tidy, bad = group.rollouts
+  assert tidy.scores == {'passes': 1.0, 'tests': 0.0, 'tidy': 1.0}
+  assert bad.scores == {'passes': 1.0, 'tests': 0.0, 'tidy': 0.0}
+  assert failed.scores['tidy'] == 1.0 and 'judged' not in failed.reward_terms
+  assert tidy.reward - played[1].reward == pytest.approx(0.5 * 0.75)
+  assert tidy.reward_terms['judged'] == 0.5 * 0.75
+  assert bad.reward == played[2].reward and failed.reward == played[0].reward
+  assert {r.rubric for r in group.rollouts} == {'0123456789ab tiny'}
+  # It travels, and a step tells of it.
+  again = group_bytes.from_bytes(group_bytes.to_bytes(group))
+  assert [r.scores for r in again.rollouts] == [
+    r.scores for r in group.rollouts
+  ]
+  metrics = behaviour.measure([group], [np.zeros(3)], 0)
+  assert metrics['scores'] == [
+    ['passes', pytest.approx(2 / 3)],
+    ['tests', 0.0],
+    ['tidy', pytest.approx(2 / 3)],
+  ]
+  assert metrics['reward_judged'] == pytest.approx(0.5 * 0.75 / 3)
+  # Each was asked twice, in other orders, and told no verdict.
+  assert len(model.asked) == 6
+  assert not any('hidden tests passed' in text for _, text in model.asked)
+
+
+def test_a_flag_takes_what_a_rubric_gave():
+  rollout = dataclasses.replace(play(), flags=('edited_tests',))
+  scored = rewards.rescored(rollout, PRICES, 1.0)
+  assert scored.reward == pytest.approx(
+    rewards.rescored(rollout, PRICES, 0.0).reward
+  )
+
+
+def test_without_an_answer_an_episode_is_neither_paid_nor_punished():
+  scorer = scoring.Scorer(rubric_of(criterion('tidy')), Model())
+  played = [play('list'), play('dumb', member=1), play('bad', member=2)]
+  group = scoring.judge(scorer, TOKENIZER, group_of(*played), PRICES)
+  silent = group.rollouts[1]
+  assert silent.verdict.status == records.INFRASTRUCTURE
+  assert 'not judged: the answer is no JSON' in silent.verdict.detail
+  assert silent.scores == {}
+  values = np.array([r.reward for r in group.rollouts])
+  advantages_R = advantage.group_advantages(group, values)
+  assert advantages_R[1] == 0 and advantages_R[0] > 0 > advantages_R[2]
+
+
+def test_answers_are_kept_and_asked_once(tmp_path):
+  rubric, model = rubric_of(criterion('tidy')), Model()
+  group = group_of(play('list'), play('bad', member=1))
+  scorer = scoring.Scorer(rubric, model, name='a')
+  scorer.remember(tmp_path)
+  first = scoring.judge(scorer, TOKENIZER, group, PRICES)
+  count = len(model.asked)
+  assert scoring.judge(scorer, TOKENIZER, group, PRICES) == first
+  # A kill tore the last line; another process asks for that one alone.
+  path = tmp_path / scoring.JUDGEMENTS
+  path.write_bytes(path.read_bytes()[:-5])
+  other = scoring.Scorer(rubric, model, name='a')
+  other.remember(tmp_path)
+  again = scoring.judge(other, TOKENIZER, group, PRICES)
+  assert [r.reward for r in again.rollouts] == [
+    r.reward for r in first.rollouts
+  ]
+  assert len(model.asked) == count + 1
+  assert all(json.loads(line) for line in path.read_text().splitlines())
+  # Another model is asked anew.
+  third = scoring.Scorer(rubric, model, name='b')
+  third.remember(tmp_path)
+  scoring.judge(third, TOKENIZER, group, PRICES)
+  assert len(model.asked) == 2 * count + 1
+
+
+def test_a_judge_that_goes_by_position_agrees_with_itself_by_chance():
+  first = Model(lambda question, text: question.choices[0])
+  scorer = scoring.Scorer(
+    rubric_of(criterion('tidy', choices=('a', 'b', 'c', 'd'))), first, votes=8
+  )
+  seen = scoring.episode_of(play(), TOKENIZER)
+  given = scorer.each(
+    [dataclasses.replace(seen, prompt=str(i)) for i in range(40)]
+  )
+  assert 0.1 < np.mean([j.agreement for j in given]) < 0.45
+  assert 0.4 < np.mean([j.scores['tidy'] for j in given]) < 0.6
+  steady = scoring.Scorer(rubric_of(criterion('tidy')), Model(), votes=8)
+  (judgement,) = steady.each([seen])
+  assert judgement.agreement == 1 and judgement.reasons == {'tidy': 'seen'}
+  once = scoring.Scorer(rubric_of(criterion('tidy')), Model(), votes=1)
+  assert once.each([seen])[0].agreement is None
+
+
+def rank_by_length(question, text):
+  """Ranks labels by the length of what each episode says."""
+  parts = text.split('EPISODE ')[1:]
+  sizes = {p.split('\n')[0]: len(p) for p in parts}
+  return sorted(question.choices, key=lambda label: (sizes[label], label))
+
+
+def test_a_ranking_does_not_depend_on_the_order_shown():
+  rubric = rubric_of(criterion('thorough', relative=True))
+  scorer = scoring.Scorer(rubric, Model(rank_by_length), votes=3)
+  played = [play(*['list'] * n, member=i) for i, n in enumerate((2, 0, 3, 1))]
+  group = scoring.judge(scorer, TOKENIZER, group_of(*played), PRICES)
+  scores = [r.scores['thorough'] for r in group.rollouts]
+  assert scores == pytest.approx([2 / 3, 0, 1, 1 / 3])
+  # One alone has no place, and one without an answer no part in it.
+  assert scorer.each([scoring.episode_of(played[0], TOKENIZER)])[0].scores == {}
+  always_first = Model(lambda q, text: list(q.choices))
+  biased = scoring.Scorer(rubric, always_first, votes=64)
+  scores = [
+    j.scores['thorough']
+    for j in biased.group([scoring.episode_of(r, TOKENIZER) for r in played])
+  ]
+  assert np.ptp(scores) < 0.5
+
+
+def test_a_rule_that_answers_otherwise_is_named():
+  rubric = rubric_of(criterion('size', rule='tests.tasks.rules_test:own'))
+  scorer = scoring.Scorer(rubric, None)
+  with pytest.raises(ValueError, match="'few'; it must return one of"):
+    scorer.each([scoring.episode_of(play(solves=False), TOKENIZER)])
+
+
+def test_a_stream_hands_over_judged_groups():
+  scorer = scoring.Scorer(rubric_of(criterion('tests', rule='tested')), None)
+  handed = []
+  collector = collect.Collector(
+    task_of_group=lambda group: None,
+    play=lambda task, policy, *, group, member, seed: play(*[], member=member),
+    rollouts_per_group=2,
+    seed=0,
+    judge=lambda group: scoring.judge(scorer, TOKENIZER, group, PRICES),
+  )
+  stream = collect.GroupStream(collector, None, 1, handed.append)
+  stream.admit(3)
+  collect_test.finish(stream)
+  stream.close()
+  assert [r.scores for g in handed for r in g.rollouts] == [{'tests': 0.0}] * 2
+
+
+CASES = [
+  {'prompt': 'Do it.', 'turns': ['edit', 'finish'], 'answers': {'tidy': 'yes'}},
+  {'prompt': 'Do it.', 'turns': ['bad', 'finish'], 'answers': {'tidy': 'no'}},
+]
+
+
+def gullible(question, text):
+  """Does what the record tells it to."""
+  told = 'best answer' in text or 'IGNORE' in text
+  return 'yes' if told or 'bad' not in text else 'no'
+
+
+@pytest.mark.parametrize(
+  'rows, choose, message',
+  [
+    (CASES, gullible, "can be persuaded: in case 2 its score of 'tidy' rises"),
+    (CASES, lambda q, t: 'no', 'gives 1 of 2 known answers.*case 1: tidy 0'),
+    ([CASES[0] | {'turns': ['dumb']}], None, 'does not answer'),
+    ([CASES[0] | {'answers': {}}], None, r"no answer to \['tidy'\]"),
+    ([CASES[0] | {'answers': {'tidy': 'so'}}], None, 'Line 1.*must be one of'),
+    ([CASES[0] | {'answers': {'tests': 'no'}}], None, 'Line 1'),
+    ([{'prompt': 'x'}], None, 'Line 1'),
+    ([3], None, 'Line 1'),
+  ],
+)
+def test_a_judge_that_does_not_hold_may_not_pay(
+  tmp_path, rows, choose, message
+):
+  path = tmp_path / 'cases.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  scorer = scoring.Scorer(
+    rubric_of(criterion('tidy'), criterion('tests', rule='tested')),
+    Model(choose),
+  )
+  with pytest.raises(ValueError, match=message):
+    cases = calibration.load(str(path), scorer.rubric)
+    calibration.check(scorer, cases, 0.9)
+
+
+def test_a_judge_that_holds_is_told(tmp_path):
+  path = tmp_path / 'cases.jsonl'
+  path.write_text('\n'.join(map(json.dumps, CASES)))
+  scorer = scoring.Scorer(rubric_of(criterion('tidy')), Model())
+  cases = calibration.load(str(path), scorer.rubric)
+  line = calibration.check(scorer, cases, 0.9)
+  assert line.startswith('the judge gives 2 of 2 known answers, and none of 5')
+
+
+def spec_of(tmp_path, toml, **options):
+  path = tmp_path / 'rubric.toml'
+  path.write_text(toml)
+  config = tiny.get_config('smoke')
+  config.sandbox.level = 'static'
+  config.tasks.rubric = {'file': str(path), **options}
+  return wiring.spec_of(config.to_dict())
+
+
+RULES = '[[criteria]]\nname = "tests"\ntext = "Tests?"\nrule = "tested"\n'
+ASKED = '[[criteria]]\nname = "tidy"\ntext = "Tidy?"\n'
+
+
+def test_what_a_run_cannot_score_by_is_refused_before_it_begins(tmp_path):
+  config = tiny.get_config('smoke')
+  config.rewards = {'judged_reward': 0.5}
+  with pytest.raises(ValueError, match='needs --config.tasks.rubric.file'):
+    wiring.spec_of(config.to_dict())
+  for fields, message in (
+    ({'url': 'http://x/v1'}, 'set both, or neither'),
+    ({'calibration': 'x'}, 'needs --config.tasks.rubric.file'),
+    ({'votes': 0}, 'votes'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      scoring.RubricOptions(**fields)
+  options = spec_of(tmp_path, ASKED).systems['tasks'].rubric
+  with pytest.raises(ValueError, match=r"\['tidy'\].*have no rule"):
+    calibration.try_judge(options)
+  named = dataclasses.replace(options, url='http://127.0.0.1:9/v1', model='m')
+  with pytest.raises(ValueError, match='--config.tasks.rubric.calibration'):
+    calibration.try_judge(named)
+  rules_alone = spec_of(tmp_path, RULES).systems['tasks'].rubric
+  assert calibration.try_judge(rules_alone) == ''
+
+
+def test_an_evaluation_is_scored_by_another_rubric_without_playing(tmp_path):
+  out = tmp_path / 'out'
+  options = evaluation.EvaluationOptions(
+    policy='gold', split='train', tasks=3, samples=1, threads=2
+  )
+
+  def evaluate(toml):
+    spec = spec_of(tmp_path, toml)
+    systems = wiring.systems_of(spec)
+    return evaluation.evaluate(spec, systems, options, out)['overall']
+
+  plain = evaluate(RULES)
+  assert plain['scored'] == 3 and set(plain['scores']) == {'tests'}
+  rows = evaluation.read(out)
+  other = evaluate(RULES.replace('tested', 'no_errors'))
+  assert other['scores'] == {'tests': 1.0} and other['passed'] == 3
+  again = evaluation.read(out)
+  for key, row in again.items():
+    assert row['rubric'] != rows[key]['rubric']
+    assert row['turns'] == rows[key]['turns']
+    assert row['sandbox_seconds'] == rows[key]['sandbox_seconds']
+
+
+def test_every_rule_reads_a_stored_transcript():
+  messages = [
+    {'role': 'user', 'content': 'Do it.'},
+    {'role': 'assistant', 'content': 'I look at the file first.'},
+    {'role': 'tool', 'call': 'read a', 'content': 'x', 'tool': 'read',
+     'outcome': 'ok'},
+    {'role': 'assistant', 'content': None},
+    {'role': 'tool', 'content': 'no call'},
+    {'role': 'tool', 'call': 'finish', 'content': '', 'tool': 'finish',
+     'outcome': 'ok'},
+  ]  # fmt: skip
+  seen = scoring.episode_of_messages(messages, passed=True, open_todos=0)
+  assert [s.text for s in seen.steps] == [
+    'I look at the file first.\nread a',
+    'finish',
+  ]
+  assert seen.prompt == 'Do it.'
+  scores = {n: rules.rule_of(n)(seen) for n in rules.RULES}
+  assert scores['looked_first'] == 'yes' and scores['tested'] == 'no'
