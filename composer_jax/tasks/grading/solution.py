@@ -164,7 +164,8 @@ def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
   source = task.restored()
   source = {p: d for p, d in source.items() if p not in task.test_paths}
   draw = random.Random(task.task_id)
-  if held_out.compare(task, source, sandbox, draw).proves:
+  agreement = held_out.compare(task, source, sandbox, draw)
+  if agreement.proves and not agreement.disagrees(LEAST_AGREEMENT):
     return 'calls'
   outside = provable_outside(task, sandbox)
   return 'tests' if outside >= {*task.hidden} else ''

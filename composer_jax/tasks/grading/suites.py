@@ -38,10 +38,13 @@ class Trace:
     record: functions and classes (path, qualified name; '' for a whole file).
       If there are any, calls that tests make of the folders are kept with their
       arguments, and marked if one of these ran during them.
+    deleted: classes (module, qualified name; '' for all of a module) whose
+      instances are not taken apart to be built again elsewhere.
   """
 
   folders: tuple[str, ...]
   record: tuple[tuple[str, str], ...] = ()
+  deleted: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

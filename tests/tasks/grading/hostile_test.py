@@ -70,7 +70,7 @@ EVENTS = [
   ['trace', '', [0]], ['collect', 't.py', 'error', 'no module'],
   ['test', 't.py::test_a', 'call', 'passed', False],
   ['finish', 't.py::test_a'], ['trace', 't.py::test_a', [0, 1]],
-  ['inputs', [['a.py', 'f', None, [[1], {}], True]]], ['end', 0],
+  ['inputs', [['a.py', 'f', None, [[1], {}], True, '']]], ['end', 0],
 ]  # fmt: skip
 OUTCOMES = [
   ['ok', {'tuple': [1, {'float': 'nan'}]}, None], ['raised', 'E', []],
