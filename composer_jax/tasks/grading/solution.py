@@ -101,8 +101,10 @@ def changes_of(
 def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
   """Runs the shown tests in the policy's own box, for its `test` tool."""
   return suites.run(
-      box, arguments=('-q', '--tb=short', *task.test_arguments), ids=task.shown,
-      source_roots=task.source_roots, wall_s=task.timeout_s,
+      box, ids=task.shown, source_roots=task.source_roots,
+      arguments=(
+        '-q', '--tb=short', '--assert=rewrite', *task.test_arguments
+      ), wall_s=task.timeout_s,
   )  # fmt: skip
 
 

@@ -325,7 +325,8 @@ def main() -> None:
       code = int(
         pytest.main(
             ['-p', 'no:cacheprovider', '-c', os.devnull, '--rootdir', root,
-             '--continue-on-collection-errors', *config['arguments'], *files],
+             '--continue-on-collection-errors', '--assert=plain',
+             *config['arguments'], *files],
             plugins=[plugin],
         )
       )  # fmt: skip

@@ -121,7 +121,8 @@ def run(
   Args:
     box: box to run in; nothing that its code does makes this raise.
     arguments: arguments of pytest, beside those that keep the workspace's own
-      configuration out.
+      configuration out and leave asserts as they are (rewriting them for better
+      messages takes most of the time of a short run).
     ids: node ids of the tests to run, one without parameters standing for all
       parameters; () for all tests that pytest finds.
     source_roots: folders of the workspace that tests import from.
