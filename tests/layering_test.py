@@ -61,7 +61,7 @@ DOORS = {
 # several processes. Later work may add what its issue states and no more:
 # numerics 1,000, multi-token prediction and speculation 900.
 SPINE_LINES = 22_630
-# Of these 2,700 are adapters, supervised processes and languages of imports, and
+# Of these 2,700 are adapters, supervised processes and languages of imports;
 # 370 carry objects of packages to solutions of tasks.
 LIBRARY_LINES = 60_830
 MAX_FILES = 15  # in a folder
