@@ -51,6 +51,9 @@ def read_answers(data):
   outcomes = results.read_json(data)
   plain.same(outcomes, [1, {'dict': [['a', 1.5]]}], 1e-6)
   plain.same({'dict': outcomes}, {'dict': outcomes})
+  plain.same(outcomes, OUTCOMES, 1e-6)
+  for outcome in outcomes if isinstance(outcomes, list) else ():
+    plain.same(outcome, OUTCOMES[-1])
   if isinstance(outcomes, list):
     [held_out._is_outcome(o) for o in outcomes if isinstance(o, list)]
 
@@ -75,6 +78,9 @@ EVENTS = [
 OUTCOMES = [
   ['ok', {'tuple': [1, {'float': 'nan'}]}, None], ['raised', 'E', []],
   ['missing'], ['ok', {'dict': [['k', {'set': [1, 2]}]]}, [1]],
+  ['ok', {'object': 'A', 'text': '', 'items': [{'tuple': [2.5]}], 'attributes':
+          {'b': {'object': 'B', 'text': 'c', 'items': [], 'attributes': {}}}},
+   None],
 ]  # fmt: skip
 READERS = {
   'report': (read_suite, json.dumps(EVENTS).encode()),
