@@ -61,7 +61,8 @@ class Agreement:
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
       (no input could be compared), or the status of a run that failed.
-    outcomes: what the solution gave for each call, by the JSON of the call.
+    outcomes: what the solution gave for calls of functions with plain values, by
+      the JSON of the call.
     constant: numbers of right answers of the best that is always the same.
   """
 
@@ -290,7 +291,11 @@ def compare(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
     status='ok' if any(calls_made) else 'unresolved',
-    outcomes={json.dumps(a[1]): o for a, o in zip(asked, given)},
+    outcomes={
+      json.dumps(call): outcome
+      for (_, call, _), outcome in zip(asked, given)
+      if call.past is None and len(call.arguments) == 2
+    },
     constant=tuple(constant),
   )
 
