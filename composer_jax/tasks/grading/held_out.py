@@ -61,8 +61,8 @@ class Agreement:
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
       (no input could be compared), or the status of a run that failed.
-    outcomes: what the solution gave for calls of functions with plain values, by
-      the JSON of the call.
+    outcomes: what the solution gave for calls with plain values alone, by the
+      JSON of the call.
     constant: numbers of right answers of the best that is always the same.
   """
 
