@@ -14,6 +14,8 @@ import sys
 import types
 from typing import Any
 
+_IMPORT_S = 20.0
+
 
 class _TooSlow(BaseException):
   """Not an Exception: the called code shall not catch it by accident."""
@@ -41,10 +43,10 @@ def call(plain: types.ModuleType, request: list, opaque: list) -> list:
   """Makes one call.
 
   Returns:
-    ['ok', result, arguments if the call changed them], ['raised', class name,
+    ['ok', result, arguments if the call changed any], ['raised', class name,
     arguments of the error if they are plain] or ['missing'].
   """
-  module, symbol, past, (positional, named) = request
+  module, symbol, past, arguments = request
   try:
     function = _resolve(module, symbol)
     if function is None:
@@ -52,11 +54,14 @@ def call(plain: types.ModuleType, request: list, opaque: list) -> list:
     if past is not None:
       owner, _, name = symbol.rpartition('.')
       function = getattr(_object(plain, _resolve(module, owner), past), name)
-    arguments = [plain.decode(value) for value in positional]
-    result = function(*arguments, **_decoded(plain, named))
+    for maker in ('fget', 'func'):  # of a property, and of one that is kept
+      function = getattr(function, maker, function)
+    positional, named = plain.decode_call(arguments)
+    before = _seen(plain, positional, opaque)
+    result = function(*positional, **named)
     encoded = plain.encode_result(result, opaque)
-    after = [plain.encode(value) for value in arguments]
-    return ['ok', encoded, after if after != positional else None]
+    after = _seen(plain, positional, opaque)
+    return ['ok', encoded, after if after != before else None]
   except (Exception, SystemExit, _TooSlow) as error:  # noqa: BLE001
     return ['raised', type(error).__name__, _arguments(plain, error)]
 
@@ -68,18 +73,19 @@ def _arguments(plain: types.ModuleType, error: BaseException) -> list | None:
     return None
 
 
-def _decoded(plain: types.ModuleType, named: dict) -> dict:
-  return {name: plain.decode(value) for name, value in named.items()}
+def _seen(plain: types.ModuleType, values: list, opaque: list) -> list:
+  return [plain.encode_result(v, opaque, draws=False) for v in values]
 
 
 def _object(plain: types.ModuleType, owner, past: list):
   """A new object on which the past calls have been repeated."""
-  (positional, named), before = past
-  made = owner(*map(plain.decode, positional), **_decoded(plain, named))
-  for name, (positional, named) in before:
+  arguments, before = past
+  positional, named = plain.decode_call(arguments)
+  made = owner(*positional, **named)
+  for name, arguments in before:
     with contextlib.suppress(Exception):  # tests provoke errors, too
-      arguments = map(plain.decode, positional)
-      getattr(made, name)(*arguments, **_decoded(plain, named))
+      positional, named = plain.decode_call(arguments)
+      getattr(made, name)(*positional, **named)
   return made
 
 
@@ -95,6 +101,12 @@ def main() -> None:
   plain.PACKAGES.update(config['packages'])
   outcomes = []
   signal.signal(signal.SIGALRM, _alarm)
+  # So that the time of imports is not that of a call.
+  signal.setitimer(signal.ITIMER_REAL, _IMPORT_S)
+  with contextlib.suppress(Exception, SystemExit, _TooSlow):
+    for module in {request[0] for request in config['calls']}:
+      _resolve(module, '__name__')
+  signal.setitimer(signal.ITIMER_REAL, 0)
   for request in config['calls']:
     signal.setitimer(signal.ITIMER_REAL, config['call_s'])
     with contextlib.suppress(_TooSlow):

@@ -7,13 +7,17 @@ computes them holds neither the tests nor a right value.
 The inputs are those with which the package's tests call functions that run
 deleted code, recorded once from the original, others near them, larger ones,
 and numbers between them: what is right for the small inputs of tests may be
-wrong for others, so that each kind counts by itself. Functions that only take
-or return objects are not reached; `Agreement.calls` counts the calls.
+wrong for others, so that each kind counts by itself. Objects of the package are
+built again in the solution's process from what they held when the original was
+called, and seen by what their classes make public (`tasks.grading.plain`).
+Objects of deleted classes, which a solution may fill otherwise, are made by the
+calls that made them. `Agreement.calls` counts the calls.
 """
 
+import ast
+import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import pathlib
 import random
@@ -22,7 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base, results
-from composer_jax.tasks.grading import memory, plain, suites
+from composer_jax.tasks import source as python_source
+from composer_jax.tasks.grading import memory, plain, suites, variations
 from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # of each kind
@@ -56,13 +61,16 @@ class Agreement:
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
       (no input could be compared), or the status of a run that failed.
-    outcomes: what the solution gave for each call, by the JSON of the call.
+    outcomes: what the solution gave for calls with plain values alone, by the
+      JSON of the call.
+    constant: numbers of right answers of the best that is always the same.
   """
 
   calls: tuple[int, ...] = (0,) * _KINDS
   agreed: tuple[int, ...] = (0,) * _KINDS
   status: str
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
+  constant: tuple[int, ...] = (0,) * _KINDS
 
   def disagrees(self, least: float) -> bool:
     """True if less than this share of a kind agrees, or a number does not."""
@@ -88,8 +96,8 @@ class Agreement:
 
   @property
   def proves(self) -> bool:
-    """True if there were enough calls to tell."""
-    return self.status == 'ok' and sum(self.calls) >= MIN_CALLS
+    """True if there were enough calls to tell a solution from a constant."""
+    return self._is_below(_KNOWN, zip(self.calls, self.constant))
 
   @property
   def is_table(self) -> bool:
@@ -111,8 +119,10 @@ class Recorded(NamedTuple):
     module: dotted name of the module.
     symbol: qualified name of the function.
     past: history of a method's object: [arguments that made it, [method,
-      arguments] of each earlier call]; None for a function.
-    arguments: [positional, named] arguments.
+      arguments] of each earlier call]; None for a function, and for a method
+      whose object is its first argument.
+    arguments: [positional, named] arguments, and the table of their objects if
+      there are any.
   """
 
   module: str
@@ -144,6 +154,10 @@ def record(
       trace=suites.Trace(
         folders=tuple(_top_levels(task)),
         record=tuple((d.path, d.symbol) for d in task.deleted),
+        deleted=tuple(
+          (task_set.module_of(d.path, task.source_roots), d.symbol)
+          for d in task.deleted
+        ),
       ),
     )
   if result.status == 'infrastructure':
@@ -166,15 +180,16 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
   """The recorded calls without repetitions, methods with their past."""
   pasts: dict[tuple, list] = {}
   recorded: dict[str, Recorded] = {}
-  for path, symbol, of, arguments, is_relevant in inputs:
+  for path, symbol, of, arguments, is_relevant, state in _apart(inputs):
     owner, _, name = symbol.rpartition('.')
     past = None
-    if of is not None:
+    if of is not None and not state:
       past = pasts.setdefault((path, owner, of), [[[], {}], []])
       if name == '__init__':
         past[0] = arguments
-    # Special methods are reached through the functions that use them.
-    if name.startswith('__') or owner.count('.') > 0:
+    # Without an object, special methods are reached through their users.
+    is_special = name.startswith('__') and not state
+    if is_special or owner.count('.') > 0:
       continue
     call = Recorded(
         module=task_set.module_of(path, roots), symbol=symbol,
@@ -185,6 +200,19 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
     if past is not None:
       past[1].append([name, arguments])
   return list(recorded.values())
+
+
+def _apart(inputs: Sequence[Any]) -> list[Any]:
+  """Leaves out calls whose answers stand in the objects of other calls.
+
+  What a call did to its object is what the object holds at the next one. Of the
+  states of an object, one is used, chosen by its number.
+  """
+  states: dict[str, dict[str, None]] = collections.defaultdict(dict)
+  for _, _, of, _, _, state in inputs:
+    states[of][state] = None
+  used = {of: random.Random(of).choice(list(s)) for of, s in states.items()}
+  return [call for call in inputs if call[5] in ('', used[call[2]])]
 
 
 def compare(
@@ -245,13 +273,16 @@ def compare(
     for d in task.deleted
     if d.symbol and d.symbol[0] != '_'
   }
-  calls_made, agreed, strict = [0] * _KINDS, [0] * _KINDS, [0] * _KINDS
+  answers_by_key = collections.Counter(_key(wanted) for _, _, wanted in asked)
+  ((commonest, _),) = answers_by_key.most_common(1)
+  calls_made, agreed, strict, constant = ([0] * _KINDS for _ in range(4))
   refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
   for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
     if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
       continue
     calls_made[kind] += 1
     agreed[kind] += _agree(outcome, wanted, tolerance)
+    constant[kind] += _key(wanted) == commonest
     if outcome[0] == 'raised' and (call.symbol, outcome[1]) in refused:
       strict[kind] += 1
   for kind in range(1, _BETWEEN):
@@ -260,8 +291,17 @@ def compare(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
     status='ok' if any(calls_made) else 'unresolved',
-    outcomes={json.dumps(a[1]): o for a, o in zip(asked, given)},
+    outcomes={
+      json.dumps(call): outcome
+      for (_, call, _), outcome in zip(asked, given)
+      if call.past is None and len(call.arguments) == 2
+    },
+    constant=tuple(constant),
   )
+
+
+def _key(outcome: list) -> str:
+  return json.dumps(outcome[: 3 if outcome[0] == 'ok' else 2])
 
 
 def _agree(outcome: list, wanted: list, tolerance: float) -> bool:
@@ -313,10 +353,10 @@ def _is_required(outcome: list, is_recorded: bool) -> bool:
   if outcome[0] != 'ok':
     return False
   _, value, after = outcome
-  is_empty = value is None or (
-    isinstance(value, dict) and 'object' in value and not value['text']
-  )
-  return not is_empty or after is not None
+  if isinstance(value, dict) and 'object' in value:
+    shown = any(value.get(key) for key in ('text', 'items', 'attributes'))
+    return shown or after is not None
+  return value is not None or after is not None
 
 
 def _call(
@@ -332,7 +372,7 @@ def _call(
       'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
       'calls': calls, 'call_s': call_s,
       'packages': list(_top_levels(task).values()),
-      'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
+      'opaque': sorted(_deleted_classes(task)),
   }  # fmt: skip
   with contextlib.closing(sandbox.open(task.image, changes)) as box:
     result = box.run(
@@ -357,6 +397,18 @@ def _call(
   return outcomes, 'ok'
 
 
+def _deleted_classes(task: task_set.RepositoryTask) -> set[str]:
+  """Names of deleted classes; those of functions among them do no harm."""
+  names = {d.symbol for d in task.deleted} - {''}
+  for path in {d.path for d in task.deleted if not d.symbol}:
+    names |= {
+      node.name
+      for node in ast.walk(python_source.parse(task.solution[path]))
+      if isinstance(node, ast.ClassDef)
+    }
+  return names
+
+
 def _is_outcome(outcome: list) -> bool:
   match outcome:
     case ['ok', _, list() | None] | ['raised', str(), list() | None]:
@@ -370,14 +422,13 @@ def _inputs(
   """The kinds of calls, and the calls: no call stands twice."""
   calls = list(recorded[:_MAX_CALLS])
   kinds = [0] * len(calls)
-  between = functools.partial(_between, recorded)
   seen = {json.dumps(call) for call in recorded}
-  for kind, change in enumerate((_varied, _grown, between), 1):
+  for kind, change in enumerate((_varied, _grown, _between), 1):
     most = _MAX_CALLS << (kind == _BETWEEN)
     for _ in range(4 * _MAX_CALLS):
       if not recorded or kinds.count(kind) == most:
         break
-      call = change(draw.choice(recorded), draw)
+      call = change(recorded, draw.choice(recorded), draw)
       key = json.dumps(call)
       if key not in seen:
         seen.add(key)
@@ -398,8 +449,11 @@ def _between(
   return call._replace(arguments=[[number], {}])
 
 
-def _grown(call: Recorded, draw: random.Random) -> Recorded:
+def _grown(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> Recorded:
   """The call with larger arguments, or with a longer past of its object."""
+  del recorded
   if call.past is not None and call.past[1] and draw.random() < 0.5:
     made, before = call.past
     more = [
@@ -408,15 +462,20 @@ def _grown(call: Recorded, draw: random.Random) -> Recorded:
       for name, given in before
     ]
     return call._replace(past=[made, [*before, *more]])
-  positional, named = call.arguments
-  grown = [plain.grow(value, draw) for value in positional]
-  by_name = {name: plain.grow(value, draw) for name, value in named.items()}
-  return call._replace(arguments=[grown, by_name])
+  positional, named, *table = call.arguments
+  grown = [variations.grow(value, draw) for value in positional]
+  by_name = {n: variations.grow(value, draw) for n, value in named.items()}
+  return call._replace(arguments=[grown, by_name, *table])
 
 
-def _varied(call: Recorded, draw: random.Random) -> Recorded:
+def _varied(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> Recorded:
   """The call with one value changed, in its arguments or its object's past."""
   past, arguments = call.past, call.arguments
+  if len(arguments) > 2 and draw.random() < 0.5:
+    other = draw.choice([r for r in recorded if r[:2] == call[:2]])
+    return call._replace(arguments=_crossed(arguments, other.arguments, draw))
   place = draw.randrange(len(past[1]) + 2) if past is not None else 0
   if place == 0:
     arguments = _varied_arguments(arguments, draw)
@@ -430,13 +489,26 @@ def _varied(call: Recorded, draw: random.Random) -> Recorded:
   return call._replace(past=past, arguments=arguments)
 
 
+def _crossed(arguments: list, others: list, draw: random.Random) -> list:
+  """The arguments with one of another call: an object that tests made."""
+  positional, named, *table = arguments
+  others = variations.moved(others, len(table[0]))
+  at = draw.randrange(max(1, len(positional)))
+  if at >= min(len(positional), len(others[0])):
+    return arguments
+  positional = [*positional[:at], others[0][at], *positional[at + 1 :]]
+  return [positional, named, [*table[0], *(others[2:] or [[]])[0]]]
+
+
 def _varied_arguments(arguments: list, draw: random.Random) -> list:
-  positional, named = arguments
+  positional, named, *table = arguments
   places = [*range(len(positional)), *named]
   if not places:
     return arguments
   place = draw.choice(places)
   if isinstance(place, int):
-    changed = plain.vary(positional[place], draw)
-    return [[*positional[:place], changed, *positional[place + 1 :]], named]
-  return [positional, {**named, place: plain.vary(named[place], draw)}]
+    changed = variations.vary(positional[place], draw)
+    positional = [*positional[:place], changed, *positional[place + 1 :]]
+  else:
+    named = {**named, place: variations.vary(named[place], draw)}
+  return [positional, named, *table]

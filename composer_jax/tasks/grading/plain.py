@@ -1,31 +1,44 @@
 """Encodes values exactly as JSON, to cross between a box and the host.
 
+Arguments are exact. Objects of the package are among them: what pickle would
+keep of each stands in a table of their call, so that they are built again in
+another process (`Objects`). Results show of an object what its class makes
+public, and no more (`encode_result`).
+
 The text of this file also runs inside boxes (see `tasks.grading.suite_plugin`),
 so it imports the standard library alone. Code in a box is not trusted: the host
-compares the JSON that comes out, and decodes only what it encoded itself.
+compares the JSON that comes out, and decodes only what it encoded itself. It
+never builds an object.
 """
 
 import collections.abc
+import contextlib
+import copyreg
 import functools
 import importlib
+import itertools
 import math
-import random
+import operator
 import sys
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 _MAX_DEPTH = 16
 _MAX_ITEMS = 2000
 _MAX_DRAWN = 50  # of an iterator, which may have no end
-_MAX_GROWN = 64  # items added to a list
 _MAX_TEXT = 20_000
 _MAX_BITS = 4096
+_MAX_OBJECTS = 250  # in the arguments of a call
+# Of a result: objects and lists within each other, and values in all.
+_MAX_SEEN_DEPTH, _MAX_SEEN = 8, 400
+_MAX_ITEMS_SEEN = 50  # of a collection that is no list or dict
 _MAKERS = {
     'float': float, 'complex': complex, 'bytes': bytes.fromhex,
     'bytearray': bytearray.fromhex, 'module': importlib.import_module,
 }  # fmt: skip
 _CONTAINERS = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
+_COLLECTION = (collections.abc.Sized, collections.abc.Iterable)
 # How the value of an instance is read without code of its class.
 _READ: dict[type, Any] = {
     int: int.__index__, float: float.__float__, str: str.__str__,
@@ -40,17 +53,32 @@ _READ: dict[type, Any] = {
 # Packages beside the standard library whose functions and classes every process
 # finds under the same name; a program in a box adds to it.
 PACKAGES: set[str] = set()
+# (module, name) of deleted classes, ('module', '') for all of a module: another
+# implementation may keep other things in their instances.
+DELETED: set[tuple[str, str]] = set()
 
 
 class NotPlain(ValueError):
   """A value that has no exact encoding."""
 
 
-def encode(value: Any, depth: int = 0, *, exact: bool = True) -> Any:
+def encode(
+  value: Any,
+  depth: int = 0,
+  *,
+  exact: bool = True,
+  objects: 'Objects | None' = None,
+) -> Any:
   """JSON of a value; equal JSON means equal values of equal types.
 
   Functions, classes and modules that every process finds by name are encoded by
   it. Unless `exact`, an instance of a subclass is encoded as its base.
+
+  Args:
+    value: value to encode.
+    depth: number of values around it.
+    exact: false to encode an instance of a subclass as its base.
+    objects: table for objects of the value; None refuses them.
 
   Raises:
     NotPlain: the value is or contains another object.
@@ -76,18 +104,19 @@ def encode(value: Any, depth: int = 0, *, exact: bool = True) -> Any:
   if kind is range:
     return {'range': [value.start, value.stop, value.step]}
   if kind in (list, tuple, set, frozenset, dict) and len(value) <= _MAX_ITEMS:
-    return _container(kind, value, depth + 1, exact)
+    put = functools.partial(
+      encode, depth=depth + 1, exact=exact, objects=objects
+    )
+    return _container(kind, value, put)
   if kind is types.ModuleType and _is_known(value.__name__):
     return {'module': value.__name__}
-  if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-    module, name = getattr(value, '__module__', None), value.__qualname__
-    module = 'operator' if module == '_operator' else module
-    if (
-      isinstance(module, str)
-      and _is_known(module)
-      and getattr(sys.modules.get(module), name, None) is value
-    ):
-      return {'name': [module, name]}
+  named = isinstance(
+    value, type | types.FunctionType | types.BuiltinFunctionType
+  ) and _named(value, value.__qualname__)
+  if named:
+    return {'name': named}
+  if objects is not None and not isinstance(value, type | types.FunctionType):
+    return objects.put(value, depth)
   raise NotPlain(f'A {kind.__name__} has no exact encoding.')
 
 
@@ -96,8 +125,20 @@ def _is_known(module: str) -> bool:
   return top in sys.stdlib_module_names or top in PACKAGES
 
 
-def _container(kind: type, value: Any, depth: int, exact: bool) -> Any:
-  put = functools.partial(encode, depth=depth, exact=exact)
+def _named(value: Any, name: str) -> list[str] | None:
+  """Module and name of what every process finds there; None for others."""
+  module = getattr(value, '__module__', None) or 'builtins'
+  module = 'operator' if module == '_operator' else module
+  if not isinstance(module, str) or not _is_known(module):
+    return None
+  try:
+    found = operator.attrgetter(name)(sys.modules.get(module))
+  except AttributeError:
+    return None
+  return [module, name] if found is value else None
+
+
+def _container(kind: type, value: Any, put) -> Any:
   if kind is dict:
     return {'dict': [[put(k), put(v)] for k, v in value.items()]}
   items = [put(item) for item in value]
@@ -108,56 +149,179 @@ def _container(kind: type, value: Any, depth: int, exact: bool) -> Any:
   return {kind.__name__: items}
 
 
-def decode(data: Any) -> Any:
+class Objects:
+  """The objects among the arguments of a call, which the values refer to.
+
+  Attributes:
+    table: for each object, a function and the arguments that make it, its
+      state, items and pairs, as `object.__reduce_ex__` gives them, encoded.
+  """
+
+  def __init__(self):
+    self.table: list[list] = []
+    self._numbers: dict[int, int] = {}
+    self._parts: list[tuple] = []  # kept, so that no id is used again
+
+  def put(self, value: Any, depth: int) -> Any:
+    """A reference to an object, which is put into the table first."""
+    if id(value) in self._numbers:
+      return {'ref': self._numbers[id(value)]}
+    kind = type(value)
+    if {(kind.__module__, ''), (kind.__module__, kind.__qualname__)} & DELETED:
+      raise NotPlain(f'{kind.__qualname__} was deleted.')
+    # One object of a module often stands for "missing", whatever its state is.
+    for name, found in vars(sys.modules.get(kind.__module__, object)).items():
+      if found is value and _is_known(kind.__module__):
+        return {'name': [kind.__module__, name]}
+    reduce = copyreg.dispatch_table.get(kind)
+    parts = reduce(value) if reduce else value.__reduce_ex__(4)
+    if isinstance(parts, str):
+      if not (name := _named(value, parts)):
+        raise NotPlain(f'{parts} has no name in a module.')
+      return {'name': name}
+    put = functools.partial(encode, depth=depth + 1, objects=self)
+    made = [put(parts[0]), [put(argument) for argument in parts[1]]]
+    if len(self.table) >= _MAX_OBJECTS or len(parts) > 5:
+      raise NotPlain('The value holds too many objects.')
+    self._numbers[id(value)] = len(self.table)
+    self.table.append(made)
+    self._parts.append((value, *parts))
+    return {'ref': self._numbers[id(value)]}
+
+  def finish(self) -> list[list]:
+    """Adds what the objects hold, which may be other objects or themselves."""
+    put = functools.partial(encode, objects=self)
+    for number, (_, _, _, *parts) in enumerate(self._parts):
+      state, items, pairs = (*parts, None, None, None)[:3]
+      self.table[number] += [
+        put(state),
+        [put(item) for item in items or ()],
+        [[put(k), put(v)] for k, v in pairs or ()],
+      ]
+    return self.table
+
+
+def decode(data: Any, objects: Sequence[Any] = ()) -> Any:
   """The value whose encoding this is."""
   if isinstance(data, list):
-    return [decode(item) for item in data]
+    return [decode(item, objects) for item in data]
   if not isinstance(data, dict):
     return data
   ((kind, content),) = data.items()
   if kind in _MAKERS:
     return _MAKERS[kind](content)
   if kind == 'dict':
-    return {decode(k): decode(v) for k, v in content}
+    return {decode(k, objects): decode(v, objects) for k, v in content}
   if kind == 'name':
-    return getattr(importlib.import_module(content[0]), content[1])
+    module = importlib.import_module(content[0])
+    return operator.attrgetter(content[1])(module)
+  if kind == 'ref':
+    return objects[content]
   if kind == 'range':
     return range(*content)
-  return _CONTAINERS[kind](decode(item) for item in content)
+  return _CONTAINERS[kind](decode(item, objects) for item in content)
 
 
-def decode_result(data: Any) -> Any:
+def encode_call(
+  positional: list, named: dict, objects: Objects | None = None
+) -> list:
+  """[positional, named] arguments, and the table of their objects if any."""
+  call = [
+    [encode(value, objects=objects) for value in positional],
+    {name: encode(v, objects=objects) for name, v in named.items()},
+  ]
+  table = objects.finish() if objects is not None else []
+  return [*call, table] if table else call
+
+
+def decode_call(call: list) -> tuple[list, dict]:
+  positional, named, *table = call
+  rows = table[0] if table else []
+  objects: list[Any] = []
+  for make, arguments, *_ in rows:
+    objects.append(decode(make)(*(decode(a, objects) for a in arguments)))
+  for made, (_, _, *parts) in zip(objects, rows):
+    state, items, pairs = (decode(part, objects) for part in parts)
+    for item in items:
+      made.append(item)
+    for key, value in pairs:
+      made[key] = value
+    if state is not None:
+      _set_state(made, state)
+  return (
+    [decode(value, objects) for value in positional],
+    {name: decode(value, objects) for name, value in named.items()},
+  )
+
+
+def _set_state(made: Any, state: Any) -> None:
+  if hasattr(made, '__setstate__'):
+    made.__setstate__(state)
+    return
+  slots = {}
+  if isinstance(state, tuple) and len(state) == 2:
+    state, slots = state
+  if state:
+    vars(made).update(state)
+  for name, value in slots.items():
+    object.__setattr__(made, name, value)
+
+
+class _Seen(NamedTuple):
+  """What a result shows of an object."""
+
+  kind: str
+  text: str
+  items: list
+  attributes: dict
+
+
+def decode_result(data: Any, *, objects: bool = False) -> Any:
   """The value of a result; unlike `decode` it imports nothing.
+
+  Args:
+    data: the encoding.
+    objects: true to give a record of what was seen of each object.
 
   Raises:
     NotPlain: the encoding is of no plain value.
   """
+  decoded = functools.partial(decode_result, objects=objects)
   if isinstance(data, list):
-    return [decode_result(item) for item in data]
+    return [decoded(item) for item in data]
   if not isinstance(data, dict):
     return data
   kind, content = next(iter(data.items()), ('', None))
   if kind in _MAKERS and kind != 'module' and isinstance(content, str):
     return _MAKERS[kind](content)
   if isinstance(content, list) and kind == 'dict':
-    return {decode_result(k): decode_result(v) for k, v in content}
+    return {decoded(k): decoded(v) for k, v in content}
   if isinstance(content, list) and kind == 'range':
     return range(*content)
   if isinstance(content, list) and kind in _CONTAINERS:
-    return _CONTAINERS[kind](decode_result(item) for item in content)
+    return _CONTAINERS[kind](decoded(item) for item in content)
   if (
     kind == 'iterator'
     and isinstance(content, list)
     and len(content) < _MAX_DRAWN
   ):
-    return iter([decode_result(item) for item in content])
+    return iter([decoded(item) for item in content])
+  match data:
+    case {
+      'object': str(name), 'text': str(text), 'items': list(items),
+      'attributes': dict(attributes),
+    } if objects:  # fmt: skip
+      values = {name: decoded(value) for name, value in attributes.items()}
+      return _Seen(name, text, decoded(items), values)
   raise NotPlain(f'There is no plain value of {str(data)[:80]}.')
 
 
 def same(first: Any, second: Any, tolerance: float = 0.0) -> bool:
   """True if two encoded results are equal as Python's `==` has it.
 
-  Floats may differ by a relative or absolute tolerance. Total for any JSON.
+  Floats may differ by a relative or absolute tolerance. Objects are equal if
+  they show the same; the first may have attributes that the second lacks. Total
+  for any JSON.
   """
   if first == second:
     return True
@@ -170,12 +334,18 @@ def same(first: Any, second: Any, tolerance: float = 0.0) -> bool:
     if None not in drawn:
       return same(*drawn, tolerance)
   try:
-    return _close(decode_result(first), decode_result(second), tolerance)
+    values = [decode_result(data, objects=True) for data in (first, second)]
+    return _close(values[0], values[1], tolerance)
   except (ValueError, TypeError, OverflowError):
     return False
 
 
 def _close(first: Any, second: Any, tolerance: float) -> bool:
+  if isinstance(first, _Seen) and isinstance(second, _Seen):
+    known = {
+      n: v for n, v in first.attributes.items() if n in second.attributes
+    }
+    return _close([*first[:3], known], list(second), tolerance)
   if isinstance(first, list | tuple) and type(first) is type(second):
     return len(first) == len(second) and all(
       _close(a, b, tolerance) for a, b in zip(first, second)
@@ -189,13 +359,6 @@ def _close(first: Any, second: Any, tolerance: float) -> bool:
   return first == second
 
 
-def encode_call(positional: list, named: dict) -> list:
-  return [
-    [encode(value) for value in positional],
-    {name: encode(value) for name, value in named.items()},
-  ]
-
-
 def _base(value: Any) -> Any:
   """The plain value of an instance of a subclass, whatever its methods do."""
   for kind, read in _READ.items():
@@ -204,100 +367,94 @@ def _base(value: Any) -> Any:
   return value
 
 
-def encode_result(value: Any, opaque: Sequence[str] = ()) -> Any:
+def encode_result(
+  value: Any, opaque: Collection[str] = (), *, draws: bool = True
+) -> Any:
   """JSON of a result; unlike `encode` it accepts every value.
 
   An instance of a subclass becomes the value that it compares as: an `IntEnum`
-  an int, a namedtuple a tuple.
+  an int, a namedtuple a tuple. An iterator becomes its first items.
 
-  An iterator becomes its first items. Another object becomes its class and its
-  text: less than the object, but never more. The text is left out if it holds
-  an address.
+  Another object becomes its class, its text unless that holds an address, its
+  items if it is a collection, and, for a class of the package, its public
+  attributes: less than the object, but never more. Of objects that are too
+  deep, or too many, the class alone remains.
 
   Args:
     value: result of a call.
-    opaque: names of classes whose text nobody promises; it is left out.
+    opaque: names of classes of which nobody promises more than the name.
+    draws: false to leave iterators as they are.
   """
-  if isinstance(value, collections.abc.Iterator):
-    drawn = [item for item, _ in zip(value, range(_MAX_DRAWN))]
-    return {'iterator': [encode_result(item, opaque) for item in drawn]}
-  try:
-    return encode(value, exact=False)
-  except NotPlain:
-    name = type(value).__name__
-    text = '' if name in opaque else str(value)[:_MAX_TEXT]
-    return {'object': name, 'text': '' if ' at 0x' in text else text}
+  return _View(opaque, draws).see(value)
 
 
-def vary(data: Any, draw: random.Random) -> Any:
-  """The encoding of another value of the same type, near this one.
+class _View:
+  """Sees one result, from outside to inside."""
 
-  None, functions and ranges have no neighbours and stay.
-  """
-  if isinstance(data, bool):
-    return not data
-  if isinstance(data, int):
-    return data + draw.choice((-2, -1, 1, 2, 3))
-  if isinstance(data, float):
-    return data + draw.choice((-1.5, -0.5, 0.5, 2.0))
-  if isinstance(data, str):
-    return _varied_text(data, draw)
-  if isinstance(data, list):
-    return _varied_items(data, draw)
-  if isinstance(data, dict):
-    ((kind, content),) = data.items()
-    if kind == 'tuple':
-      return {kind: _varied_items(content, draw)}
-    if kind == 'dict' and content:
-      at = draw.randrange(len(content))
-      key, value = content[at]
-      pairs = [[key, vary(value, draw)]] if draw.random() < 0.7 else []
-      return {kind: content[:at] + pairs + content[at + 1 :]}
-    if kind in ('set', 'frozenset') and content:
-      return {kind: draw.sample(content, len(content) - 1)}
-  return data
+  def __init__(self, opaque: Collection[str], draws: bool):
+    self._opaque, self._draws = opaque, draws
+    self._left = _MAX_SEEN
+    self._around: list[Any] = []  # objects that hold this one
 
+  def see(self, value: Any) -> Any:
+    self._left -= 1
+    if isinstance(value, collections.abc.Iterator):
+      if not self._draws:
+        return _shown(value)
+      drawn = [item for item, _ in zip(value, range(_MAX_DRAWN))]
+      return {'iterator': [self.see(item) for item in drawn]}
+    try:
+      return encode(value, exact=False)
+    except NotPlain:
+      if len(self._around) >= _MAX_SEEN_DEPTH or self._left < 0:
+        return _shown(value)
+    if any(value is other for other in self._around):
+      return _shown(value)
+    self._around.append(value)
+    base = _base(value)
+    if type(base) in (list, tuple, set, frozenset, dict):
+      seen = _container(type(base), base, self.see)
+    else:
+      seen = self._object(value)
+    self._around.pop()
+    return seen
 
-def grow(data: Any, draw: random.Random) -> Any:
-  """The encoding of a value up to five times as large, of varied parts.
-
-  Lists, texts and dicts that are not empty grow; everything else stays.
-  """
-  if isinstance(data, str) and data:
-    more = [vary(data, draw) for _ in range(draw.randint(1, 4))]
-    return draw.choice(('', ' ', '\n', ',')).join([data, *more])
-  if isinstance(data, list) and data:
-    count = min(draw.randint(len(data), 4 * len(data)), _MAX_GROWN)
-    return [*data, *(vary(draw.choice(data), draw) for _ in range(count))]
-  if isinstance(data, dict) and data.get('dict'):
-    pairs = {repr(k): [k, v] for k, v in data['dict']}
-    for key, value in data['dict']:
-      key = vary(key, draw)
-      pairs.setdefault(repr(key), [key, vary(value, draw)])
-    return {'dict': list(pairs.values())}
-  return data
-
-
-def _varied_text(text: str, draw: random.Random) -> str:
-  if not text:
-    return draw.choice(('a', 'Z9', ' b '))
-  at = draw.randrange(len(text))
-  return draw.choice((
-    text[:at] + text[at + 1 :],
-    text[:at] + text[at] + text[at:],
-    text[at:] + text[:at],
-    text + text[:at],
-    text.swapcase(),
-  ))  # fmt: skip
+  def _object(self, value: Any) -> Any:
+    kind = type(value)
+    if kind.__name__ in self._opaque:
+      return _shown(value)
+    items: list[Any] = []
+    attributes: dict[str, Any] = {}
+    if str(kind.__module__).partition('.')[0] in PACKAGES:
+      # Both are any code, which may fail.
+      with contextlib.suppress(Exception):
+        if all(isinstance(value, k) for k in _COLLECTION):
+          items = list(itertools.islice(iter(value), _MAX_ITEMS_SEEN))
+      items = [self.see(item) for item in items]
+      for name in _public(value):
+        with contextlib.suppress(Exception):
+          attributes[name] = getattr(value, name)
+      attributes = {n: self.see(v) for n, v in attributes.items()}
+    # Text tells of all that is inside, so that it is asked once.
+    is_asked = len(self._around) == 1 or not (items or attributes)
+    text = str(value)[:_MAX_TEXT] if is_asked else ''
+    text = '' if ' at 0x' in text else text
+    return _shown(value, text, items, attributes)
 
 
-def _varied_items(items: list, draw: random.Random) -> list:
-  if not items:
-    return items
-  at = draw.randrange(len(items))
-  edit = draw.randrange(4)
-  if edit == 0:
-    return items[:at] + items[at + 1 :]
-  if edit == 1:
-    return items[at:] + items[:at]
-  return items[:at] + [vary(items[at], draw)] + items[at + 1 :]
+def _shown(value: Any, text: str = '', items=(), attributes=()) -> Any:
+  return {
+    'object': type(value).__name__,
+    'text': text,
+    'items': list(items),
+    'attributes': dict(attributes),
+  }
+
+
+def _public(value: Any) -> list[str]:
+  """Names of an object's public attributes that are no methods, sorted."""
+  fields = (property, functools.cached_property, types.MemberDescriptorType)
+  names = set(getattr(value, '__dict__', ()))
+  for kind in type(value).__mro__:
+    names |= {n for n, v in vars(kind).items() if isinstance(v, fields)}
+  return sorted(n for n in names if isinstance(n, str) and n[:1] != '_')

@@ -101,8 +101,10 @@ def changes_of(
 def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
   """Runs the shown tests in the policy's own box, for its `test` tool."""
   return suites.run(
-      box, arguments=('-q', '--tb=short', *task.test_arguments), ids=task.shown,
-      source_roots=task.source_roots, wall_s=task.timeout_s,
+      box, ids=task.shown, source_roots=task.source_roots,
+      arguments=(
+        '-q', '--tb=short', '--assert=rewrite', *task.test_arguments
+      ), wall_s=task.timeout_s,
   )  # fmt: skip
 
 
@@ -164,7 +166,8 @@ def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
   source = task.restored()
   source = {p: d for p, d in source.items() if p not in task.test_paths}
   draw = random.Random(task.task_id)
-  if held_out.compare(task, source, sandbox, draw).proves:
+  agreement = held_out.compare(task, source, sandbox, draw)
+  if agreement.proves and not agreement.disagrees(LEAST_AGREEMENT):
     return 'calls'
   outside = provable_outside(task, sandbox)
   return 'tests' if outside >= {*task.hidden} else ''

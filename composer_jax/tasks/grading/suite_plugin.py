@@ -27,6 +27,7 @@ _FLUSH_ITEMS = 20_000  # the host bounds a frame, and all of them
 _MAX_INPUTS, _MAX_ASKED = 100_000, 1000
 _MAX_ERROR = 2000
 _MAX_CALLS = 40  # of each function, whose inputs are kept
+_MAX_SIZE = 4000  # of a call's arguments
 
 
 class SignedReport:
@@ -79,15 +80,17 @@ class Tracer:
     inputs: calls that tests make of functions in the folders, and other calls
       of recorded functions, each as [path, qualified name, id of a method's
       object or None, arguments encoded by `tasks.grading.plain`, true if a
-      recorded function ran during it].
+      recorded function ran during it, digest of the object if it is the first
+      of the arguments, else ''].
   """
 
-  def __init__(self, root: str, config: dict, encode):
+  def __init__(self, root: str, config: dict, plain: types.ModuleType):
     self._prefix = root + os.sep
     self._folders = config['folders']
     self._record = config['record']
-    self._encode = encode
+    self._plain = plain
     self._codes: dict = {}
+    self._starts: dict = {}
     self._seen: dict = {}
     self._objects: dict = {}
     self._entry: list | None = None  # the input of a test's last call
@@ -103,6 +106,7 @@ class Tracer:
   def stop(self) -> None:
     sys.settrace(None)
     threading.settrace(None)
+    self._forget()
 
   def take(self) -> list:
     entered, self.entered = self.entered, set()
@@ -118,13 +122,21 @@ class Tracer:
       caller = frame.f_back
       is_entry = caller is not None and self._about(caller.f_code)[2]
       if is_entry:
-        self._entry = None
+        self._forget()
       if is_entry or is_recorded:
         self._input(frame, name, is_entry)
       # What runs now was called by the last call of a test.
       if is_recorded and self._entry is not None:
         self._entry[4] = True
     return None  # calls only, no lines
+
+  def _forget(self) -> None:
+    """Drops a test's call that reached nothing, unless it is part of a past."""
+    match self._entry:
+      case [_, _, of, _, False, state] if of is None or state:
+        if self.inputs[-1] is self._entry:
+          self._num_inputs -= _size(self.inputs.pop()[3])
+    self._entry = None
 
   def _about(self, code) -> tuple:
     """Name of a function in the folders or None; is it recorded, a test's?"""
@@ -153,32 +165,46 @@ class Tracer:
     # in a function ('<locals>') cannot be called by name.
     if count > _MAX_CALLS or not code.co_flags & 1 or '<' in name:
       return
+    # A generator goes on in the same frame, with other values.
+    if self._starts.setdefault(code, frame.f_lasti) != frame.f_lasti:
+      return
     path, _, symbol = name.partition(':')
     first = code.co_varnames[:1] if '.' in symbol else ()
-    if first == ('self',) and not is_entry:
-      return  # the object may be in the middle of another call
-    bound = first in (('self',), ('cls',))
+    values, skipped = frame.f_locals, int(first == ('cls',))
+    of = self._object(values['self']) if first == ('self',) else None
     sys.settrace(None)  # encoding may call the code that is traced
     try:
-      call = self._encode(*self._arguments(frame.f_locals, code, int(bound)))
-    except Exception:  # noqa: BLE001  (arguments of any class may fail)
-      return
+      call = self._call(*self._arguments(values, code, skipped))
+      state = ''
+      if call is not None and of is not None:
+        held = json.dumps(self._call([values['self']], {}))
+        state = hashlib.sha256(held.encode()).hexdigest()[:16]
+      # In the middle of another call, the past of an object says too little.
+      elif of is not None and is_entry:
+        call = self._call(*self._arguments(values, code, 1))
     finally:
       sys.settrace(self)
-    marks = json.dumps(call)
-    self._num_inputs += 8 + marks.count(',') + marks.count('[')
-    if self._num_inputs > _MAX_INPUTS:
+    if call is None:
       return
-    of = self._object(frame, symbol) if first == ('self',) else None
-    self.inputs.append([path, symbol, of, call, not is_entry])
+    size = _size(call)
+    if size > _MAX_SIZE or self._num_inputs + size > _MAX_INPUTS:
+      return
+    self._num_inputs += size
+    self.inputs.append([path, symbol, of, call, not is_entry, state])
     if is_entry:
       self._entry = self.inputs[-1]
 
-  def _object(self, frame, symbol: str) -> str:
-    key = id(frame.f_locals['self'])
-    if symbol.endswith('.__init__') or key not in self._objects:
-      self._objects[key] = f'{len(self.inputs)}'  # ids of dead objects return
-    return self._objects[key]
+  def _object(self, value) -> str:
+    # Kept, since ids of dead objects return.
+    number, _ = self._objects.setdefault(id(value), (len(self._objects), value))
+    return f'{number}'
+
+  def _call(self, positional: list, named: dict) -> list | None:
+    """The encoded arguments; None if they have no encoding."""
+    try:
+      return self._plain.encode_call(positional, named, self._plain.Objects())
+    except Exception:  # noqa: BLE001  (arguments of any class may fail)
+      return None
 
   def _arguments(self, values: dict, code, first: int) -> tuple[list, dict]:
     names, count = code.co_varnames, code.co_argcount
@@ -192,6 +218,12 @@ class Tracer:
     if code.co_flags & 8:  # **kwargs
       named.update(values[names[count]])
     return positional, named
+
+
+def _size(call: list) -> int:
+  """Number of values, and what long texts count as."""
+  text = json.dumps(call)
+  return 8 + max(sum(map(text.count, ',[{')), len(text) // 20)
 
 
 class Plugin:
@@ -282,7 +314,8 @@ def main() -> None:
   if config['trace'] is not None:
     tops = map(os.path.basename, config['trace']['folders'])
     plain.PACKAGES.update(top.removesuffix('.py') for top in tops)
-    tracer = Tracer(root, config['trace'], plain.encode_call)
+    plain.DELETED.update(map(tuple, config['trace']['deleted']))
+    tracer = Tracer(root, config['trace'], plain)
     tracer.start()
   files = [f for f in config['files'] if os.path.exists(f)]
   code: int | str = 5
@@ -292,7 +325,8 @@ def main() -> None:
       code = int(
         pytest.main(
             ['-p', 'no:cacheprovider', '-c', os.devnull, '--rootdir', root,
-             '--continue-on-collection-errors', *config['arguments'], *files],
+             '--continue-on-collection-errors', '--assert=plain',
+             *config['arguments'], *files],
             plugins=[plugin],
         )
       )  # fmt: skip

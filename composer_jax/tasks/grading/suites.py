@@ -38,10 +38,13 @@ class Trace:
     record: functions and classes (path, qualified name; '' for a whole file).
       If there are any, calls that tests make of the folders are kept with their
       arguments, and marked if one of these ran during them.
+    deleted: classes (module, qualified name; '' for all of a module) whose
+      instances are not taken apart to be built again elsewhere.
   """
 
   folders: tuple[str, ...]
   record: tuple[tuple[str, str], ...] = ()
+  deleted: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +121,8 @@ def run(
   Args:
     box: box to run in; nothing that its code does makes this raise.
     arguments: arguments of pytest, beside those that keep the workspace's own
-      configuration out.
+      configuration out and leave asserts as they are (rewriting them for better
+      messages takes most of the time of a short run).
     ids: node ids of the tests to run, one without parameters standing for all
       parameters; () for all tests that pytest finds.
     source_roots: folders of the workspace that tests import from.

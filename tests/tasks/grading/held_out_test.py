@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from composer_jax.tasks.grading import held_out, plain
+from composer_jax.tasks.grading import held_out, plain, variations
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
 
@@ -49,14 +49,18 @@ def test_objects_have_no_code(value):
     plain.encode(value)
 
 
+def seen(kind, text='', items=(), **attributes):
+  return dict(object=kind, text=text, items=[*items], attributes=attributes)
+
+
 def test_a_result_tells_no_more_than_it_is():
   assert plain.encode_result(iter([1, 2])) == {'iterator': [1, 2]}
   endless = plain.encode_result(iter(int, 1))
   assert len(endless['iterator']) == 50
   known = plain.encode_result(random.Random())
-  assert known == {'object': 'Random', 'text': ''}  # its text is an address
+  assert known == seen('Random')  # its text is an address
   path = plain.encode_result(pathlib.PurePosixPath('a'))
-  assert path == {'object': 'PurePosixPath', 'text': 'a'}
+  assert path == seen('PurePosixPath', 'a')
 
   class Text(str):
     def __eq__(self, other):
@@ -105,7 +109,7 @@ def test_floats_differ_by_what_the_tests_allow():
 def test_a_variation_keeps_the_type(seed):
   draw = random.Random(seed)
   for value in VALUES:
-    varied = plain.decode(plain.vary(plain.encode(value), draw))
+    varied = plain.decode(variations.vary(plain.encode(value), draw))
     assert type(varied) is type(value)
 
 
@@ -113,7 +117,7 @@ def test_a_variation_keeps_the_type(seed):
 def test_a_grown_value_keeps_its_type_and_begins_as_before(seed):
   draw = random.Random(seed)
   for value in VALUES:
-    grown = plain.decode(plain.grow(plain.encode(value), draw))
+    grown = plain.decode(variations.grow(plain.encode(value), draw))
     assert type(grown) is type(value)
     if value and isinstance(value, str | list):
       assert len(grown) > len(value)
@@ -135,14 +139,14 @@ def test_a_file_is_imported_by_its_name(path, roots, module):
 def test_methods_have_the_past_of_their_object():
   call = lambda *values: [list(values), {}]
   inputs = [
-    ['pk.py', 'Box.__init__', '0', call(3), False],
-    ['pk.py', 'Box.grow', '0', call(1), True],
-    ['pk.py', 'Box.__init__', '3', call(5), False],
-    ['pk.py', 'Box.look', '0', call(), False],  # reaches nothing deleted
-    ['pk.py', 'Box.grow', '0', call(2), True],
-    ['pk.py', 'Box.grow', '3', call(9), True],
-    ['pk.py', 'f', None, call('a'), True],
-    ['pk.py', 'f', None, call('a'), True],
+    ['pk.py', 'Box.__init__', '0', call(3), False, ''],
+    ['pk.py', 'Box.grow', '0', call(1), True, ''],
+    ['pk.py', 'Box.__init__', '3', call(5), False, ''],
+    ['pk.py', 'Box.look', '0', call(), False, ''],  # reaches nothing deleted
+    ['pk.py', 'Box.grow', '0', call(2), True, ''],
+    ['pk.py', 'Box.grow', '3', call(9), True, ''],
+    ['pk.py', 'f', None, call('a'), True, ''],
+    ['pk.py', 'f', None, call('a'), True, ''],
   ]
   recorded = held_out._recorded(inputs, ('.',))
   assert [(r.symbol, r.past, r.arguments) for r in recorded] == [

@@ -51,6 +51,9 @@ def read_answers(data):
   outcomes = results.read_json(data)
   plain.same(outcomes, [1, {'dict': [['a', 1.5]]}], 1e-6)
   plain.same({'dict': outcomes}, {'dict': outcomes})
+  plain.same(outcomes, OUTCOMES, 1e-6)
+  for outcome in outcomes if isinstance(outcomes, list) else ():
+    plain.same(outcome, OUTCOMES[-1])
   if isinstance(outcomes, list):
     [held_out._is_outcome(o) for o in outcomes if isinstance(o, list)]
 
@@ -70,11 +73,14 @@ EVENTS = [
   ['trace', '', [0]], ['collect', 't.py', 'error', 'no module'],
   ['test', 't.py::test_a', 'call', 'passed', False],
   ['finish', 't.py::test_a'], ['trace', 't.py::test_a', [0, 1]],
-  ['inputs', [['a.py', 'f', None, [[1], {}], True]]], ['end', 0],
+  ['inputs', [['a.py', 'f', None, [[1], {}], True, '']]], ['end', 0],
 ]  # fmt: skip
 OUTCOMES = [
   ['ok', {'tuple': [1, {'float': 'nan'}]}, None], ['raised', 'E', []],
   ['missing'], ['ok', {'dict': [['k', {'set': [1, 2]}]]}, [1]],
+  ['ok', {'object': 'A', 'text': '', 'items': [{'tuple': [2.5]}], 'attributes':
+          {'b': {'object': 'B', 'text': 'c', 'items': [], 'attributes': {}}}},
+   None],
 ]  # fmt: skip
 READERS = {
   'report': (read_suite, json.dumps(EVENTS).encode()),

@@ -139,7 +139,9 @@ def test_selection_order_and_trace(run):
       order_seed=seed,
       arguments=('-q',),
       trace=suites.Trace(
-        folders=('src/pk',), record=(('src/pk/__init__.py', ''),)
+        folders=('src/pk',),
+        record=(('src/pk/__init__.py', ''),),
+        deleted=(('pk', ''),),
       ),
     )
     for seed in (0, 1)
@@ -152,7 +154,7 @@ def test_selection_order_and_trace(run):
   at = 'src/pk/__init__.py'
   assert entered[f'{A}::test_cases[1]'] == (f'{at}:f',)
   assert entered[ids[1]] == (f'{at}:Box.__init__', f'{at}:Box.grow')
-  calls = [(symbol, call) for _, symbol, _, call, _ in results[0].inputs]
+  calls = [(symbol, call) for _, symbol, _, call, *_ in results[0].inputs]
   assert ('f', [[1], {'k': 1}]) in calls
   assert ('Box.__init__', [[3], {}]) in calls
   assert ('Box.grow', [[2], {}]) in calls
@@ -203,18 +205,21 @@ def test_a_hang_is_ended(run):
   assert run(files, ids=[f'{A}::x'], wall_s=0.5).status == 'timeout'
 
 
-def test_a_trace_tells_which_calls_reach_a_function(run):
+# What reaches nothing is kept for the past of an object that has to have one.
+@pytest.mark.parametrize('deleted, kept', [('Box', True), ('Other', False)])
+def test_a_trace_tells_which_calls_reach_a_function(run, deleted, kept):
   result = run(
     FILES,
     ids=[f'{A}::test_through', f'{A}::TestBox::test_grow'],
     trace=suites.Trace(
-      folders=('src/pk',), record=(('src/pk/__init__.py', 'f'),)
+      folders=('src/pk',),
+      record=(('src/pk/__init__.py', 'f'),),
+      deleted=(('pk', deleted),),
     ),
   )
-  reach = {(symbol, reaches) for _, symbol, _, _, reaches in result.inputs}
-  assert reach == {
-    ('g', True), ('f', True), ('Box.__init__', False), ('Box.grow', False),
-  }  # fmt: skip
+  reach = {(symbol, reaches) for _, symbol, _, _, reaches, _ in result.inputs}
+  past = {('Box.__init__', False), ('Box.grow', False)}
+  assert reach == {('g', True), ('f', True)} | (past if kept else set())
 
 
 def signed(key, *parts):

@@ -1,0 +1,92 @@
+"""Makes inputs near known ones, and larger, in the encoding of `plain`."""
+
+import random
+from typing import Any
+
+_MAX_GROWN = 64  # items added to a list
+
+
+def vary(data: Any, draw: random.Random) -> Any:
+  """The encoding of another value of the same type, near this one.
+
+  None, functions and ranges have no neighbours and stay.
+  """
+  if isinstance(data, bool):
+    return not data
+  if isinstance(data, int):
+    return data + draw.choice((-2, -1, 1, 2, 3))
+  if isinstance(data, float):
+    return data + draw.choice((-1.5, -0.5, 0.5, 2.0))
+  if isinstance(data, str):
+    return _varied_text(data, draw)
+  if isinstance(data, list):
+    return _varied_items(data, draw)
+  if isinstance(data, dict):
+    ((kind, content),) = data.items()
+    if kind == 'tuple':
+      return {kind: _varied_items(content, draw)}
+    if kind == 'dict' and content:
+      at = draw.randrange(len(content))
+      key, value = content[at]
+      pairs = [[key, vary(value, draw)]] if draw.random() < 0.7 else []
+      return {kind: content[:at] + pairs + content[at + 1 :]}
+    if kind in ('set', 'frozenset') and content:
+      return {kind: draw.sample(content, len(content) - 1)}
+  return data
+
+
+def grow(data: Any, draw: random.Random) -> Any:
+  """The encoding of a value up to five times as large, of varied parts.
+
+  Lists, texts and dicts that are not empty grow; everything else stays.
+  """
+  if isinstance(data, str) and data:
+    more = [vary(data, draw) for _ in range(draw.randint(1, 4))]
+    return draw.choice(('', ' ', '\n', ',')).join([data, *more])
+  if isinstance(data, list) and data:
+    count = min(draw.randint(len(data), 4 * len(data)), _MAX_GROWN)
+    return [*data, *(vary(draw.choice(data), draw) for _ in range(count))]
+  if isinstance(data, dict) and data.get('dict'):
+    pairs = {repr(k): [k, v] for k, v in data['dict']}
+    for key, value in data['dict']:
+      key = vary(key, draw)
+      pairs.setdefault(repr(key), [key, vary(value, draw)])
+    return {'dict': list(pairs.values())}
+  return data
+
+
+def moved(data: Any, by: int) -> Any:
+  """The encoding with its references to a table that begins later."""
+  if isinstance(data, list):
+    return [moved(item, by) for item in data]
+  if isinstance(data, dict):
+    return {
+      k: v + by if k == 'ref' and type(v) is int else moved(v, by)
+      for k, v in data.items()
+    }
+  return data
+
+
+def _varied_text(text: str, draw: random.Random) -> str:
+  if not text:
+    return draw.choice(('a', 'Z9', ' b '))
+  at = draw.randrange(len(text))
+  return draw.choice((
+    text[:at] + text[at + 1 :],
+    text[:at] + text[at] + text[at:],
+    text[at:] + text[:at],
+    text + text[:at],
+    text.swapcase(),
+  ))  # fmt: skip
+
+
+def _varied_items(items: list, draw: random.Random) -> list:
+  if not items:
+    return items
+  at = draw.randrange(len(items))
+  edit = draw.randrange(4)
+  if edit == 0:
+    return items[:at] + items[at + 1 :]
+  if edit == 1:
+    return items[at:] + items[:at]
+  return items[:at] + [vary(items[at], draw)] + items[at + 1 :]
