@@ -53,10 +53,10 @@ class ScriptedEngine:
   Where the script raises, the engine dies; a None in it is a failure.
   """
 
-  def __init__(self, script, *, num_slots=2, per_step=1, version=7):
+  def __init__(self, script, *, num_slots=2, per_step=1, version=7, max_len=64):
     self.script, self.per_step, self.version = script, per_step, version
     self.options = types.SimpleNamespace(
-      num_slots=num_slots, max_len=64, max_stop_tokens=4, num_top=2
+      num_slots=num_slots, max_len=max_len, max_stop_tokens=4, num_top=2
     )
     self.config = types.SimpleNamespace(
       vocab_size=400,
