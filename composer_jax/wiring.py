@@ -24,7 +24,12 @@ from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import auditor, curriculum, judging
 from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
-from composer_jax.tasks.practice import hints, list_functions, repository
+from composer_jax.tasks.practice import (
+  harbor,
+  hints,
+  list_functions,
+  repository,
+)
 from composer_jax.telemetry import progress
 from composer_jax.text import chat
 
@@ -33,6 +38,7 @@ from composer_jax.text import chat
 FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
+  'harbor': harbor.HarborTasks,
 }
 
 
@@ -174,6 +180,7 @@ def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:
     level,
     images=spec.systems['tasks'].folder,
     requirements=family.requirements(),
+    folders=family.root_folders(),
   )
 
 

@@ -110,6 +110,18 @@ def test_a_stream_has_the_events_of_the_whole(say, written):
   assert part.logprobs == whole.output[0].content[0].logprobs
 
 
+def test_log_probabilities_of_a_stream_go_out_once(say):
+  include = ['message.output_text.logprobs']
+  with say('hé there', 2).responses.stream(
+    model='tiny', input='Hi', max_output_tokens=50, include=include
+  ) as stream:
+    deltas = [e for e in stream if e.type.endswith('text.delta')]
+    final = stream.get_final_response()
+  assert len(deltas) > 2
+  assert sum(len(e.logprobs) for e in deltas) == 9
+  assert len(final.output[0].content[0].logprobs) == 9
+
+
 def test_calls_that_are_demanded(say):
   choice = {'type': 'function', 'name': 'edit'}
   answer = _create(say('edit c'), tools=TOOLS, tool_choice=choice)
