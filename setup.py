@@ -40,6 +40,9 @@ SERVE = [
   'uvicorn>=0.34',
 ]
 
+# Answers that are held to a JSON schema, and calls that must be made.
+GRAMMAR = ['llguidance>=1.9']
+
 # Delta bundles in buckets or behind web servers.
 STORES = ['obstore>=0.12', 'urllib3>=2.2']
 
@@ -67,6 +70,7 @@ EXTRAS = {
   'test': [
     *HF,
     *SERVE,
+    *GRAMMAR,
     *KERNELS,
     *STORES,
     *FLEET,
@@ -88,6 +92,7 @@ EXTRAS = {
   'docs': DOCS,
   'hf': HF,
   'serve': SERVE,
+  'grammar': GRAMMAR,
   'kernels': KERNELS,
   'stores': STORES,
   'ray': FLEET,

@@ -30,7 +30,12 @@ from composer_jax.tasks import (
 )
 from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
-from composer_jax.tasks.practice import hints, list_functions, repository
+from composer_jax.tasks.practice import (
+  harbor,
+  hints,
+  list_functions,
+  repository,
+)
 from composer_jax.telemetry import progress
 from composer_jax.text import chat
 
@@ -39,6 +44,7 @@ from composer_jax.text import chat
 FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
+  'harbor': harbor.HarborTasks,
 }
 
 
@@ -187,6 +193,7 @@ def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:
     level,
     images=spec.systems['tasks'].folder,
     requirements=family.requirements(),
+    folders=family.root_folders(),
   )
 
 

@@ -25,8 +25,10 @@ HOST_ONLY = (
   'data/packing.py',
 )
 
-# Parts of these packages that train, place or sample, and need jax.
+# Parts of these packages that train, place or sample, and need jax; and one
+# that stands in Harbor's own runner.
 WITH_JAX = (
+  'composer_jax.tasks.harbor.provider',
   'composer_jax.tasks.practice',
   'composer_jax.delta.checkpoints',
   'composer_jax.delta.commands',

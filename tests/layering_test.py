@@ -78,6 +78,7 @@ BY_NAME = {
   'sandbox.remote.microvm.qemu': ('sandbox.remote.microvm.keeper',),
   'sandbox.remote.microvm.image': ('sandbox.remote.microvm.guest',),
   'tasks.grading.held_out': ('tasks.grading.call_plugin',),
+  'tasks.harbor.export': ('tasks.harbor.provider',),
   'tasks.grading.suites': (
     'tasks.grading.stand_ins',
     'tasks.grading.suite_plugin',

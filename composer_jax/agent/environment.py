@@ -161,6 +161,10 @@ class TaskFamily(Protocol):
     """Returns the packages that the sandbox needs, as pip names them."""
     return []
 
+  def root_folders(self) -> tuple[str, ...]:
+    """Returns folders of the workspace that programs look for at the root."""
+    return ()
+
   def held_out_packages(self) -> tuple[str, ...]:
     """Returns the packages that no corpus may contain."""
     return ()

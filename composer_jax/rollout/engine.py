@@ -21,6 +21,7 @@ a model whose rows are independent, and pages that were never taken back; with
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -138,27 +139,34 @@ class Engine:
       pages_cached=len(table.holdings.prefixes.held),
     )
 
-  def warm(self) -> None:
-    """Compiles every program now rather than when it is first needed."""
+  def warm(self, *, guided: bool = False) -> None:
+    """Compiles every program now rather than when it is first needed.
+
+    With `guided`, those of guided requests, too.
+    """
     self._read()
     no_page = self.options.pages
     self._clear([no_page])
     self._copy([(0, no_page, 0)])
     for num_rows in self.options.extend_rows:
       self._run_extend([], num_rows)
-    for truncate in (False, True):
+    biases = [None, self._bias()] if guided else [None]
+    for truncate, bias_BV in itertools.product((False, True), biases):
       self._compose([])
-      self._run_decode(truncate)
+      self._run_decode(truncate, bias_BV)
 
   def submit(
     self,
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
+    guide: sessions.Guide | None = None,
   ) -> None:
     """Queues a request of a new session, or of one without another request.
 
     `on_tokens` is called with the tokens of each dispatch when its report is
-    read; it must neither raise nor call the engine.
+    read; it must neither raise nor call the engine. While a request with a
+    guide decodes, a dispatch samples one token for every row, and the next one
+    waits for its report.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
@@ -181,7 +189,7 @@ class Engine:
           f'{name} holds tokens from {tokens_T.min()} to {tokens_T.max()}; '
           f'the vocabulary is 0..{limit - 1}.'
         )
-    self._slots.submit(request, on_tokens)
+    self._slots.submit(request, on_tokens, guide)
 
   def close(self, session: str) -> None:
     """Ends a session if it is open, and drops the outcome of its request."""
@@ -312,7 +320,8 @@ class Engine:
   def _decode(self, decoding: list[sessions.Session]) -> None:
     """Goes on with the state on the device, or uploads it for other rows."""
     rows = [(session, session.at_work) for session in decoding]
-    if rows and rows == self._composition:
+    is_guided = any(work.guide for _, work in rows)
+    if rows and rows == self._composition and not is_guided:
       is_sampling = self._unread and self._unread.chunks is None
       num_coming = self.options.decode_steps if is_sampling else 0
       if any(work.remaining > num_coming for _, work in rows):
@@ -346,11 +355,24 @@ class Engine:
 
   def _sample(self) -> None:
     truncate = any(work.request.truncates for _, work in self._composition)
-    self._add(self._composition, None, self._run_decode(truncate))
+    is_guided = any(work.guide for _, work in self._composition)
+    bias_BV = self._bias() if is_guided else None
+    self._add(self._composition, None, self._run_decode(truncate, bias_BV))
 
-  def _run_decode(self, truncate: bool) -> Any:
+  def _bias(self) -> np.ndarray:
+    """Returns what the guides of the composition add to the next logits."""
+    shape = (self.options.num_slots, self.config.vocab_size)
+    bias_BV = np.zeros(shape, np.float32)
+    for row, (_, work) in enumerate(self._composition):
+      if work.guide is not None:
+        bias_BV[row] = work.guide.bias()
+    return bias_BV
+
+  def _run_decode(self, truncate: bool, bias_BV: np.ndarray | None) -> Any:
+    inputs = (self._cache, self._rows_BW, self._state)
+    bias_BV = None if bias_BV is None else self._put(bias_BV)
     self._cache, self._state, report = self._programs.decode(
-      self._served.weights, self._cache, self._rows_BW, self._state, truncate
+      self._served.weights, *inputs, bias_BV, truncate
     )
     return report
 

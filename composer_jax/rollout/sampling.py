@@ -5,9 +5,10 @@ absolute position, never of the slot, the batch or the number of steps taken.
 Two numbers per token suffice; Gumbel noise needs one for each entry of the
 vocabulary and costs as much as a small model's experts.
 
-If a request truncates its distribution (`records.SampleRequest`), token and
-log-probability are those of the renormalised remainder. Raw log-probabilities
-are those of the model, at temperature 1.
+If a request truncates its distribution (`records.SampleRequest`), or a guide
+(`sessions.Guide`) adds to its logits, token and log-probability are those of
+the distribution that results. Raw log-probabilities are those of the model, at
+temperature 1.
 """
 
 import hashlib
@@ -61,6 +62,7 @@ def draw(
   settings: Settings,
   positions_B: jax.Array,
   logits_BV: jax.Array,
+  bias_BV: jax.Array | None = None,
   *,
   truncate: bool,
   numerics: str,
@@ -76,12 +78,17 @@ def draw(
   no finer: it never exceeds 17, so it never draws tokens further behind. A
   token of weight zero is never drawn.
 
-  `positions_B` are those of the drawn tokens. `truncate` says that some rows
-  truncate; the others get the same bits either way.
+  `positions_B` are those of the drawn tokens. `bias_BV` is added to the logits;
+  -inf excludes a token. `truncate` says that some rows truncate; rows that do
+  not, and rows whose bias is zero, get the same bits either way.
   """
   greedy_B = settings.temperatures_B == 0
   temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)
+  altered_B = _truncates(settings)
   scaled_BV = logits_BV / temperatures_B[:, None]
+  if bias_BV is not None:
+    altered_B |= (bias_BV != 0).any(-1)
+    scaled_BV = (logits_BV + bias_BV) / temperatures_B[:, None]
   if truncate:
     kept_BV = _each_row(_kept, (settings, scaled_BV), numerics)
     scaled_BV = jnp.where(kept_BV, scaled_BV, -jnp.inf)
@@ -104,9 +111,9 @@ def draw(
     lambda: logprobs_B,
     lambda: logprobs_at(jnp.ones_like(temperatures_B)),
   )
-  if truncate:
-    truncated_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)
-    logprobs_B = jnp.where(_truncates(settings), truncated_B, logprobs_B)
+  if truncate or bias_BV is not None:
+    drawn_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)
+    logprobs_B = jnp.where(altered_B, drawn_B, logprobs_B)
   return Drawn(
     tokens_B=tokens_B,
     # A greedy choice has probability 1.

@@ -7,7 +7,7 @@ never consumed, since the step that consumes it samples the next.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import numpy as np
@@ -41,6 +41,20 @@ class SampledTokens:
 
 
 OnTokens = Callable[[SampledTokens], None]
+
+
+class Guide(Protocol):
+  """Changes a request's distribution by what it has sampled, as a grammar does.
+
+  For serving alone: a trainer could not recompute such log-probabilities. The
+  engine's thread calls both methods, and an error of theirs would end it.
+  """
+
+  def bias(self) -> np.ndarray:
+    """Returns float32 terms of the next logits; -inf excludes, never all."""
+
+  def take(self, token: int) -> None:
+    """Takes in the token that was sampled."""
 
 
 def join_tokens(parts: Sequence[SampledTokens]) -> SampledTokens:
@@ -94,6 +108,7 @@ class ServedRequest:
 
   Attributes:
     on_tokens: callback for tokens as they are sampled; None without streaming.
+    guide: changes the distribution of its tokens; None leaves it the policy's.
     remaining: largest number of tokens still to sample.
     routes_start, num_cached, stopped: fields of the `records.Completion` to
       come.
@@ -124,6 +139,7 @@ class ServedRequest:
   waiting: int = 0
   refreshed: bool = False
   row_W: np.ndarray | None = None
+  guide: Guide | None = None
 
   def start_over(self) -> None:
     """Resets what was consumed; the tokens sampled so far stay."""
@@ -181,6 +197,7 @@ class Session:
     request: records.SampleRequest,
     on_tokens: OnTokens | None,
     max_len: int,
+    guide: Guide | None = None,
   ) -> None:
     """Adds the context of a request, and room for what it may sample."""
     known_T = self.tokens_T[: self.length]
@@ -190,6 +207,7 @@ class Session:
     self.work = ServedRequest(
       request=request,
       on_tokens=on_tokens,
+      guide=guide,
       remaining=remaining,
       routes_start=self.consumed,
     )

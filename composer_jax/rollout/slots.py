@@ -95,6 +95,7 @@ class Slots:
     self,
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
+    guide: sessions.Guide | None = None,
   ) -> None:
     """Queues a request, or raises a ValueError that names the broken rule."""
     name, max_len = request.session, self._limits.max_len
@@ -125,7 +126,7 @@ class Slots:
         versions_T=np.zeros(1, np.int32),
       )
     self._idle.pop(name, None)
-    session.start(request, on_tokens, max_len)
+    session.start(request, on_tokens, max_len, guide)
     self.queue.append(session)
 
   def close(self, name: str) -> None:
@@ -211,6 +212,9 @@ class Slots:
   def _take_tokens(self, session, work, report, row, count) -> None:
     version, position = report.version, session.length
     session.consume(count, version, is_shareable=self._share_sampled)
+    if work.guide is not None:
+      for token in report.tokens_TB[:count, row].tolist():
+        work.guide.take(token)
     # Versions rise within a cache: its first token has the oldest.
     piece = row, count, int(session.versions_T[0])
     work.pieces.append((report, piece))

@@ -95,7 +95,8 @@ class Programs(NamedTuple):
 
   # (weights, cache, rows_BW) -> (cache, (finite_B, routes_MBTA | None))
   extend: Callable[..., Any]
-  # (weights, cache, rows_BW, State, truncate) -> (cache, State, Sampled)
+  # (weights, cache, rows_BW, State, bias_BV | None, truncate) ->
+  # (cache, State, Sampled)
   decode: Callable[..., Any]
   # Number of traces of each program, by name and rows.
   traces: collections.Counter[str]
@@ -131,16 +132,17 @@ def _build(config, options, place) -> Programs:
     finite_B = (jnp.isfinite(hidden_BTD).all(-1) | ~valid_BT).all(-1)
     return cache, (finite_B, ids_MBTA if options.record_routes else None)
 
-  def decode(weights, cache, rows_BW, state, truncate):
-    traces[f'decode {len(rows_BW)}' + ' truncating' * truncate] += 1
-    inputs = (weights, cache, rows_BW, state, truncate)
+  def decode(weights, cache, rows_BW, state, bias_BV, truncate):
+    words = ' truncating' * truncate + ' guided' * (bias_BV is not None)
+    traces[f'decode {len(rows_BW)}{words}'] += 1
+    inputs = (weights, cache, rows_BW, state, bias_BV, truncate)
     return _decode(run, config, options, *inputs)
 
   pools, whole = place.pools, place.whole
   jit = functools.partial(jax.jit, donate_argnums=1)
   return Programs(
     extend=jit(extend, out_shardings=(pools, whole)),
-    decode=jit(decode, out_shardings=(pools, whole, whole), static_argnums=4),
+    decode=jit(decode, out_shardings=(pools, whole, whole), static_argnums=5),
     traces=traces,
   )
 
@@ -161,8 +163,13 @@ def _empty_report(config, options, num_rows: int) -> sessions.Sampled:
   )
 
 
-def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
-  """Samples up to `decode_steps` tokens per row without the host."""
+def _decode(
+  run, config, options, weights, cache, rows_BW, state, bias_BV, truncate
+):
+  """Samples up to `decode_steps` tokens per row without the host.
+
+  With a bias, which depends on the token before, it is a single token.
+  """
   parts = _split(rows_BW, decode_widths(options))
   table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = parts
   floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
@@ -175,11 +182,12 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
   )
   # Finished rows idle until the host reads the report: at most a quarter may.
   min_active = jnp.maximum(used_B1.sum() * 3 // 4, 1)
+  most = options.decode_steps if bias_BV is None else 1
 
   def goes_on(carry):
     step, _, state, _ = carry
     is_busy = (state.remaining_B > 0).sum() >= min_active
-    return (step < options.decode_steps) & is_busy
+    return (step < most) & is_busy
 
   def one_token(carry):
     step, cache, state, report = carry
@@ -197,6 +205,7 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
       settings,
       state.positions_B + 1,
       logits_BV,
+      bias_BV,
       truncate=truncate,
       numerics=config.numerics,
     )

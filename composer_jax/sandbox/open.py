@@ -2,12 +2,21 @@
 
 import logging
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.local import process, zygotes
+
+# Names of folders at the root, and those that a sandbox has already.
+_FOLDER = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}')
+_TAKEN = frozenset({
+    'bin', 'boot', 'boxes', 'dev', 'etc', 'images', 'lib', 'lib32', 'lib64',
+    'nix', 'packages', 'proc', 'python', 'sbin', 'sys', 'tmp', 'usr', 'var',
+    'venv', 'work',
+})  # fmt: skip
 
 
 def _open(
@@ -16,12 +25,15 @@ def _open(
   size: int,
   images: pathlib.Path | None = None,
   site_packages: pathlib.Path | None = None,
+  folders: Sequence[str] = (),
 ) -> zygotes.ZygotePool:
   """Opens one level and makes a first call; ValueError if it does not work."""
   if level != 'rlimits' and sys.platform != 'linux':
     raise ValueError(f'namespaces do not exist on {sys.platform}')
   try:
-    sandbox = zygotes.ZygotePool(level, limits, size, images, site_packages)
+    sandbox = zygotes.ZygotePool(
+      level, limits, size, images, site_packages, folders
+    )
   except (process.ZygoteError, OSError) as error:
     raise ValueError(f'refused here: {error}') from error
   # Namespaces can be granted and the mounts inside them refused.
@@ -60,6 +72,20 @@ def _elsewhere(
   )  # fmt: skip
 
 
+def check_folders(folders: Sequence[str], preference: str = 'auto') -> None:
+  """Raises a ValueError for names that no root of a sandbox can have."""
+  for name in folders:
+    if not _FOLDER.fullmatch(name) or name in _TAKEN:
+      raise ValueError(
+        f'the sandbox can have no folder /{name}: a name is one part of a path '
+        f'and none of {", ".join(sorted(_TAKEN))}.'
+      )
+  if folders and preference not in ('auto', 'unshare'):
+    raise ValueError(
+      f"folders at the root need the sandbox 'unshare', not {preference!r}."
+    )
+
+
 def open_sandbox(
   preference: str,
   limits: base.Limits,
@@ -68,6 +94,7 @@ def open_sandbox(
   size: int = 1,
   images: pathlib.Path | None = None,
   packages: Sequence[str] | pathlib.Path = (),
+  folders: Sequence[str] = (),
 ) -> base.Sandbox:
   """Opens a sandbox.
 
@@ -82,6 +109,8 @@ def open_sandbox(
       while the sandbox is open.
     packages: installed distributions that programs in boxes can import, with
       all their dependencies; or a folder that `packages.gather` returned.
+    folders: names such as 'app', so that programs find the folder `app` of the
+      workspace at /app, too; for level 'unshare' alone.
 
   Raises:
     base.NoSandbox: no level works, or the one is unsafe and not allowed.
@@ -94,6 +123,7 @@ def open_sandbox(
     )
   if size < 1:
     raise ValueError(f'sandbox size ({size}) must be at least 1.')
+  check_folders(folders, preference)
   if images is not None and not images.is_dir():
     raise ValueError(f'sandbox images {images} must be a folder.')
   if preference in base.OUTER_LEVELS:
@@ -104,11 +134,14 @@ def open_sandbox(
   site_packages = _gathered(packages)
   reasons = []
   for level in base.LEVELS if preference == 'auto' else (preference,):
+    if level == 'rlimits' and folders:
+      reasons.append('rlimits: it has no root of its own for /app and others')
+      continue
     if level == 'rlimits' and not allow_unsafe:
       reasons.append('rlimits: it isolates nothing, refused for untrusted code')
       continue
     try:
-      sandbox = _open(level, limits, size, images, site_packages)
+      sandbox = _open(level, limits, size, images, site_packages, folders)
     except ValueError as error:
       reasons.append(f'{level}: {error}')
       continue

@@ -10,7 +10,7 @@ from typing import Any
 from starlette import applications, exceptions, requests, responses, routing
 
 from composer_jax.serve import exchange, metrics, service
-from composer_jax.serve.api import errors, openai, tokens
+from composer_jax.serve.api import errors, generate, openai, tokens
 
 
 def build(
@@ -31,6 +31,7 @@ def build(
   figures = metrics.Metrics(served)
   text_api = openai.OpenAI(served, figures, model)
   tokens_api = tokens.TokensApi(served, figures, model.name)
+  generate_api = generate.GenerateApi(served, figures, model.name)
 
   def route(
     method: str,
@@ -71,9 +72,11 @@ def build(
     routes=[
       route('POST', '/v1/chat/completions', text_api.chat),
       route('POST', '/v1/completions', text_api.complete),
+      route('POST', '/v1/responses', text_api.respond),
       route('GET', '/v1/models', text_api.models),
       route('GET', '/v1/models/{name:path}', text_api.model),
       route('POST', '/v1/tokens', tokens_api.sample),
+      route('POST', '/inference/v1/generate', generate_api.sample),
       route('DELETE', '/v1/tokens/sessions/{name:path}', tokens_api.close),
       route('GET', '/metrics', scrape),
       route('GET', '/health', health, is_open=True),

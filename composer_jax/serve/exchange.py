@@ -141,8 +141,10 @@ class Exchange:
       }
     )
 
-  async def event(self, body: Any) -> None:
-    await self._event(json.dumps(body, allow_nan=False), more=True)
+  async def event(
+    self, body: Any, name: str = '', *, more: bool = True
+  ) -> None:
+    await self._event(json.dumps(body, allow_nan=False), more, name)
 
   async def end_events(self) -> None:
     await self._event('[DONE]', more=False)
@@ -154,8 +156,9 @@ class Exchange:
     elif self._is_stream:
       await self._event(json.dumps(error.body()), more=False)
 
-  async def _event(self, data: str, more: bool) -> None:
-    body = f'data: {data}\n\n'.encode()
+  async def _event(self, data: str, more: bool, name: str = '') -> None:
+    head = f'event: {name}\n' if name else ''
+    body = f'{head}data: {data}\n\n'.encode()
     await self._send(
       {'type': 'http.response.body', 'body': body, 'more_body': more}
     )

@@ -20,7 +20,11 @@ MIN_LOGPROB = -9999.0
 
 
 def admit(
-  body: requests.Sampling, served: service.Service, top: int | None, param: str
+  body: requests.Sampling,
+  served: service.Service,
+  top: int | None,
+  param: str,
+  num_prompts: int = 1,
 ) -> None:
   """Refuses a request that has no room, before its text becomes tokens.
 
@@ -33,11 +37,14 @@ def admit(
       'keeps; see --config.engine.num_top.',
       param,
     )
-  num, most = body.n or 1, min(served.options.max_choices, served.capacity)
+  num = (body.n or 1) * num_prompts
+  most = min(served.options.max_choices, served.capacity)
   if num > most:
+    each = f' for each of {num_prompts} prompts' if num_prompts > 1 else ''
     raise errors.invalid(
-      f'n ({num}) exceeds the {most} choices that this server gives at a time.',
-      'n',
+      f'n ({body.n or 1}){each} exceeds the {most} choices that this server '
+      'gives at a time.',
+      'prompt' if each else 'n',
     )
   served.check_room(num)
 

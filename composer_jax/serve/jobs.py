@@ -22,6 +22,7 @@ class SampleJob:
     requests: Sequence[records.SampleRequest],
     leave: Callable[['SampleJob', Sequence[int]], None],
     *,
+    guides: Sequence[sessions.Guide | None] = (),
     keep: bool = False,
     session_length: int | None = None,
   ):
@@ -31,11 +32,13 @@ class SampleJob:
       requests: requests, each of a session of its own unless that is kept.
       leave: (job, indices) -> None, frees what these requests still hold; it
         may be called again.
+      guides: the guide of each request, or None; () for none at all.
       keep: true leaves the session open for a later request.
       session_length: tokens that the client expects in its session; None
         without one.
     """
     self.requests = tuple(requests)
+    self.guides = tuple(guides) or (None,) * len(self.requests)
     self.keep, self.session_length = keep, session_length
     self.opened = time.monotonic()
     self.unfinished = set(range(len(requests)))

@@ -111,11 +111,11 @@ def run(
     )
     # Before anything can connect: requests are answered at once.
     print('Compiling.', flush=True)
-    engine.warm()
+    engine.warm(guided=True)
     served = service.Service(engine, limits, policy.receiver)
     hosts = http_server.hosts_of(host, token)
     server = http_server.server_of(
-      app.build(served, model, token, hosts), limits.drain_s
+      app.build(served, model, token, hosts), limits
     )
     # uvicorn raises its signals again once it has drained.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -15,6 +15,9 @@ class ServeOptions:
     max_choices: largest `n` of one request.
     max_body_bytes: largest body of a request; larger ones are refused with 413.
     default_max_tokens: tokens to sample where a request does not say how many.
+    max_connections: connections at a time; more are refused with 503.
+    head_timeout_s: time from the opening of a connection, or from the first
+      byte of a later request, until its headers must have come.
     request_timeout_s: time of one request, from its first byte to its last.
     drain_s: time after SIGTERM until running requests are cancelled.
     session_idle_s: time after which an idle session is closed.
@@ -28,6 +31,8 @@ class ServeOptions:
   max_choices: int
   max_body_bytes: int
   default_max_tokens: int
+  max_connections: int
+  head_timeout_s: float
   request_timeout_s: float
   drain_s: float
   session_idle_s: float
@@ -38,9 +43,19 @@ class ServeOptions:
   def __post_init__(self):
     checks.at_least(self, 0, 'max_queue', 'max_sessions')
     checks.at_least(
-      self, 1, 'max_choices', 'max_body_bytes', 'default_max_tokens'
+      self,
+      1,
+      'max_choices',
+      'max_body_bytes',
+      'default_max_tokens',
+      'max_connections',
     )
     checks.number(self, 0, 'drain_s')
     checks.positive(
-      self, 'request_timeout_s', 'session_idle_s', 'stall_s', 'poll_s'
+      self,
+      'head_timeout_s',
+      'request_timeout_s',
+      'session_idle_s',
+      'stall_s',
+      'poll_s',
     )

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from composer_jax.core import records
 from composer_jax.delta import transport as receivers
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import sessions
 from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
@@ -123,12 +124,17 @@ class Service:
     self,
     requests: Sequence[records.SampleRequest],
     *,
+    guides: Sequence[sessions.Guide | None] = (),
     keep: bool = False,
     session_length: int | None = None,
   ) -> jobs.SampleJob:
     """Queues requests for a SampleJob to await, or raises 429, 500 or 503."""
     job = jobs.SampleJob(
-      requests, self._leave, keep=keep, session_length=session_length
+      requests,
+      self._leave,
+      guides=guides,
+      keep=keep,
+      session_length=session_length,
     )
     self._queue(job, lambda: self._submit(job))
     return job
@@ -249,7 +255,8 @@ class Service:
     try:
       for index, request in enumerate(job.requests):
         self._check_session(job, request.session)
-        self._engine.submit(request, functools.partial(job.put, index))
+        on_tokens = functools.partial(job.put, index)
+        self._engine.submit(request, on_tokens, job.guides[index])
         self._places[request.session] = (job, index)
     except ValueError as error:
       self._refuse(job, errors.invalid(str(error), None))

@@ -21,6 +21,7 @@ def open_runner(
   *,
   images: str = '',
   requirements: Sequence[str] = (),
+  folders: Sequence[str] = (),
 ) -> Iterator[seams.Runner]:
   """Opens the runner of a run's tests; closed on exit.
 
@@ -28,6 +29,7 @@ def open_runner(
     level: isolation, in place of that of the options.
     images: folder of a task set; '' for tasks that bring their files.
     requirements: distributions that the set's test suites import.
+    folders: folders of the workspace that programs look for at the root.
   """
   if level == 'static':
     yield runners.StaticRunner()
@@ -39,6 +41,7 @@ def open_runner(
     size=options.workers,
     images=pathlib.Path(images).resolve() if images else None,
     packages=[*options.packages, *requirements],
+    folders=folders,
   )
   with contextlib.closing(sandbox):
     yield sandbox

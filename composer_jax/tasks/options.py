@@ -5,6 +5,7 @@ import dataclasses
 from composer_jax.core import checks
 from composer_jax.tasks import auditor as auditors
 from composer_jax.tasks import scoring
+from composer_jax.tasks.harbor import environment as directories
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import environment, task_set
 
@@ -14,13 +15,14 @@ class TaskOptions:
   """Where tasks come from, and the tools of their episodes.
 
   Attributes:
-    family: 'list_functions', whose tasks are generated, 'deletion', whose tasks
-      are read from a folder, or MODULE:CLASS, a family of your own.
-    folder: task set that `experiments.make_tasks` made; '' for families that
-      need none.
+    family: 'list_functions', whose tasks are generated, 'deletion' or 'harbor',
+      whose tasks are read from a folder, or MODULE:CLASS, a family of your own.
+    folder: task set that `experiments.make_tasks` made, or with 'harbor' a
+      folder of task directories; '' for families that need none.
     tiers: kinds of deletion, () for all.
     repository: tools of tasks on repositories; tasks of list functions have
       terse tools of their own.
+    harbor: which task directories are played, and when they are solved.
     auditor: model that reads every episode before it is graded; none by
       default.
     rubric: what episodes are scored by beside their tests; none by default.
@@ -30,6 +32,7 @@ class TaskOptions:
   folder: str = ''
   tiers: tuple[str, ...] = ()
   repository: environment.RepositoryOptions = environment.RepositoryOptions()
+  harbor: directories.HarborOptions = directories.HarborOptions()
   auditor: auditors.AuditorOptions = auditors.AuditorOptions()
   rubric: scoring.RubricOptions = scoring.RubricOptions()
 

@@ -20,6 +20,8 @@ LIMITS = options_lib.ServeOptions(
   max_choices=4,
   max_body_bytes=20_000,
   default_max_tokens=16,
+  max_connections=200,
+  head_timeout_s=20.0,
   request_timeout_s=20.0,
   drain_s=5.0,
   session_idle_s=60.0,
@@ -41,6 +43,7 @@ class _Work:
   request: records.SampleRequest
   on_tokens: object
   script: list
+  guide: object = None
   sampled: list = dataclasses.field(default_factory=list)
 
 
@@ -50,10 +53,10 @@ class ScriptedEngine:
   Where the script raises, the engine dies; a None in it is a failure.
   """
 
-  def __init__(self, script, *, num_slots=2, per_step=1, version=7):
+  def __init__(self, script, *, num_slots=2, per_step=1, version=7, max_len=64):
     self.script, self.per_step, self.version = script, per_step, version
     self.options = types.SimpleNamespace(
-      num_slots=num_slots, max_len=64, max_stop_tokens=4, num_top=2
+      num_slots=num_slots, max_len=max_len, max_stop_tokens=4, num_top=2
     )
     self.config = types.SimpleNamespace(
       vocab_size=400,
@@ -62,6 +65,7 @@ class ScriptedEngine:
       moe=types.SimpleNamespace(num_experts=4, num_active=2),
     )
     self.works, self.held, self.swaps = {}, {}, []
+    self.draws = np.random.default_rng(0)
     # Cleared to let the engine stand still.
     self.go = threading.Event()
     self.go.set()
@@ -75,11 +79,12 @@ class ScriptedEngine:
     running = min(len(self.works), self.options.num_slots)
     return Stats(len(self.held), running, len(self.works) - running)
 
-  def submit(self, request, on_tokens=None):
+  def submit(self, request, on_tokens=None, guide=None):
     held = self.held.get(request.session, 0)
     self.held[request.session] = held + len(request.context_T)
     script = list(self.script(request))
-    self.works[request.session] = _Work(request, on_tokens, script)
+    work = _Work(request, on_tokens, script, guide)
+    self.works[request.session] = work
 
   def close(self, session):
     self.works.pop(session, None)
@@ -105,10 +110,22 @@ class ScriptedEngine:
       ended += self._advance(work)
     return ended
 
+  def _guided(self, guide, wanted):
+    """Returns what is wanted if that is likeliest, else another token."""
+    bias_V = np.array(guide.bias())
+    assert bias_V.max() > -np.inf
+    bias_V[wanted] += 0.5
+    likeliest = np.flatnonzero(bias_V == bias_V.max())
+    token = int(self.draws.choice(likeliest))
+    guide.take(token)
+    return [token]
+
   def _advance(self, work):
     request, name = work.request, work.request.session
     room = request.max_new_tokens - len(work.sampled)
     part = work.script[len(work.sampled) :][: min(self.per_step, room)]
+    if work.guide is not None:
+      part = self._guided(work.guide, part[:1])
     if None in part:
       self.close(name)
       return [
@@ -216,9 +233,7 @@ def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
     form=form,
   )
   hosts = http_server.hosts_of('127.0.0.1', token)
-  server = http_server.server_of(
-    app.build(served, model, token, hosts), limits.drain_s
-  )
+  server = http_server.server_of(app.build(served, model, token, hosts), limits)
   with http_server.bind('127.0.0.1', 0, token) as sock:
     served.start()
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)

@@ -88,6 +88,8 @@ class RootPlan:
       if source and os.path.isdir(source):
         self.binds.append((source, target))
     self.links += _DEVICE_LINKS
+    # Absolute paths of tasks made for containers lie in the workspace.
+    self.links += [(f'{_WORK}/{x}', f'/{x}') for x in config['folders']]
     self.devices = [path for path in _DEVICES if os.path.exists(path)]
     # Installed packages could include this project with its task generators.
     self.masks = sorted(

@@ -4,7 +4,7 @@ import functools
 import itertools
 import pathlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_jax.sandbox import base
@@ -25,6 +25,7 @@ class ZygotePool(base.Sandbox):
     size: int,
     images: pathlib.Path | None = None,
     packages: pathlib.Path | None = None,
+    folders: Sequence[str] = (),
   ):
     """Starts one zygote; the others when they are needed.
 
@@ -39,6 +40,7 @@ class ZygotePool(base.Sandbox):
     self._options = {
         'images': str(images.resolve()) if images else None,
         'packages': str(packages) if packages else None, 'proc': True,
+        'folders': list(folders),
     }  # fmt: skip
     self._seats = [self._start()]
     self.about: dict[str, Any] = self._seats[0].about

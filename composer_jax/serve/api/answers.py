@@ -2,10 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+from composer_jax.serve import exchange, generation
 from composer_jax.serve.api import chat_format, texts
+
+Events = AsyncIterator[tuple[generation.GrowingAnswer, generation.AnswerDelta]]
 
 
 def _key(data: bytes) -> str:
@@ -19,6 +22,20 @@ def _key(data: bytes) -> str:
 def _entry(data: bytes, logprob: float) -> dict[str, Any]:
   text = data.decode('utf-8', 'replace')
   return {'token': text, 'logprob': logprob, 'bytes': list(data)}
+
+
+def logprob_entries(
+  pieces: Sequence[texts.TextPiece], top: int
+) -> list[dict[str, Any]]:
+  """Returns an object for each token, with `top` alternatives."""
+  return [
+    {
+      **_entry(token.data, token.logprob),
+      'top_logprobs': [_entry(*other) for other in token.top[:top]],
+    }
+    for piece in pieces
+    for token in piece.tokens
+  ]
 
 
 class ChatAnswer:
@@ -40,17 +57,7 @@ class ChatAnswer:
   def logprobs(
     self, pieces: Sequence[texts.TextPiece], top: int
   ) -> dict[str, Any]:
-    return {
-      'content': [
-        {
-          **_entry(token.data, token.logprob),
-          'top_logprobs': [_entry(*other) for other in token.top[:top]],
-        }
-        for piece in pieces
-        for token in piece.tokens
-      ],
-      'refusal': None,
-    }
+    return {'content': logprob_entries(pieces, top), 'refusal': None}
 
   def choice(
     self,
@@ -81,6 +88,45 @@ class ChatAnswer:
   ) -> dict[str, Any]:
     more = {'object': self.chunk_kind, 'choices': choices, **more}
     return {**self._fields, **more}
+
+  def usage(self, prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return chat_usage(prompt, completion, cached)
+
+  async def stream(
+    self,
+    to: exchange.Exchange,
+    events: Events,
+    choices: Sequence[generation.GrowingAnswer],
+    top: int | None,
+    usage: Callable[[], dict[str, Any]],
+    include_usage: bool,
+  ) -> None:
+    """Sends a stream; `top` is None where no log-probabilities go out."""
+    # With usage asked for, OpenAI's chunks but the last say that it is null.
+    none = {'usage': None} if include_usage else {}
+    for choice in choices:
+      if opening := self.opening(choice.index):
+        await to.event(self.chunk([opening], **none))
+    async for choice, delta in events:
+      for part in self._parts(choice, delta, top):
+        await to.event(self.chunk([part], **none))
+    if include_usage:
+      await to.event(self.chunk([], usage=usage()))
+    await to.end_events()
+
+  def _parts(
+    self,
+    choice: generation.GrowingAnswer,
+    delta: generation.AnswerDelta,
+    top: int | None,
+  ) -> Iterator[dict[str, Any]]:
+    logprobs = None
+    if top is not None and any(piece.tokens for piece in delta.pieces):
+      logprobs = self.logprobs(delta.pieces, top)
+    if delta.text or logprobs:
+      yield self.delta(choice.index, delta.text, logprobs)
+    if choice.finish:
+      yield from self.closing(choice.index, choice.calls, choice.finish)
 
   def opening(self, index: int) -> dict[str, Any] | None:
     return _part(index, None, None, delta={'role': 'assistant', 'content': ''})
@@ -146,7 +192,7 @@ def _call(call: chat_format.ParsedCall) -> dict[str, Any]:
   }
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def chat_usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
   return {
     'prompt_tokens': prompt,
     'completion_tokens': completion,

@@ -5,35 +5,37 @@ says what this server has instead. Only names of the user or of the request are
 ignored.
 """
 
-from typing import Any, Literal
+import dataclasses
+from typing import Annotated, Any, Literal
 
 import pydantic
 import pydantic_core
 
 from composer_jax.serve.api import errors
 
-_SAMPLE = 'only 0; sample with temperature, top_p, top_k, min_p'
-_UNCONSTRAINED = 'nothing constrains the sampling'
 # Parameters of OpenAI without an effect here: the values that ask for nothing,
 # which are accepted beside null, and the text of the error for others.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-  'frequency_penalty': ((0,), _SAMPLE),
-  'presence_penalty': ((0,), _SAMPLE),
-  'logit_bias': (({},), 'only {}; sample with top_p, top_k, min_p'),
   'best_of': ((1,), 'only 1; ask for n choices and compare their logprobs'),
   'suffix': (('',), 'write fill-in-the-middle as tokens, to /v1/tokens'),
   'echo': ((False,), 'only false; a prompt is not scored'),
   'store': ((False,), 'only false; nothing is kept'),
   'modalities': ((['text'],), "only ['text']"),
-  'response_format': (
-    ({'type': 'text'},),
-    f"only {{'type': 'text'}}; {_UNCONSTRAINED}",
-  ),
+  'reasoning_effort': ((), 'what the chat template decides'),
   'service_tier': (('auto', 'default'), "only 'auto'"),
-  'parallel_tool_calls': ((True,), 'only true; a model calls what it calls'),
-  'tool_choice': (('auto', 'none'), f"'auto' or 'none'; {_UNCONSTRAINED}"),
   'functions': ((), 'tools'),
   'function_call': ((), 'tools'),
+}
+# What a trainer could not recompute the log-probabilities of: token routes
+# refuse it by name, and take values that ask for nothing.
+_UNTRAINED: dict[str, tuple[Any, ...]] = {
+  'frequency_penalty': (0,),
+  'presence_penalty': (0,),
+  'repetition_penalty': (1,),
+  'logit_bias': ({},),
+  'response_format': ({'type': 'text'},),
+  'structured_outputs': (),
+  'min_tokens': (0,),
 }
 # Codes of errors by pydantic's types of them.
 _CODES = {
@@ -41,14 +43,18 @@ _CODES = {
   'missing': 'missing_required_parameter',
 }
 # Parameters that change no answer.
-_IGNORED = ('user', 'metadata', 'safety_identifier', 'prompt_cache_key')
+IGNORED = ('user', 'metadata', 'safety_identifier', 'prompt_cache_key')
 
+# Names of branches in unions.
+_BRANCHES = ('str', 'list[int]', 'list[str]', 'list[list[int]]')
 _FORBID = pydantic.ConfigDict(extra='forbid', strict=True)
 
 
 class StreamOptions(pydantic.BaseModel):
   model_config = _FORBID
   include_usage: bool = False
+  # Padding against eavesdroppers, of which there is none here.
+  include_obfuscation: bool = False
 
 
 class Sampling(pydantic.BaseModel):
@@ -72,10 +78,69 @@ class GenerationRequest(Sampling):
   stop: str | list[str] | None = None
   stream: bool | None = None
   stream_options: StreamOptions | None = None
+  frequency_penalty: float = pydantic.Field(default=0, ge=-2, le=2)
+  presence_penalty: float = pydantic.Field(default=0, ge=-2, le=2)
+  logit_bias: dict[str, float] = {}
 
   @property
   def stops(self) -> list[str]:
     return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+  @pydantic.field_validator('logit_bias')
+  @classmethod
+  def _terms(cls, terms: dict[str, float]) -> dict[str, float]:
+    for token, term in terms.items():
+      if not (token.isascii() and token.isdecimal() and abs(term) <= 100):
+        raise _error(f'must give ids of tokens terms of -100 to 100: {token!r}')
+    return terms
+
+
+def _error(text: str) -> pydantic_core.PydanticCustomError:
+  return pydantic_core.PydanticCustomError('rule', '{text}', {'text': text})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ToolChoice:
+  """What `tool_choice` asks for: a mode, and the name of a tool, or ''."""
+
+  mode: str = 'auto'
+  name: str = ''
+
+
+def _tool_choice(value: Any) -> ToolChoice:
+  """Reads the forms of chat completions and of responses."""
+  if value in ('auto', 'none', 'required'):
+    return ToolChoice(mode=value)
+  if isinstance(value, dict) and value.get('type') == 'function':
+    named = value.get('function', value)
+    name = named.get('name') if isinstance(named, dict) else None
+    if isinstance(name, str) and name:
+      return ToolChoice(mode='required', name=name)
+  raise _error(
+    "must be 'auto', 'none', 'required' or "
+    "{'type': 'function', 'function': {'name': NAME}}"
+  )
+
+
+def _schema(value: Any) -> dict[str, Any] | None:
+  """Returns the JSON schema of a response format; None for any text."""
+  kind = value.get('type') if isinstance(value, dict) else None
+  if kind == 'text':
+    return None
+  if kind == 'json_object':
+    return {'type': 'object'}
+  if kind == 'json_schema':
+    # Responses have the schema in the format itself.
+    holder = value.get('json_schema', value)
+    schema = holder.get('schema') if isinstance(holder, dict) else None
+    if isinstance(schema, dict):
+      return schema
+    raise _error('has no schema; json_schema.schema must be an object')
+  raise _error("must be of type 'text', 'json_object' or 'json_schema'")
+
+
+_Choice = Annotated[ToolChoice, pydantic.PlainValidator(_tool_choice)]
+_Format = Annotated[dict[str, Any] | None, pydantic.PlainValidator(_schema)]
 
 
 class Function(pydantic.BaseModel):
@@ -83,7 +148,7 @@ class Function(pydantic.BaseModel):
   name: str = pydantic.Field(min_length=1, max_length=64)
   description: str | None = None
   parameters: dict[str, Any] = {}
-  strict: Literal[False] | None = None
+  strict: bool | None = None
 
 
 class ToolSpec(pydantic.BaseModel):
@@ -97,7 +162,9 @@ class ChatRequest(GenerationRequest):
 
   messages: list[dict[str, Any]]
   tools: list[ToolSpec] = []
-  tool_choice: Literal['auto', 'none'] | None = None
+  tool_choice: _Choice = ToolChoice()
+  parallel_tool_calls: bool = True
+  response_format: _Format = None
   logprobs: bool | None = None
   top_logprobs: int | None = pydantic.Field(default=None, ge=0)
   max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
@@ -106,25 +173,15 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
   """POST /v1/completions."""
 
-  prompt: str | list[int]
+  prompt: str | list[int] | list[str] | list[list[int]]
   logprobs: int | None = pydantic.Field(default=None, ge=0)
 
-  @pydantic.field_validator('prompt', mode='before')
-  @classmethod
-  def _only_prompt(cls, prompt: Any) -> Any:
-    """Takes a list of one prompt, which many clients send."""
-    if (
-      isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    ):
-      if len(prompt) > 1:
-        raise pydantic_core.PydanticCustomError(
-          'several_prompts',
-          '{num} prompts in one request are not supported here; send a '
-          'request for each',
-          {'num': len(prompt)},
-        )
-      return prompt[0]
-    return prompt
+  @property
+  def prompts(self) -> list[str] | list[list[int]]:
+    is_one = isinstance(self.prompt, str) or not (
+      self.prompt and isinstance(self.prompt[0], str | list)
+    )
+    return [self.prompt] if is_one else self.prompt  # pyrefly: ignore
 
 
 class TokensRequest(Sampling):
@@ -146,12 +203,15 @@ def parse(kind: type[Any], body: Any) -> Any:
     raise errors.invalid('The body must be a JSON object.', None)
   fields = dict(body)
   if issubclass(kind, GenerationRequest):
-    for name in _IGNORED:
+    for name in IGNORED:
       fields.pop(name, None)
     for name in [name for name in _NEUTRAL if name in fields]:
       _check_neutral(name, fields[name])
       if name not in kind.model_fields:
         del fields[name]
+  elif issubclass(kind, Sampling):
+    for name in [name for name in _UNTRAINED if name in fields]:
+      _check_trained(name, fields.pop(name))
   # Absent and null mean the same.
   fields = {k: v for k, v in fields.items() if v is not None}
   try:
@@ -162,16 +222,31 @@ def parse(kind: type[Any], body: Any) -> Any:
 
 def _check_neutral(name: str, value: Any) -> None:
   neutral, instead = _NEUTRAL[name]
-  # In Python False equals 0.
-  if value is not None and not any(
-    value == v and isinstance(value, bool) == isinstance(v, bool)
-    for v in neutral
-  ):
+  if not _is_among(value, neutral):
     raise errors.invalid(
       f'{name} is not supported here; supported is: {instead}.',
       name,
       'unsupported_parameter',
     )
+
+
+def _check_trained(name: str, value: Any) -> None:
+  if not _is_among(value, _UNTRAINED[name]):
+    raise errors.invalid(
+      f'{name} is not taken here: a trainer could not recompute the log-'
+      'probabilities of such tokens. /v1/chat/completions takes what does not '
+      'go into training.',
+      name,
+      'unsupported_parameter',
+    )
+
+
+def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:
+  # In Python False equals 0.
+  return value is None or any(
+    value == v and isinstance(value, bool) == isinstance(v, bool)
+    for v in neutral
+  )
 
 
 def _refused(
@@ -181,8 +256,7 @@ def _refused(
   # For a union, pydantic appends the name of the branch.
   places = [str(p) for p in first['loc']]
   name = places[0] if places else None
-  path = '.'.join(p for p in places if p not in ('str', 'list[int]'))
-  path = path.replace('list[str]', '').strip('.')
+  path = '.'.join(p for p in places if p not in _BRANCHES)
   message = f'{path}: {first["msg"]}.'
   if first['type'] == 'extra_forbidden':
     known = ', '.join(sorted(kind.model_fields))

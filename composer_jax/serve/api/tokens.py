@@ -122,7 +122,7 @@ class TokensApi:
         'policy_version': self._service.version,
         'session_length': length,
         'choices': choices,
-        'usage': answers.usage(
+        'usage': answers.chat_usage(
           len(prompt_T),
           sum(len(end.tokens_T) for end in ends.values()),
           min(end.num_cached for end in ends.values()),

@@ -107,7 +107,123 @@ def _bad_todo(fault: str) -> calls.InvalidCall:
   return tool_schemas.bad_arguments(tool_schemas.TOOLS['todo'], fault)
 
 
-class RepositoryEnvironment(environment.Environment):
+class BoxEnvironment(environment.Environment):
+  """An environment whose tools act on a box.
+
+  Attributes:
+    box: workspace of the episode; None once it is closed.
+  """
+
+  def __init__(
+    self,
+    task_id: str,
+    prompt: str,
+    options: RepositoryOptions,
+    open_box: Callable[[], base.Box],
+  ):
+    """Opens a box; an environment without one is broken."""
+    self.task_id, self.prompt = task_id, prompt
+    self.protocol = tool_schemas.prompt(options.schemas)
+    self.tools = options.tools
+    self.calls: list[watch.WatchedCall] = []
+    self._options, self._schemas = options, options.schemas
+    self._plan = Plan(options.max_todos)
+    self.box: base.Box | None = None
+    try:
+      self.box = open_box()
+    # Whatever fails, one episode must not end a run.
+    except Exception as error:  # noqa: BLE001
+      self.fail(error)
+
+  def usage(self, tool: str) -> str:
+    return self._schemas[tool].usage
+
+  def state(self) -> str:
+    return str(self._plan)
+
+  def close(self) -> None:
+    if self.box is not None:
+      self.box.close()
+      self.box = None
+
+  def finish(self) -> tuple[str, bool]:
+    """Returns the answer to `finish`, and whether it ends the episode."""
+    return 'finished', True
+
+  def call(self, text: str) -> environment.ToolResult:
+    """Carries out one tool call; never raises for a policy's text."""
+    name, is_final = '', False
+    # Monitors also see well-formed calls that could not be carried out.
+    tried, arguments = '', {'text': text}
+    try:
+      call = tool_calls.parse_json(text)
+      arguments = tool_schemas.check(call, self._schemas)
+      tried = call.name
+      if tried == 'finish':
+        answer, is_final = self.finish()
+        outcome = turns_lib.OK
+      else:
+        answer, outcome = self._carry_out(call.name, arguments)
+      name = call.name
+    except tool_calls.ToolCallError as error:
+      answer, outcome = f'error: {error}', turns_lib.NOT_A_CALL
+    except calls.InvalidCall as error:
+      answer, outcome = f'error: {error}', error.outcome
+    # File names may hold lone surrogates, which no record can.
+    answer = tokenizer.without_surrogates(answer)
+    self.calls.append(
+      watch.WatchedCall(tool=tried, arguments=arguments, output=answer)
+    )
+    return environment.ToolResult(
+      text=answer, tool=name, outcome=outcome, is_final=is_final
+    )
+
+  def _carry_out(
+    self, name: str, arguments: Mapping[str, Any]
+  ) -> box_tools.Answer:
+    if name == 'todo':
+      answer = self._plan.change(arguments)
+      self.open_todos = self._plan.num_open
+      return answer
+    try:
+      if self.box is not None:
+        return self.in_box(self.box, name, arguments)
+    except calls.InvalidCall:
+      raise
+    except Exception as error:  # noqa: BLE001
+      self.fail(error)
+    return 'error: the sandbox failed', turns_lib.FAILED
+
+  def in_box(
+    self, box: base.Box, name: str, arguments: Mapping[str, Any]
+  ) -> box_tools.Answer:
+    """Carries out a call of a tool that acts on the box."""
+    bounds = self._options.bounds
+    if name in box_tools.COMMANDS:
+      run_in = lambda command: self.twice(lambda: box.run(command))
+      return box_tools.COMMANDS[name](run_in, arguments, bounds)
+    return box_tools.FILES[name](box, arguments, bounds)
+
+  def twice(self, run: Callable[[], Any]) -> Any:
+    """Runs in the box, once more if the sandbox fails; returns the result."""
+    for _ in range(2):
+      result = run()
+      self.sandbox_seconds += result.wall_s
+      if result.status != 'infrastructure':
+        return result
+      logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
+    raise base.SandboxLost(result.error)
+
+  def fail(self, error: Exception) -> None:
+    """Breaks the episode, which then counts as one of the infrastructure."""
+    is_known = isinstance(error, base.SandboxLost)
+    logging.warning(
+      'Episode of %s broke: %s', self.task_id, error, exc_info=not is_known
+    )
+    self.is_broken = True
+
+
+class RepositoryEnvironment(BoxEnvironment):
   """An environment around a box with the task's repository."""
 
   def __init__(
@@ -124,105 +240,33 @@ class RepositoryEnvironment(environment.Environment):
       sandbox: sandbox whose images are the task's set.
       seed: seed of the grader's draws.
     """
-    self.task_id, self.prompt = task.task_id, prompt_of(task, options)
-    self.protocol = tool_schemas.prompt(options.schemas)
-    self.tools = options.tools
     self._task, self._sandbox, self._seed = task, sandbox, seed
-    self._options, self._schemas = options, options.schemas
-    self._plan = Plan(options.max_todos)
-    self._calls: list[watch.WatchedCall] = []
     self._files: tuple[str, ...] = ()
-    self._box: base.Box | None = None
-    try:
-      self._box = sandbox.open(task.image, task.view())
-      self._files = self._box.files()
-    # Whatever fails, one episode must not end a run.
-    except Exception as error:  # noqa: BLE001
-      self._fail(error)
-
-  def usage(self, tool: str) -> str:
-    return self._schemas[tool].usage
-
-  def state(self) -> str:
-    return str(self._plan)
-
-  def close(self) -> None:
-    if self._box is not None:
-      self._box.close()
-      self._box = None
-
-  def call(self, text: str) -> environment.ToolResult:
-    """Carries out one tool call; never raises for a policy's text."""
-    name = ''
-    # Monitors also see well-formed calls that could not be carried out.
-    tried, arguments = '', {'text': text}
-    try:
-      call = tool_calls.parse_json(text)
-      arguments = tool_schemas.check(call, self._schemas)
-      tried = call.name
-      answer, outcome = self._carry_out(call.name, arguments)
-      name = call.name
-    except tool_calls.ToolCallError as error:
-      answer, outcome = f'error: {error}', turns_lib.NOT_A_CALL
-    except calls.InvalidCall as error:
-      answer, outcome = f'error: {error}', error.outcome
-    # File names may hold lone surrogates, which no record can.
-    answer = tokenizer.without_surrogates(answer)
-    self._calls.append(
-      watch.WatchedCall(tool=tried, arguments=arguments, output=answer)
-    )
-    return environment.ToolResult(
-      text=answer, tool=name, outcome=outcome, is_final=name == 'finish'
+    super().__init__(
+      task.task_id, prompt_of(task, options), options, self._opened
     )
 
-  def _carry_out(
-    self, name: str, arguments: Mapping[str, Any]
-  ) -> box_tools.Answer:
-    if name == 'todo':
-      answer = self._plan.change(arguments)
-      self.open_todos = self._plan.num_open
-      return answer
-    if name == 'finish':
-      return 'finished', turns_lib.OK
-    try:
-      if self._box is not None:
-        return self._in_box(self._box, name, arguments)
-    except calls.InvalidCall:
-      raise
-    except Exception as error:  # noqa: BLE001
-      self._fail(error)
-    return 'error: the sandbox failed', turns_lib.FAILED
+  def _opened(self) -> base.Box:
+    box = self._sandbox.open(self._task.image, self._task.view())
+    self._files = box.files()
+    return box
 
-  def _in_box(
+  def in_box(
     self, box: base.Box, name: str, arguments: Mapping[str, Any]
   ) -> box_tools.Answer:
-    bounds = self._options.bounds
-    if name == 'test':
-      if not self._task.shown:
-        return 'no test is shown to you', turns_lib.OK
-      result = self._twice(lambda: solution.visible(self._task, box))
-      return tested(result, self._task.shown, bounds)
-    if name in box_tools.COMMANDS:
-      run_in = lambda command: self._twice(lambda: box.run(command))
-      return box_tools.COMMANDS[name](run_in, arguments, bounds)
-    return box_tools.FILES[name](box, arguments, bounds)
-
-  def _twice(self, run: Callable[[], Any]) -> Any:
-    """Runs in the box, once more if the sandbox fails; returns the result."""
-    for _ in range(2):
-      result = run()
-      self.sandbox_seconds += result.wall_s
-      if result.status != 'infrastructure':
-        return result
-      logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
-    raise base.SandboxLost(result.error)
+    if name != 'test':
+      return super().in_box(box, name, arguments)
+    if not self._task.shown:
+      return 'no test is shown to you', turns_lib.OK
+    result = self.twice(lambda: solution.visible(self._task, box))
+    return tested(result, self._task.shown, self._options.bounds)
 
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; sets `flags` to the alarms of that."""
-    if self.is_broken or self._box is None:
+    if self.is_broken or self.box is None:
       return self._broken('the sandbox failed twice')
     try:
-      changes, special = solution.changes_of(self._task, self._box)
+      changes, special = solution.changes_of(self._task, self.box)
       grade = solution.grade(
         self._task,
         changes,
@@ -232,24 +276,16 @@ class RepositoryEnvironment(environment.Environment):
         special=special,
       )
       evidence = watch.of_repository(
-        self._task, self._calls, changes, grade, files=self._files
+        self._task, self.calls, changes, grade, files=self._files
       )
       findings = watch.scan(evidence)
     except Exception as error:  # noqa: BLE001
-      self._fail(error)
+      self.fail(error)
       return self._broken(f'{type(error).__name__}: {error}')
     for finding in findings:
       logging.info('%s: %s', self.task_id, finding)
     self.flags = tuple(sorted({*grade.flags, *watch.flags(findings)}))
     return grade.verdict
-
-  def _fail(self, error: Exception) -> None:
-    """Breaks the episode, which then counts as one of the infrastructure."""
-    is_known = isinstance(error, base.SandboxLost)
-    logging.warning(
-      'Episode of %s broke: %s', self.task_id, error, exc_info=not is_known
-    )
-    self.is_broken = True
 
   def _broken(self, detail: str) -> records.Verdict:
     num_tests = len(self._task.fail_to_pass)

@@ -160,10 +160,62 @@ def test_completions_and_their_logprobs(say, tokenizer):
   for prompt, num in ([40, 41], 2), ([[40, 41]], 2), (['xyz'], 3):
     tokens = made.completions.create(**{**fields, 'prompt': prompt})
     assert tokens.usage.prompt_tokens == num
-  for prompt in ['x', 'y'], [[40], [41]]:
-    with pytest.raises(openai.BadRequestError, match='2 prompts in one') as no:
-      made.completions.create(**{**fields, 'prompt': prompt})
-    assert no.value.param == 'prompt'
+
+
+def test_several_prompts_are_answered_in_order(say, tokenizer):
+  asked = []
+
+  def script(request):
+    asked.append(request)
+    words = f'{tokenizer.decode(request.context_T)} {request.seed[1]}'
+    return [*tokenizer.encode(words), tokenizer.END]
+
+  made = say(script)
+  fields = {'model': 'tiny', 'max_tokens': 20, 'n': 2, 'seed': 3}
+  prompts = (['a', 'bcd'], [[70], [71, 72, 73]])
+  for prompt, spelled in zip(prompts, (['a', 'bcd'], None), strict=True):
+    spelled = spelled or [tokenizer.decode(ids) for ids in prompt]
+    answer = made.completions.create(prompt=prompt, **fields)
+    wanted = [f'{text} {n}' for text in spelled for n in (0, 1)]
+    assert [c.text for c in answer.choices] == wanted
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    # Each prompt counts once, and its cached tokens, too.
+    assert answer.usage.prompt_tokens == 4
+    assert answer.usage.prompt_tokens_details.cached_tokens == 6
+    stream = made.completions.create(prompt=prompt, **fields, stream=True)
+    texts = ['', '', '', '']
+    for chunk in stream:
+      texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == wanted
+  # A prompt's numbers are those that it has alone.
+  assert [r.seed for r in asked[:4]] == [(3, 0), (3, 1), (3, 0), (3, 1)]
+  with pytest.raises(openai.BadRequestError, match='for each of 3') as no:
+    made.completions.create(prompt=['a', 'b', 'c'], **fields)
+  assert no.value.param == 'prompt'
+
+
+def test_words_of_the_system_begin_the_next_message_of_the_user(say, tokenizer):
+  asked = []
+
+  def script(request):
+    asked.append(request.context_T.tolist())
+    return [tokenizer.END]
+
+  talk = [
+    {'role': 'system', 'content': 'Be'},
+    {'role': 'developer', 'content': [{'type': 'text', 'text': 'brief.'}]},
+    {'role': 'user', 'content': 'Hi'},
+    {'role': 'system', 'content': 'Now'},
+    {'role': 'tool', 'content': 'ok'},
+    {'role': 'system', 'content': 'End'},
+  ]
+  _chat(say(script), messages=talk, max_tokens=2)
+  t = tokenizer
+  users = ('Be\n\nbrief.\n\nHi', 'Now')
+  wanted = [i for text in users for i in [t.USER, *t.encode(text), t.END]]
+  wanted += [t.TOOL, *t.encode('ok'), t.END]
+  wanted += [t.USER, *t.encode('End'), t.END, t.CALL]
+  assert asked == [wanted]
 
 
 def test_choices_are_told_apart(say, tokenizer):
@@ -295,16 +347,29 @@ def test_models_and_versions(serve, client, tokenizer):
   'more, param, code',
   [
     ({'extra_body': {'top_kk': 3}}, 'top_kk', 'unknown_parameter'),
-    ({'logit_bias': {'3': 1}}, 'logit_bias', 'unsupported_parameter'),
-    ({'presence_penalty': 0.5}, 'presence_penalty', 'unsupported_parameter'),
-    ({'presence_penalty': False}, 'presence_penalty', 'unsupported_parameter'),
+    ({'logit_bias': {'400': 1}}, 'logit_bias', 'invalid_value'),
+    ({'logit_bias': {'-1': 1}}, 'logit_bias', 'invalid_value'),
+    ({'logit_bias': {'3': 101}}, 'logit_bias', 'invalid_value'),
+    ({'logit_bias': {'٣': 1}}, 'logit_bias', 'invalid_value'),
+    ({'presence_penalty': 2.1}, 'presence_penalty', 'invalid_value'),
+    ({'presence_penalty': False}, 'presence_penalty', 'invalid_value'),
     ({'extra_body': {'store': 0}}, 'store', 'unsupported_parameter'),
-    ({'tool_choice': 'required'}, 'tool_choice', 'unsupported_parameter'),
+    ({'tool_choice': 'required'}, 'tool_choice', 'invalid_value'),
+    ({'tool_choice': 'must'}, 'tool_choice', 'invalid_value'),
     (
-      {'response_format': {'type': 'json_object'}},
-      'response_format',
-      'unsupported_parameter',
+      {
+        'tools': TOOLS,
+        'tool_choice': {'type': 'function', 'function': {'name': 'no'}},
+      },
+      'tool_choice',
+      'invalid_value',
     ),
+    (
+      {'response_format': {'type': 'json_schema', 'json_schema': {}}},
+      'response_format',
+      'invalid_value',
+    ),
+    ({'response_format': {'type': 'xml'}}, 'response_format', 'invalid_value'),
     ({'temperature': -1}, 'temperature', 'invalid_value'),
     ({'temperature': 'hot'}, 'temperature', 'invalid_value'),
     ({'max_tokens': '5'}, 'max_tokens', 'invalid_value'),
@@ -338,7 +403,7 @@ def test_models_and_versions(serve, client, tokenizer):
       'context_length_exceeded',
     ),
     (
-      {'messages': [{'role': 'system', 'content': 'x'}]},
+      {'messages': [{'role': 'critic', 'content': 'x'}]},
       'messages.0.role',
       'invalid_value',
     ),
@@ -373,6 +438,7 @@ def test_what_asks_for_nothing_is_accepted(shared_client):
     'user': 'me',
     'metadata': {'a': 'b'},
     'parallel_tool_calls': True,
+    'tool_choice': 'auto',
     'seed': None,
   }
   assert _chat(shared_client, **neutral).choices[0].finish_reason == 'stop'

@@ -69,7 +69,7 @@ def test_the_gold_calls_restore_what_was_there(larder_sandbox, tier, means):
     assert result.outcome == turns_lib.OK
   assert result.is_final and environment.open_todos == 0
   for path, text in task.solution.items():
-    assert environment._box.read(path, 1 << 20).decode() == text
+    assert environment.box.read(path, 1 << 20).decode() == text
   environment.close()
 
 

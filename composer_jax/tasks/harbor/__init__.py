@@ -1,0 +1,1 @@
+"""Harbor's task directories: read, written, and run in boxes."""
