@@ -5,7 +5,7 @@ t, and log-probabilities are indexed by the token they are about.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -341,44 +341,42 @@ def _parts(how, weight, dtype) -> list[jax.Array] | None:
   ]
 
 
-def _fold(step, carry, how, weight, parts, whole=None):
+def _fold(step, carry, how, weight, parts, whole=None) -> tuple[Any, Any]:
   """Returns `step(carry, start, part)` folded over chunks, and what it made.
 
   Chunks are unrolled, so that collectives of one overlap with products of
-  others, but for the CPU: it has none to hide, and its compiler computes the
-  logits of all chunks first if that seems faster.
+  others, but on a CPU: its compiler computes the logits of all chunks first if
+  that seems faster.
 
   Args:
-    step: returns the next carry, whose first array the products read, and the
-      chunk's part of `whole` or None.
+    step: returns the next carry, and the chunk's part of `whole` or None.
     parts: weights of `_parts`.
-    whole: array to be made, shaped like the weight; None for none.
+    whole: zeros to be filled, in the weight's shape; None for nothing.
   """
+
+  def body(start, words, state):
+    carry, whole = state
+    part = how.part(weight, start, words, carry[0].dtype)
+    carry, made = step(carry, start, part)
+    if whole is not None:
+      whole = jax.lax.dynamic_update_slice_in_dim(whole, made, start, how.words)
+    return carry, whole
+
+  if parts is None:
+    loops, rest = divmod(weight.shape[how.words], how.chunk)
+    looped = lambda i, state: body(i * how.chunk, how.chunk, state)
+    state = jax.lax.fori_loop(0, loops, looped, (carry, whole))
+    return body(loops * how.chunk, rest, state) if rest else state
   made = []
-  for i, part in enumerate(parts or ()):
+  for i, part in enumerate(parts):
     # Keeps the compiler from reusing logits of the forward pass, and from
     # computing those of all chunks at once.
     carry = jax.lax.optimization_barrier(carry)
     carry, out = step(carry, i * how.chunk, part)
     made.append(out)
-  if parts is not None:
-    is_made = whole is not None
-    return carry, jnp.concatenate(made, axis=how.words) if is_made else None
-
-  def body(start, words, state):
-    carry, whole = state
-    part = how.part(weight, start, words, carry[0].dtype)
-    carry, out = step(carry, start, part)
-    if whole is not None:
-      whole = jax.lax.dynamic_update_slice_in_dim(whole, out, start, how.words)
-    return carry, whole
-
-  loops, rest = divmod(weight.shape[how.words], how.chunk)
-  state = jax.lax.fori_loop(
-    0, loops, lambda i, state: body(i * how.chunk, how.chunk, state),
-    (carry, whole),
-  )  # fmt: skip
-  return body(loops * how.chunk, rest, state) if rest else state
+  if whole is not None:
+    whole = jnp.concatenate(made, axis=how.words)
+  return carry, whole
 
 
 def _scaled(part, hidden_ZD, temperatures_Z, how):
