@@ -72,10 +72,13 @@ class RepositoryTasks(environments.TaskFamily):
       if len(chosen) < needed:
         shown = self._spec.systems['demonstrations'].count
         beside = f' beside the {shown} of --config.demonstrations.count'
+        cure = 'Lower it, or make more tasks'
+        if split != 'train' and not chosen:
+          cure = 'Hold out a package: with --held_out or --only'
         raise ValueError(
           f'{self._options.folder} has {len(chosen)} {split} tasks'
           f'{beside if split == "train" else ""}, and {field} needs {needed}: '
-          'no task is played twice. Lower it, or make more tasks with '
+          f'no task is played twice. {cure} of '
           '`python -m experiments.make_tasks`.'
         )
 
