@@ -3,9 +3,11 @@
   python -m experiments.make_tasks --config=configs/tasks/packages.py \
       --out=runs/tasks
 
-The same command resumes after a kill. Sdists come from the index that pip is
-configured with, if it answers in JSON (PEP 691); put archives of other indices
-into --archives. A package's code runs only in the sandbox.
+`--folders=MY_REPOSITORY` makes tasks of a folder alone, with `--only=semver` of
+that package of the config, too. The same command resumes after a kill. Sdists
+come from the index that pip is configured with, if it answers in JSON (PEP
+691); put archives of other indices into --archives. A package's code runs only
+in the sandbox.
 """
 
 import time
@@ -23,11 +25,14 @@ _OUT = flags.DEFINE_string('out', 'runs/tasks', 'Folder of the task set.')
 _ARCHIVES = flags.DEFINE_string(
   'archives', 'runs/sdists', 'Folder of sdists; missing ones are downloaded.'
 )
-_ONLY = flags.DEFINE_list('only', [], 'Packages of the config; all if empty.')
+_ONLY = flags.DEFINE_list(
+  'only', [], 'Packages of the config; all if empty and no folder is given.'
+)
 _FOLDERS = flags.DEFINE_list(
-  'folders',
-  [],
-  'Packages on this machine, as NAME=PATH, beside those of the config.',
+  'folders', [], 'Packages on this machine, each as PATH or NAME=PATH.'
+)
+_HELD_OUT = flags.DEFINE_list(
+  'held_out', [], 'Names of folders whose tasks are never trained on.'
 )
 
 
@@ -42,11 +47,9 @@ def run() -> None:
   level, workers = place.pop('level'), place.pop('workers')
   limits = base.Limits(**place)
   options = workspace.Options(**fields['options'])
-  packages = dict(fields['packages'])
-  for item in _FOLDERS.value:
-    name, _, path = item.partition('=')
-    packages[name] = {'folder': path}
-  pins = sdists.pins_of(packages, _ONLY.value)
+  folders = sdists.of_folders(_FOLDERS.value, _HELD_OUT.value)
+  packages = fields['packages'] | folders
+  pins = sdists.pins_of(packages, dict.fromkeys([*folders, *_ONLY.value]))
   begin = time.monotonic()
   tasks = factory.make(
     _OUT.value,

@@ -5,7 +5,7 @@ t, and log-probabilities are indexed by the token they are about.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from composer_jax.models import decoder
 from composer_jax.parallel import exchange, sequence, shards
 
 # Bytes of a device's logits that exist at once, unless that takes more chunks
-# than a program should have.
+# than an unrolled program should have.
 _CHUNK_BYTES = 1 << 25
 _MOST_CHUNKS = 16
+_LEAST_WORDS = 256  # of a product that is worth its overhead
 
 
 def logits(
@@ -186,6 +187,8 @@ def target_logprobs(
 def words_at_once(num_tokens: int, num_words: int) -> int:
   """Returns the words whose logits exist at once, for a device's tokens."""
   fitting = _CHUNK_BYTES // (4 * num_tokens)
+  if platforms.current() == 'cpu':
+    return max(fitting, _LEAST_WORDS)
   return max(fitting, -(-num_words // _MOST_CHUNKS))
 
 
@@ -251,8 +254,10 @@ class _Chunked(NamedTuple):
     """Dimension of the weight along the vocabulary."""
     return 0 if self.config.tie_embeddings else 1
 
-  def starts(self, weight: jax.Array) -> range:
-    return range(0, weight.shape[self.words], self.chunk)
+  def part(self, weight, start, words: int, dtype) -> jax.Array:
+    """Returns the gathered weight of some words."""
+    part = jax.lax.dynamic_slice_in_dim(weight, start, words, self.words)
+    return shards.gathered(part.astype(dtype), self.spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -260,55 +265,44 @@ def _in_chunks(how, weight, hidden_ZD, targets_Z, temperatures_Z):
   """Returns `token_logprobs` from one chunk of the vocabulary at a time.
 
   The backward pass computes logits again and scatters each chunk of the
-  weight's gradient at once. Chunks are unrolled, so that collectives of one
-  overlap with products of others.
+  weight's gradient at once.
   """
   arrays = (weight, hidden_ZD, targets_Z, temperatures_Z)
   return _in_chunks_forward(how, *arrays)[0]
 
 
 def _in_chunks_forward(how, weight, hidden_ZD, targets_Z, temperatures_Z):
-  zeros_Z = jnp.zeros(targets_Z.shape, jnp.float32)
-  top_Z, total_Z, moment_Z, picked_Z = zeros_Z - jnp.inf, *[zeros_Z] * 3
-  parts = []
-  for start in how.starts(weight):
-    stop = min(start + how.chunk, weight.shape[how.words])
-    part = jax.lax.slice_in_dim(weight, start, stop, axis=how.words)
-    # One chunk after the other, although their products are independent.
-    hidden_ZD, total_Z = jax.lax.optimization_barrier((hidden_ZD, total_Z))
-    if platforms.current() == 'cpu':
-      hidden_ZD = platforms.after([total_Z.sum()], hidden_ZD)
-    # Kept gathered for the backward pass, which comes next.
-    parts.append(shards.gathered(part.astype(hidden_ZD.dtype), how.spec))
-    logits_ZV = _scaled(parts[-1], hidden_ZD, temperatures_Z, how)
-    before_Z, top_Z = top_Z, jnp.maximum(top_Z, logits_ZV.max(-1))
+  def step(carry, start, part):
+    hidden_ZD, before_Z, total_Z, moment_Z, picked_Z = carry
+    logits_ZV = _scaled(part, hidden_ZD, temperatures_Z, how)
+    top_Z = jnp.maximum(before_Z, logits_ZV.max(-1))
     powers_ZV = jnp.exp(logits_ZV - top_Z[:, None])
     shrink_Z = jnp.exp(before_Z - top_Z)
     total_Z = total_Z * shrink_Z + powers_ZV.sum(-1)
     moment_Z = moment_Z * shrink_Z + (powers_ZV * logits_ZV).sum(-1)
     is_picked_ZV = _picked(logits_ZV, targets_Z - start)
     picked_Z += jnp.where(is_picked_ZV, logits_ZV, 0).sum(-1)
+    return (hidden_ZD, top_Z, total_Z, moment_Z, picked_Z), None
+
+  zeros_Z = jnp.zeros(targets_Z.shape, jnp.float32)
+  carry = (hidden_ZD, zeros_Z - jnp.inf, *[zeros_Z] * 3)
+  parts = _parts(how, weight, hidden_ZD.dtype)
+  carry, _ = _fold(step, carry, how, weight, parts)
+  _, top_Z, total_Z, moment_Z, picked_Z = carry
   log_z_Z = top_Z + jnp.log(total_Z)
   entropy_Z = log_z_Z - moment_Z / total_Z
   arrays = (hidden_ZD, targets_Z, temperatures_Z, log_z_Z, entropy_Z)
-  return (picked_Z - log_z_Z, entropy_Z), (parts, arrays)
+  return (picked_Z - log_z_Z, entropy_Z), (weight, parts, arrays)
 
 
 def _in_chunks_backward(how, residuals, d_out):
-  parts, (hidden_ZD, targets_Z, temperatures_Z, log_z_Z, entropy_Z) = residuals
-  d_out = [d_Z[:, None] for d_Z in d_out]
-  d_hidden_ZD = jnp.zeros(hidden_ZD.shape, jnp.float32)
-  d_parts = []
-  for i, part in enumerate(parts):
-    # Keeps the compiler from reusing logits of the forward pass, and from
-    # computing those of all chunks at once.
-    hidden_ZD, d_hidden_ZD, d_out = jax.lax.optimization_barrier(
-      (hidden_ZD, d_hidden_ZD, d_out)
-    )
-    if platforms.current() == 'cpu':
-      hidden_ZD = platforms.after([d_hidden_ZD.sum()], hidden_ZD)
+  weight, parts, arrays = residuals
+  hidden_ZD, targets_Z, temperatures_Z, log_z_Z, entropy_Z = arrays
+
+  def step(carry, start, part):
+    hidden_ZD, d_hidden_ZD, d_out = carry
     logits_ZV = _scaled(part, hidden_ZD, temperatures_Z, how)
-    is_picked_ZV = _picked(logits_ZV, targets_Z - i * how.chunk)
+    is_picked_ZV = _picked(logits_ZV, targets_Z - start)
     d_logits_ZV = _d_logits(logits_ZV, is_picked_ZV, entropy_Z, log_z_Z, d_out)
     d_logits_ZV = (d_logits_ZV / temperatures_Z[:, None]).astype(part.dtype)
     d_hidden_ZD += jnp.einsum(
@@ -319,12 +313,70 @@ def _in_chunks_backward(how, residuals, d_out):
     )
     d_part = linear.weight_gradient(hidden_ZD, d_logits_ZV)
     d_part = d_part.T if how.config.tie_embeddings else d_part
-    d_parts.append(shards.scattered(d_part.astype(jnp.float32), how.spec))
-  d_weight = jnp.concatenate(d_parts, axis=how.words).astype(how.stored_dtype)
+    d_part = shards.scattered(d_part.astype(jnp.float32), how.spec)
+    return (hidden_ZD, d_hidden_ZD, d_out), d_part
+
+  zeros_ZD = jnp.zeros(hidden_ZD.shape, jnp.float32)
+  carry = (hidden_ZD, zeros_ZD, [d_Z[:, None] for d_Z in d_out])
+  d_weight = jnp.zeros(weight.shape, jnp.float32)
+  (_, d_hidden_ZD, _), d_weight = _fold(
+    step, carry, how, weight, parts, d_weight
+  )
+  d_weight = d_weight.astype(how.stored_dtype)
   return d_weight, d_hidden_ZD.astype(hidden_ZD.dtype), None, None
 
 
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
+
+
+def _parts(how, weight, dtype) -> list[jax.Array] | None:
+  """Returns the gathered weight of each chunk; None for a loop over them."""
+  if platforms.current() == 'cpu':
+    return None
+  # Kept gathered for the backward pass, which comes next.
+  size = weight.shape[how.words]
+  return [
+    how.part(weight, start, min(how.chunk, size - start), dtype)
+    for start in range(0, size, how.chunk)
+  ]
+
+
+def _fold(step, carry, how, weight, parts, whole=None) -> tuple[Any, Any]:
+  """Returns `step(carry, start, part)` folded over chunks, and what it made.
+
+  Chunks are unrolled, so that collectives of one overlap with products of
+  others, but on a CPU: its compiler computes the logits of all chunks first if
+  that seems faster.
+
+  Args:
+    step: returns the next carry, and the chunk's part of `whole` or None.
+    parts: weights of `_parts`.
+    whole: zeros to be filled, in the weight's shape; None for nothing.
+  """
+
+  def body(start, words, state):
+    carry, whole = state
+    part = how.part(weight, start, words, carry[0].dtype)
+    carry, made = step(carry, start, part)
+    if whole is not None:
+      whole = jax.lax.dynamic_update_slice_in_dim(whole, made, start, how.words)
+    return carry, whole
+
+  if parts is None:
+    loops, rest = divmod(weight.shape[how.words], how.chunk)
+    looped = lambda i, state: body(i * how.chunk, how.chunk, state)
+    state = jax.lax.fori_loop(0, loops, looped, (carry, whole))
+    return body(loops * how.chunk, rest, state) if rest else state
+  made = []
+  for i, part in enumerate(parts):
+    # Keeps the compiler from reusing logits of the forward pass, and from
+    # computing those of all chunks at once.
+    carry = jax.lax.optimization_barrier(carry)
+    carry, out = step(carry, i * how.chunk, part)
+    made.append(out)
+  if whole is not None:
+    whole = jnp.concatenate(made, axis=how.words)
+  return carry, whole
 
 
 def _scaled(part, hidden_ZD, temperatures_Z, how):

@@ -170,16 +170,18 @@ class EvaluationSection:
   """The evaluations before and after RL.
 
   Attributes:
-    episodes: held-out episodes of each evaluation, on each axis; no task of a
+    episodes: held-out tasks of each evaluation, on each axis; no task of a
       folder twice.
+    samples: episodes of each task.
     imported: true to evaluate an imported model before any training, too.
   """
 
   episodes: int = 200
+  samples: int = 1
   imported: bool = False
 
   def __post_init__(self):
-    checks.at_least(self, 1, 'episodes')
+    checks.at_least(self, 1, 'episodes', 'samples')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

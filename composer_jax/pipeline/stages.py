@@ -213,7 +213,7 @@ def collector_of(
   split: str,
   workdir: pathlib.Path | None = None,
 ) -> collect.Collector:
-  """Makes a collector: groups on training tasks, or single held-out episodes.
+  """Makes a collector: groups on training tasks, or episodes of held-out ones.
 
   Args:
     split: 'train' or one of the family's axes.
@@ -226,6 +226,7 @@ def collector_of(
   task_of_group: Callable[[int], Any] = tasks.of_group
   reward_of_group = lambda group: spec.rewards
   is_training = split == 'train'
+  samples = spec.evaluation.samples
   if is_training and workdir is not None:
     reward_of_group = rewards.Switch(
       workdir / rewards.FILE, spec.rewards, progress.teller('rewards')
@@ -248,7 +249,7 @@ def collector_of(
       hints=systems.hints if is_training else None,
       summary=spec.summary,
     ),
-    rollouts_per_group=spec.rl.rollouts_per_prompt if is_training else 1,
+    rollouts_per_group=spec.rl.rollouts_per_prompt if is_training else samples,
     seed=seed,
     **judged,
   )
@@ -307,7 +308,7 @@ def _evaluate(
 ) -> None:
   say, family = progress.teller('eval'), job.systems.family
   episodes = job.spec.evaluation.episodes
-  say(f'playing {episodes} episodes of {stage} on {axis}')
+  say(f'playing {stage} on {episodes} tasks of {axis}')
   with progress.Progress('eval', episodes) as bar:
     groups = collect.groups(
       collector_of(job.spec, job.systems, job.tokenizer, runner, split=axis),

@@ -30,10 +30,8 @@ from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 _GIB = 1 << 30
-# Tokens of the traced row; what attention keeps grows with them, not faster.
-# Their factor 17, which no usual weight has, tells arrays of tokens.
-_FACTOR = 17
-_TRACED = _FACTOR * 16
+# Tokens of a traced row; what attention keeps grows with them, not faster.
+_TRACED = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,9 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
     trainer = training('rl', spec.model, options, mesh, layout, shape)
     # One is published; the gate keeps those that may have sampled.
     kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
-    width = jnp.dtype(options.masters).itemsize
-    kept_bytes = kept * trainer.terms['policy values'] * 2 // width
+    # A policy has two bytes for the gradients' four and those of a master.
+    both = 4 + jnp.dtype(options.masters).itemsize
+    kept_bytes = kept * trainer.terms['gradients'] * 2 // both
     trainer.terms['kept policies'] = kept_bytes
     if spec.rl.placement == 'colocated':
       both = trainer.terms | {
@@ -253,8 +252,10 @@ def training(
     'masters': (not is_apart) * masters,
     'moments': (not is_apart) * moments,
     'a layer of both': is_apart * _moved(state.params, at.params, model.stacks),
-    'policy values': masters,
-    'gradients': 4 * _bytes(state.params, at.params, 1) * (1 + adds_up),
+    # Masters on the policy's grid are its values.
+    'policy values': (optimizer.masters == 'float32') * masters,
+    # Of a microbatch in the dtype of the masters; sums are in float32.
+    'gradients': masters + adds_up * _bytes(state.params, at.params, 4),
     'copies of weights': _copies(variables, places, model),
     **activations(model, *local),
   }
@@ -380,9 +381,16 @@ def activations(
 @functools.lru_cache(maxsize=64)
 def _kept(model: model_config.ModelConfig) -> float:
   """Returns bytes a token between forward and backward pass, without logits."""
+  # Of weights that are kept, cut or cast, a difference has nothing.
+  more = _residuals(model, 2 * _TRACED) - _residuals(model, _TRACED)
+  return more / _TRACED
+
+
+def _residuals(model: model_config.ModelConfig, num_tokens: int) -> int:
+  """Returns bytes that the forward pass keeps of a row, without logits."""
   variables, _ = decoder.abstract(model)
   name = decoder.trained(variables)
-  integers = jax.ShapeDtypeStruct((1, _TRACED), jnp.int32)
+  integers = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
   batch: Any = batches.LMBatch
   batch = batch(
     tokens_BT=integers,
@@ -402,15 +410,10 @@ def _kept(model: model_config.ModelConfig) -> float:
 
   others = {k: tree for k, tree in variables.items() if k != name}
   traced = jax.make_jaxpr(passed)(variables[name], others, batch).jaxpr
-  # Weights that it keeps are counted as weights, also if cast, cut or reshaped.
-  counted = {leaf.size for leaf in jax.tree.leaves(variables)}
-  counted.add(_TRACED * model.vocab_size)
   given = {id(v) for v in traced.invars}
   arrays = {id(v): v.aval for v in traced.outvars if id(v) not in given}
-  kept = [
-    a
+  return sum(
+    math.prod(a.shape) * a.dtype.itemsize
     for a in arrays.values()
-    if math.prod(a.shape) not in counted
-    and any(n % _FACTOR == 0 for n in a.shape)
-  ]
-  return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept) / _TRACED
+    if math.prod(a.shape) != num_tokens * model.vocab_size
+  )

@@ -55,13 +55,17 @@ class DemonstrationOptions(demonstrations.Noise):
       for an imported model; '' for none.
     functions: number of finished functions of lists, with descriptions, that
       SFT shows before transcripts: there the code of a word is learnt soonest.
-    context_loss: share of transcripts of list functions with loss on prompt and
-      answers as well as on calls: their files repeat names and describe code.
+    practice: number of short functions of the corpus whose bodies SFT shows
+      beside the solutions of a folder's tasks, through the tool 'body'.
+    context_loss: share of transcripts of list functions, and of practice, with
+      loss on prompt and answers as well as on calls: their files repeat names
+      and describe code.
   """
 
   count: int = 7000
   conversations: str = ''
   functions: int = 7000
+  practice: int = 0
   context_loss: float = 0.0
   wrong_tool: float = 0.1
   wrong_edit: float = 0.1
@@ -72,6 +76,6 @@ class DemonstrationOptions(demonstrations.Noise):
 
   def __post_init__(self):
     checks.at_least(self, 1, 'count')
-    checks.at_least(self, 0, 'functions')
+    checks.at_least(self, 0, 'functions', 'practice')
     checks.number(self, 0, 'context_loss', highest=1)
     demonstrations.Noise.__post_init__(self)

@@ -59,6 +59,8 @@ def variables(
 
 @jax.custom_jvp
 def _rounded(x: jax.Array) -> jax.Array:
+  if x.dtype == jnp.bfloat16:
+    return x
   # Not astype(bfloat16).astype(float32), which XLA may drop
   # (xla_allow_excess_precision) and whose transpose rounds the gradient.
   return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -54,6 +54,10 @@ def test_a_seed_is_one_row_with_the_gain_and_its_interval():
       'stages': {'cpt': 90.0, 'rl': 30.0},
       'evaluation_sft': dataclasses.asdict(rate(2)),
       'evaluation_rl': dataclasses.asdict(rate(12)),
+      'by_task': {
+        'sft': {'x': [2, 20], 'y': [0, 20]},
+        'rl': {'y': [2, 20], 'x': [10, 20]},
+      },
     },
   ]
   text = analyze.table(rows)
@@ -69,7 +73,8 @@ def test_a_seed_is_one_row_with_the_gain_and_its_interval():
     'not run',
     f'2 of 40, 0.050 [{rate(2).low:.3f}, {rate(2).high:.3f}]',
     f'12 of 40, 0.300 [{rate(12).low:.3f}, {rate(12).high:.3f}]',
-    f'+0.250 [{low:+.3f}, {high:+.3f}]',
+    # Changes of 0.4 and 0.1: a deviation of 0.3 / sqrt(2), over sqrt(2).
+    f'+0.250 [{low:+.3f}, {high:+.3f}], over tasks [-0.044, +0.544]',
     '0.25, 0.25',
     '0.005 -> 0.185',
     '2',

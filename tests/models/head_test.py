@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax.core import platforms
 from composer_jax.models import head
 from tests import compiling
 from tests.models import decoder_test
@@ -60,7 +61,7 @@ def test_the_end_of_a_full_row_predicts_nothing():
     assert about[0, 0] == 0 and (about[0, 1:] != 0).all()
 
 
-def _gradients(name, chunk):
+def _gradients(name, chunk, platform='cpu'):
   """Returns outputs and gradients, with so many words in each chunk."""
   config = dataclasses.replace(
     decoder_test.CONFIG, tie_embeddings=name == 'embedding'
@@ -75,11 +76,14 @@ def _gradients(name, chunk):
     return 2 * out[0].sum() - 3 * (out[1] ** 2).sum(), out
 
   gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
-  return jax.jit(gradient, compiler_options=_OPTIONS)(weight, hidden)
+  with platforms.targeting(platform):
+    return jax.jit(gradient, compiler_options=_OPTIONS)(weight, hidden)
 
 
+# A loop over chunks, or chunks one after another.
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 @pytest.mark.parametrize('name', ['embedding', 'unembedding'])
-def test_chunks_equal_logits_at_once(name):
+def test_chunks_equal_logits_at_once(name, platform):
   weight, hidden, (_, _, temperatures) = _inputs()
   largest = np.abs(hidden @ weight).max() / temperatures.min()
   # A logit is off by a unit in the last place of the largest for each of its
@@ -88,7 +92,7 @@ def test_chunks_equal_logits_at_once(name):
   # The last chunk has two of 32 words.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=off * np.abs(y).max()),
-    _gradients(name, 10),
+    _gradients(name, 10, platform),
     _gradients(name, 32),
   )
 
@@ -113,6 +117,30 @@ def test_logits_of_all_words_exist_only_where_they_are_small():
   assert 'f32[6,8]' in text(8)
 
 
+@pytest.mark.parametrize('tied', [False, True])
+def test_logits_of_one_chunk_exist_at_a_time_on_a_cpu(tied):
+  config = dataclasses.replace(decoder_test.CONFIG, tie_embeddings=tied)
+  num_tokens, num_words = 6144, 151_936  # Qwen3's
+  shape = (num_words, 16) if tied else (16, num_words)
+  name = 'embedding' if tied else 'unembedding'
+
+  def loss(weight, hidden, tokens):
+    variables, ones = {'params': {name: weight}}, jnp.ones_like(tokens)
+    out = head.target_logprobs(variables, hidden, tokens, ones, None, config)
+    return out[0].sum()
+
+  arrays = (
+    jax.ShapeDtypeStruct(shape, jnp.float32),
+    jax.ShapeDtypeStruct((1, num_tokens, 16), jnp.float32),
+    jax.ShapeDtypeStruct((1, num_tokens), jnp.int32),
+  )
+  compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile()
+  chunk = 4 * num_tokens * head.words_at_once(num_tokens, num_words)
+  # The chunk's gradient stands beside it, and the weight's beside both.
+  most = 3 * chunk + 4 * 16 * num_words
+  assert compiled.memory_analysis().temp_size_in_bytes < most
+
+
 @pytest.mark.parametrize('name', ['embedding', 'unembedding'])
 def test_chunks_of_bfloat16_are_summed_in_float32(name):
   config = dataclasses.replace(
@@ -129,10 +157,13 @@ def test_chunks_of_bfloat16_are_summed_in_float32(name):
 
   gradient = jax.grad(loss, (0, 1))
   arrays = weight, hidden.astype(jnp.bfloat16)
-  text = str(jax.make_jaxpr(gradient)(*arrays))
-  # Logits twice, and two gradients, of each of four chunks.
-  assert text.count('dot_general[') == 16
-  assert text.count('preferred_element_type=float32') == 16
+  # Logits twice, and two gradients: of each of four chunks, or of a loop's and
+  # of the last, which is smaller.
+  for platform, products in (('tpu', 16), ('cpu', 8)):
+    with platforms.targeting(platform):
+      text = str(jax.make_jaxpr(gradient)(*arrays))
+    assert text.count('dot_general[') == products
+    assert text.count('preferred_element_type=float32') == products
   dtypes = [x.dtype for x in jax.eval_shape(gradient, *arrays)]
   assert dtypes == [jnp.float32, jnp.bfloat16]
 

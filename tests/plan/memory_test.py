@@ -17,6 +17,7 @@ from composer_jax.plan import memory
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import forward, placing, steps
 from composer_jax.train import loop, placement
+from composer_jax.train import state as train_state
 from configs.composer import tiny
 from tests.models import adapters_test
 from tests.plan import params_test
@@ -174,3 +175,27 @@ def test_what_does_not_fit_is_refused_with_what_does():
     match=r'needs .* the largest part is .*rows of a microbatch divided by 2',
   ):
     list(memory.check(spec, int(0.7 * largest)))
+
+
+def test_masters_of_sixteen_bits_are_the_policys_values():
+  counted = {
+    state: memory.training(
+      'train',
+      PLAIN,
+      groups.OptimizerOptions(
+        name='adam', warmup_steps=1, decay_steps=1, state=state
+      ),
+      specs.Mesh(),
+      layouts.REPLICATED,
+      (8, 64, True),
+    ).terms
+    for state in ('float32', 'bfloat16')
+  }
+  wide = counted['float32']
+  assert wide['policy values'] == wide['masters'] == wide['gradients'] // 2
+  narrow = counted['bfloat16']
+  assert narrow['policy values'] == 0
+  assert narrow['gradients'] == 3 * narrow['masters']
+  like = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+  text = str(jax.make_jaxpr(jax.jit(train_state.policy_values))(like))
+  assert 'reduce_precision' not in text

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -199,24 +200,68 @@ def stub(text: str, names: Iterable[str]) -> str:
   """
   tree, lines = _parsed(text), text.split('\n')
   for name in sorted(names, key=lambda n: -_find(tree, n)[1].lineno):
-    _, node = _find(tree, name)
-    has_doc = ast.get_docstring(node, clean=False) is not None
-    body = node.body[has_doc:]
-    if not body:
-      raise CannotEdit(f'{name} has no body.')
-    first = body[0]
-    start = min(
-      [first.lineno, *(d.lineno for d in getattr(first, 'decorator_list', ()))]
-    )
-    above = (node.body[0].end_lineno if has_doc else None) or node.lineno
-    while start - 1 > above and lines[start - 2].lstrip()[:1] in ('', '#'):
-      start -= 1
-    before = lines[first.lineno - 1][: first.col_offset]
-    if before.strip():
-      raise CannotEdit(f'{name} has its body on the line of its signature.')
-    indent = ' ' * len(before) if '\t' not in before else before
-    lines[start - 1 : _stop(node, lines)] = [indent + _STUB]
+    start, stop, indent = _body(text, name)
+    lines[start - 1 : stop] = [indent + _STUB]
   return _checked('\n'.join(lines))
+
+
+def _body(text: str, name: str) -> tuple[int, int, str]:
+  """First and last line of a body below its docstring, and its indentation."""
+  _, node = _find(_parsed(text), name)
+  lines = text.split('\n')
+  has_doc = ast.get_docstring(node, clean=False) is not None
+  body = node.body[has_doc:]
+  if not body:
+    raise CannotEdit(f'{name} has no body.')
+  first = body[0]
+  start = min(
+    [first.lineno, *(d.lineno for d in getattr(first, 'decorator_list', ()))]
+  )
+  above = (node.body[0].end_lineno if has_doc else None) or node.lineno
+  while start - 1 > above and lines[start - 2].lstrip()[:1] in ('', '#'):
+    start -= 1
+  before = lines[first.lineno - 1][: first.col_offset]
+  if before.strip():
+    raise CannotEdit(f'{name} has its body on the line of its signature.')
+  indent = ' ' * len(before) if '\t' not in before else before
+  return start, _stop(node, lines), indent
+
+
+def body(text: str, name: str) -> str:
+  """Returns the lines of a body, without its docstring and indentation.
+
+  Raises:
+    CannotEdit: as for `stub`.
+  """
+  start, stop, _ = _body(text, name)
+  return textwrap.dedent('\n'.join(text.split('\n')[start - 1 : stop]))
+
+
+def fill(text: str, name: str, new: str) -> str:
+  """Replaces a body by lines as `body` returns them; the docstring stays.
+
+  Raises:
+    CannotEdit: as for `stub`, or the module would not compile.
+  """
+  start, stop, indent = _body(text, name)
+  new = textwrap.dedent(new.strip('\n'))
+  lines = text.split('\n')
+  lines[start - 1 : stop] = textwrap.indent(new, indent).split('\n')
+  return _checked('\n'.join(lines))
+
+
+def around(text: str, name: str, count: int) -> str:
+  """Returns a definition without its body, with `count` lines on each side.
+
+  Raises:
+    CannotEdit: as for `stub`.
+  """
+  start, stop, indent = _body(text, name)
+  lines = text.split('\n')
+  first, _ = _span(_find(_parsed(text), name)[1], lines)
+  above = lines[max(0, first - 1 - count) : start - 1]
+  below = lines[stop : stop + count]
+  return '\n'.join([*above, indent + _STUB, *below]).strip('\n')
 
 
 def remove(text: str, names: Iterable[str]) -> str:

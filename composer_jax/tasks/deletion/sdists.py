@@ -14,7 +14,7 @@ import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from composer_jax.core import files as core_files
 from composer_jax.tasks.deletion import package_index
@@ -200,6 +200,26 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
         if member.isreg():
           keep(member.name, archive.extractfile(member) or io.BytesIO())
   return files
+
+
+def of_folders(
+  items: Iterable[str], held_out: Collection[str]
+) -> dict[str, dict]:
+  """Returns fields of `Pin` for folders given as PATH or NAME=PATH, by name.
+
+  Raises:
+    ValueError: a name of `held_out` is that of no folder.
+  """
+  packages = {}
+  for item in items:
+    name, _, path = item.rpartition('=')
+    name = name or pathlib.Path(path).resolve().name
+    packages[name] = {'folder': path, 'held_out': name in held_out}
+  if unknown := {*held_out} - {*packages}:
+    raise ValueError(
+      f'--held_out names {sorted(unknown)}; the folders are {[*packages]}.'
+    )
+  return packages
 
 
 def pins_of(packages: Mapping[str, Mapping], only: Iterable[str]) -> list[Pin]:

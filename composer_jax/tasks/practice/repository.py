@@ -1,5 +1,6 @@
 """The task family of deletion tasks, read from a folder."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -12,7 +13,8 @@ from composer_jax.agent import episode, summarize
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.tasks import curriculum
-from composer_jax.tasks.practice import transcripts
+from composer_jax.tasks.deletion import edit
+from composer_jax.tasks.practice import bodies, transcripts
 from composer_jax.tasks.repository import (
   environment,
   schemas,
@@ -45,6 +47,14 @@ class RepositoryTasks(environments.TaskFamily):
         "--config.tasks.family 'deletion' is judged by running tests, and "
         "--config.sandbox.level 'static' executes nothing: choose 'auto'."
       )
+    shown, tools = self._spec.systems['demonstrations'], self._tools.tools
+    if shown.practice and {*tools} != {'body', 'finish'}:
+      raise ValueError(
+        f'--config.demonstrations.practice ({shown.practice}) shows how to '
+        "write a body through the tools ('body', 'finish'), but "
+        f'--config.tasks.repository.tools is {tools}: set it to these two, or '
+        'practice to 0.'
+      )
     if 'pytest' not in sandbox.packages:
       raise ValueError(
         "--config.tasks.family 'deletion' is judged by pytest: "
@@ -62,10 +72,13 @@ class RepositoryTasks(environments.TaskFamily):
       if len(chosen) < needed:
         shown = self._spec.systems['demonstrations'].count
         beside = f' beside the {shown} of --config.demonstrations.count'
+        cure = 'Lower it, or make more tasks'
+        if split != 'train' and not chosen:
+          cure = 'Hold out a package: with --held_out or --only'
         raise ValueError(
           f'{self._options.folder} has {len(chosen)} {split} tasks'
           f'{beside if split == "train" else ""}, and {field} needs {needed}: '
-          'no task is played twice. Lower it, or make more tasks with '
+          f'no task is played twice. {cure} of '
           '`python -m experiments.make_tasks`.'
         )
 
@@ -209,7 +222,28 @@ class RepositoryTasks(environments.TaskFamily):
     count = len(chains) - max(1, len(chains) // 20)
     # Whole chains, since windows of a learnt task would hold nothing out.
     learnt, held_out = chains[:count], chains[count:]
+    learnt += [[window] for window in self._practice(job)]
     return [*itertools.chain(*learnt)], [*itertools.chain(*held_out)]
+
+  def _practice(self, job: jobs.Job) -> list:
+    """Returns windows (tokens_T, loss_mask_T) on functions of the corpus."""
+    shown = job.spec.systems['demonstrations']
+    if not shown.practice:
+      return []
+    # Without the marks of the document's begin and end.
+    texts = (job.tokenizer.decode(ids[1:-1]) for ids in job.documents[0])
+    draw, kept = random.Random(f'practice/{self._spec.seed}'), []
+    for text, name in bodies.functions(texts, self._spec.seed):
+      with contextlib.suppress(edit.CannotEdit):
+        window = bodies.episode(text, name, self._tools, job.tokenizer)
+        if len(window[0]) <= self._spec.episode.max_tokens:
+          kept.append(window)
+    draw.shuffle(kept)
+    progress.teller('sft')(f'{len(kept)} functions of the corpus to practise')
+    return [
+      (tokens_T, mask_T | (draw.random() < shown.context_loss))
+      for tokens_T, mask_T in kept[: shown.practice]
+    ]
 
   def _solutions(self, job: jobs.Job) -> list[list]:
     """Returns chains of (tokens_T, loss_mask_T) of demonstrated tasks.
@@ -217,7 +251,8 @@ class RepositoryTasks(environments.TaskFamily):
     An episode with a call cut off by a limit is left out: it would teach such
     calls. One that a limit ended is kept, since its calls are right.
     """
-    spec, tasks = self._spec, self._divided()[1]
+    spec = self._spec
+    tasks = [t for t in self._divided()[1] if self._fits(job.tokenizer, t)]
     progress.teller('sft')(f'playing the solutions of {len(tasks)} tasks')
     rollouts = []
     with job.runner() as runner, progress.Progress('sft', len(tasks)) as bar:

@@ -16,6 +16,7 @@ from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
 from composer_jax.tasks import calls
+from composer_jax.tasks.deletion import edit
 from composer_jax.tasks.grading import solution, suites
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import schemas as tool_schemas
@@ -34,35 +35,69 @@ class RepositoryOptions:
   """The tools of an environment, and their bounds.
 
   Attributes:
-    tools: names out of `tasks.repository.schemas.TOOLS`, in the order of the
+    tools: names out of `tasks.repository.schemas.KNOWN`, in the order of the
       prompt.
+    lines_around: lines above and below a missing body that the prompt shows
+      instead of the task's own text, for models of short contexts; 0 for that
+      text, and where more than one body is missing.
     max_todos: most to-dos of a plan.
     bounds: bounds of single calls.
   """
 
   tools: tuple[str, ...] = tuple(tool_schemas.TOOLS)
+  lines_around: int = 0
   max_todos: int = 30
   bounds: box_tools.Bounds = box_tools.Bounds()
 
   def __post_init__(self):
-    unknown = set(self.tools) - set(tool_schemas.TOOLS)
+    unknown = set(self.tools) - set(tool_schemas.KNOWN)
     if unknown or 'finish' not in self.tools:
       raise ValueError(
-        f'tools {self.tools} must be of {tuple(tool_schemas.TOOLS)}, "finish" '
+        f'tools {self.tools} must be of {tuple(tool_schemas.KNOWN)}, "finish" '
         f'among them; there is no {sorted(unknown)}.'
       )
     checks.at_least(self, 1, 'max_todos')
+    checks.at_least(self, 0, 'lines_around')
 
   @property
   def schemas(self) -> dict[str, tool_schemas.Tool]:
-    return {name: tool_schemas.TOOLS[name] for name in self.tools}
+    return {name: tool_schemas.KNOWN[name] for name in self.tools}
 
 
 def prompt_of(task: task_set.RepositoryTask, options: RepositoryOptions) -> str:
   """Returns the first message of an episode: the task, and its tools."""
+  if options.lines_around and (place := missing_body(task)):
+    path, text, name = place
+    return prompt_around(path, text, name, options)
   return '\n\n'.join(
     [task.prompt, _OWNED, tool_schemas.prompt(options.schemas)]
   )
+
+
+def prompt_around(
+  path: str, text: str, name: str, options: RepositoryOptions
+) -> str:
+  """Returns the prompt that shows the lines around a body, and the tools."""
+  shown = edit.around(text, name, options.lines_around)
+  place, owned = '', ()
+  # Whoever can change the body alone need not be told of other files.
+  if not {*options.tools} <= {'body', 'finish'}:
+    place, owned = f' in `{path}`', (_OWNED,)
+  asked = f'The body of `{name}`{place} is missing:\n\n{shown}'
+  return '\n\n'.join([asked, *owned, tool_schemas.prompt(options.schemas)])
+
+
+def written(name: str) -> box_tools.Answer:
+  """Returns the answer to a call of `body` that was carried out."""
+  return f'wrote the body of {name}', turns_lib.OK
+
+
+def missing_body(task: task_set.RepositoryTask) -> tuple[str, str, str] | None:
+  """Returns path, text and definition of the only body that a task deletes."""
+  if task.tier != 'body' or len(task.deleted) > 1:
+    return None
+  (deleted,) = task.deleted
+  return deleted.path, task.changes[deleted.path] or '', deleted.symbol
 
 
 class Plan:
@@ -254,12 +289,25 @@ class RepositoryEnvironment(BoxEnvironment):
   def in_box(
     self, box: base.Box, name: str, arguments: Mapping[str, Any]
   ) -> box_tools.Answer:
+    if name == 'body':
+      return self._fill(box, arguments['text'])
     if name != 'test':
       return super().in_box(box, name, arguments)
     if not self._task.shown:
       return 'no test is shown to you', turns_lib.OK
     result = self.twice(lambda: solution.visible(self._task, box))
     return tested(result, self._task.shown, self._options.bounds)
+
+  def _fill(self, box: base.Box, new: str) -> box_tools.Answer:
+    """Carries out a call of `body`."""
+    try:
+      if (place := missing_body(self._task)) is None:
+        raise edit.CannotEdit('this task has no single missing body')
+      path, text, name = place
+      box.write(path, edit.fill(text, name, new).encode())
+    except edit.CannotEdit as error:
+      return f'error: {error}', turns_lib.FAILED_EDIT
+    return written(name)
 
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; sets `flags` to the alarms of that."""

@@ -199,6 +199,15 @@ _TOOLS = (
 )
 TOOLS = {tool.name: tool for tool in _TOOLS}
 
+# For tasks of one missing body, which the general tools can restore as well.
+BODY = _tool(
+  'body',
+  'Writes the body that is missing.',
+  {'text': 'return 1'},
+  text=_string('its lines'),
+)
+KNOWN = {**TOOLS, BODY.name: BODY}
+
 
 def check(
   call: tool_calls.JsonCall, tools: Mapping[str, Tool]

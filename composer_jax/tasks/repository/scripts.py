@@ -15,7 +15,8 @@ import numpy as np
 
 from composer_jax.agent import summarize
 from composer_jax.core import records
-from composer_jax.tasks.repository import schemas, task_set
+from composer_jax.tasks.deletion import edit
+from composer_jax.tasks.repository import environment, schemas, task_set
 from composer_jax.text import chat, tool_calls
 
 
@@ -96,7 +97,14 @@ def gold_calls(
   Raises:
     ValueError: the changes need a tool that is not there.
   """
-  for call in _gold(task, 'edit' in tools):
+  place = environment.missing_body(task) if 'body' in tools else None
+  if place is not None:
+    path, _, name = place
+    text = edit.body(task.solution[path], name)
+    calls = iter([_call('body', text=text), _call('finish')])
+  else:
+    calls = _gold(task, 'edit' in tools)
+  for call in calls:
     if call.name in tools:
       yield tool_calls.render_json(call)
     elif call.name == 'write':

@@ -41,7 +41,16 @@ def _gain(about: results.Row) -> str:
   low, high = intervals.difference(
     (sft.passed, sft.episodes), (rl.passed, rl.episodes)
   )
-  return f'{rl.rate - sft.rate:+.3f} [{low:+.3f}, {high:+.3f}]'
+  by_task = about['by_task']
+  changes = [
+    passed / count - by_task['sft'][task][0] / by_task['sft'][task][1]
+    for task, (passed, count) in by_task['rl'].items()
+  ]
+  gain = f'{rl.rate - sft.rate:+.3f} [{low:+.3f}, {high:+.3f}]'
+  if len(changes) < 2:
+    return gain
+  least, most = intervals.paired(changes)
+  return f'{gain}, over tasks [{least:+.3f}, {most:+.3f}]'
 
 
 def _last(rows: Sequence[results.Row], name: str) -> str:

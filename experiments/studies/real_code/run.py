@@ -127,6 +127,16 @@ def _episodes(workdir: pathlib.Path) -> list[results.Row]:
   return rows
 
 
+def _by_task(workdir: pathlib.Path, policy: str) -> dict[str, list[int]]:
+  """Episodes passed, and of all, of each held-out task."""
+  counts: dict[str, list[int]] = {}
+  for row in writer.read(workdir / f'evaluation_{policy}_episodes.jsonl'):
+    each = counts.setdefault(row['task_id'], [0, 0])
+    each[0] += row['passed']
+    each[1] += 1
+  return counts
+
+
 def collect(workdir: pathlib.Path) -> list[results.Row]:
   """Rows of a seed's run: one that describes it, its metrics, its episodes."""
   config = files.read_json(workdir / 'config.json')
@@ -137,6 +147,7 @@ def collect(workdir: pathlib.Path) -> list[results.Row]:
   for name in ('demonstrations', 'stages', 'evaluation_sft', 'evaluation_rl'):
     if (workdir / f'{name}.json').exists():
       about[name] = files.read_json(workdir / f'{name}.json')
+  about['by_task'] = {p: _by_task(workdir, p) for p in ('sft', 'rl')}
   measured = [
     {k: v for k, v in row.items() if k not in _LEFT}
     for row in writer.read(workdir)

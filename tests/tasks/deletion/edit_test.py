@@ -69,6 +69,38 @@ def test_a_name_defined_twice_is_no_symbol():
   assert names(twice) == ['A']
 
 
+@pytest.mark.parametrize('name', ['f', 'C.m', 'C.n', 'D.only'])
+def test_a_body_that_is_taken_out_can_be_filled_in_again(name):
+  stubbed = edit.stub(TEXT, [name])
+  body = edit.body(TEXT, name)
+  assert edit.fill(stubbed, name, body) == TEXT
+  assert edit.fill(TEXT, name, 'raise NotImplementedError') == stubbed
+  assert edit.fill(stubbed, name, f'\n    {"x = 1"}\n') == edit.fill(
+    TEXT, name, 'x = 1'
+  )
+  # What is shown of it does not depend on whether the body is there.
+  shown = edit.around(TEXT, name, 2)
+  assert shown == edit.around(stubbed, name, 2)
+  assert 'raise NotImplementedError' in shown
+  assert body.split('\n')[-1] not in shown
+
+
+def test_a_body_is_shown_with_lines_on_both_sides():
+  assert edit.around(TEXT, 'C.m', 1) == (
+    '    def m(self, a, *, b=2):\n        raise NotImplementedError'
+  )
+  assert edit.around(TEXT, 'C.m', 2) == (
+    '    """Holds."""\n\n    def m(self, a, *, b=2):\n'
+    '        raise NotImplementedError\n\n    async def n(self):'
+  )
+
+
+@pytest.mark.parametrize('new', ['return (', 'x = 1\n  y = 2', 'break'])
+def test_a_body_that_does_not_compile_is_refused(new):
+  with pytest.raises(edit.CannotEdit, match='does not compile'):
+    edit.fill(TEXT, 'C.m', new)
+
+
 def test_a_stub_keeps_signature_docstring_and_the_rest():
   stubbed = edit.stub(TEXT, ['f', 'C.n'])
   before, after = TEXT.split('\n'), stubbed.split('\n')

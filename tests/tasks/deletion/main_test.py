@@ -65,8 +65,8 @@ def test_the_command_makes_a_set_of_a_folder(tmp_path):
   small_package.write(tmp_path / 'larder')
   command = [
     *(sys.executable, '-m', 'experiments.make_tasks'),
-    *(f'--out={tmp_path / "set"}', f'--folders=larder={tmp_path / "larder"}'),
-    *('--only=larder', '--config.options.body=1', '--config.options.symbol=1'),
+    *(f'--out={tmp_path / "set"}', f'--folders={tmp_path / "larder"}'),
+    *('--config.options.body=1', '--config.options.symbol=1'),
   ]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr

@@ -260,3 +260,14 @@ def test_the_image_of_a_killed_write_is_swept(tmp_path, monkeypatch):
   workspace.write_image(tmp_path / 'a-2', {'b/a.py': b'x'}, ('.', b''))
   (scratch,) = tmp_path.iterdir()
   assert core_files.sweep(tmp_path) == [scratch]
+
+
+def test_folders_are_named_after_themselves_or_by_hand(tmp_path):
+  made = sdists.of_folders([f'{tmp_path}/My.Thing/', 'b=/c/d'], ['b'])
+  pins = sdists.pins_of(made, ())
+  assert [(p.normal_name, p.folder, p.held_out) for p in pins] == [
+    ('my-thing', f'{tmp_path}/My.Thing/', False),
+    ('b', '/c/d', True),
+  ]
+  with pytest.raises(ValueError, match=r"names \['c'\]; the folders are .*'b'"):
+    sdists.of_folders(['b=/c/d'], ['c'])

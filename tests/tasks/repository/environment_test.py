@@ -9,6 +9,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
+from composer_jax.tasks.deletion import edit
 from composer_jax.tasks.repository import (
   environment as repository_tools,
 )
@@ -58,6 +59,36 @@ def test_the_prompt_tells_the_task_and_the_tools_of_this_environment(make):
     'error: there is no tool "run"; the tools are read, edit, finish'
   )
   assert environment.usage('finish') == '{"tool": "finish", "arguments": {}}'
+
+
+def test_a_missing_body_is_shown_in_its_place_and_written_alone(make):
+  env = make('body', tools=('body', 'finish'), lines_around=2)
+  path, text, name = repository_tools.missing_body(TASKS['body'])
+  assert env.prompt.startswith(f'The body of `{name}` is missing:\n\n')
+  assert edit.around(text, name, 2) in env.prompt
+  assert 'belong to the grader' not in env.prompt
+  refused = env.call(say('body', text='return ('))
+  assert refused.outcome == turns_lib.FAILED_EDIT
+  assert 'does not compile' in refused.text
+  assert not env.verdict(True).passed
+  body = edit.body(TASKS['body'].solution[path], name)
+  assert env.call(say('body', text=body)).outcome == turns_lib.OK
+  assert env.verdict(True).passed
+
+
+def test_with_other_tools_a_missing_body_is_named_by_its_file(make):
+  prompt = make('body', tools=('body', 'edit', 'finish'), lines_around=2).prompt
+  path, _, name = repository_tools.missing_body(TASKS['body'])
+  assert prompt.startswith(f'The body of `{name}` in `{path}` is missing:')
+  assert 'belong to the grader' in prompt
+
+
+def test_other_tasks_keep_their_prompts_and_have_no_body_to_write(make):
+  env = make('symbol', tools=('body', 'finish'), lines_around=2)
+  assert env.prompt.startswith(TASKS['symbol'].prompt)
+  answer = env.call(say('body', text='pass'))
+  assert answer.outcome == turns_lib.FAILED_EDIT
+  assert answer.text == 'error: this task has no single missing body'
 
 
 @pytest.mark.parametrize(
