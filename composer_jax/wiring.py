@@ -7,17 +7,22 @@ names stand here and nowhere else.
 import functools
 import importlib
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_jax import sections
 from composer_jax.agent import environment
-from composer_jax.core import checks, seams
+from composer_jax.core import checks, records, seams
+from composer_jax.core.routes import codec
 from composer_jax.corpus import build, of_run
 from composer_jax.delta import transport
+from composer_jax.fleet import joining
+from composer_jax.fleet.leases import documents, exchange, uploads
 from composer_jax.gate import health
 from composer_jax.hf import imported
 from composer_jax.hf.text import language as hf_language
+from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.plan import memory
 from composer_jax.sandbox import options as sandbox_options
@@ -57,6 +62,7 @@ SECTIONS = {
   'curriculum': curriculum.CurriculumOptions,
   'sandbox': sandbox_options.SandboxOptions,
   'delta': transport.DeltaOptions,
+  'fleet': exchange.FleetOptions,
   'hints': hints.HintSection,
   'language': hf_language.LanguageOptions,
 }
@@ -169,6 +175,8 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
     hints=spec.systems['hints'].write if spec.hints.weight else None,
     judge=_judge(spec),
     transport=functools.partial(_transport, spec),
+    groups=functools.partial(_groups, spec),
+    worker_command=functools.partial(_worker_command, spec),
     gate=functools.partial(
       health.HealthGate,
       options=spec.rl.gate,
@@ -185,6 +193,70 @@ def _transport(
   spec: specs.Spec, workdir: pathlib.Path
 ) -> seams.WeightTransport:
   return transport.PolicyTransport(workdir, spec.model, spec.systems['delta'])
+
+
+def content_of(spec: specs.Spec) -> dict[str, str]:
+  """Identities of the files outside the workdir that a worker needs, too."""
+  return {
+    'task_set': family_of(spec).identity(),
+    'imported': imported.identity(spec.initial) if spec.initial else '',
+  }
+
+
+def rules_of(spec: specs.Spec) -> uploads.UploadRules:
+  """What the rollouts of a run can be at most."""
+  model, summary = spec.model, spec.summary
+  return uploads.UploadRules(
+    members=spec.rl.rollouts_per_prompt,
+    max_tokens=summary.limit(spec.episode.max_tokens),
+    max_windows=1 + (summary.max_summaries if summary.trigger else 0),
+    vocab_size=model.vocab_size,
+    routes=codec.RouteScheme(
+      num_experts=model.moe.num_experts,
+      num_active=model.moe.num_active,
+      layers=tuple(range(model.num_moe_layers)),
+    ),
+    temperature=spec.episode.temperature,
+  )
+
+
+def kept_groups(workdir: pathlib.Path, store: str = '') -> list[records.Group]:
+  """The groups whose uploads a run still has, whole, in order."""
+  return exchange.kept(_documents(store, workdir))
+
+
+def _documents(store: str, workdir: pathlib.Path) -> documents.RunDocuments:
+  place = transport.store_of(
+    workdir, '' if store == transport.DIRECT else store
+  )
+  key = workdir / transport.KEY
+  return joining.open_documents(place, key, transport.RUN_ID)
+
+
+def _groups(
+  spec: specs.Spec, workdir: pathlib.Path, level: str
+) -> seams.GroupExchange:
+  own = joining.code() | content_of(spec)
+  return exchange.StoredGroups(
+    _documents(spec.systems['delta'].store, workdir),
+    spec.systems['fleet'],
+    rules_of(spec),
+    workdir=workdir,
+    setup={'config': spec.as_dict(), 'level': level, 'identity': own},
+    shared=[workdir / jobs.TOKENIZER, workdir / hf_language.FILE],
+    poll_s=spec.systems['delta'].poll_s,
+    say=progress.teller('fleet'),
+  )
+
+
+def _worker_command(
+  spec: specs.Spec, workdir: pathlib.Path, number: int
+) -> list[str]:
+  """The command of a worker on this machine, with a folder in the workdir."""
+  store = transport.store_of(workdir, spec.systems['delta'].store)
+  command = [sys.executable, '-m', 'experiments.worker', f'--store={store}']
+  command += [f'--folder={workdir / transport.WORKERS / str(number)}']
+  return [*command, f'--key={workdir / transport.KEY}']
 
 
 def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:

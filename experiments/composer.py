@@ -10,13 +10,10 @@ was stopped at any moment, and does not repeat finished stages.
 from experiments import launch
 
 
-def run(spec, systems, workdir, *, role, command):
+def run(spec, systems, workdir, *, command):
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import reinforce, stages
 
-  if role == 'rollout':
-    reinforce.serve_rollouts(spec, systems, workdir)
-    return
   with jobs.open_run(spec, systems, workdir, command) as job:
     if spec.initial and spec.evaluation.imported:
       stages.evaluate(job, 'import')

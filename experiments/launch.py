@@ -36,13 +36,6 @@ _WORKDIR = flags.DEFINE_string(
   'Folder in which the run keeps everything. The same command on the same '
   'workdir resumes; another config needs another workdir.',
 )
-_ROLE = flags.DEFINE_enum(
-  'role',
-  'run',
-  ['run', 'rollout'],
-  'run: the whole job. rollout: the rollout worker of the run in --workdir, '
-  'which the job starts by itself.',
-)
 _FLEET = start.define_fields(supervisor.SupervisorOptions, '')
 
 
@@ -197,15 +190,14 @@ def _end_by_bug(kind: Any, error: BaseException, trace: Any) -> None:
 
 
 def main(run: Callable[..., None]) -> None:
-  """Runs `run(spec, systems, workdir, role, command)` under absl.
+  """Runs `run(spec, systems, workdir, command)` under absl.
 
-  `command` starts this program again with the same flags, so that a run can
-  start its own rollout worker.
+  `command` is the command line of this program, for the record.
 
   Errors that a user can cause (ValueError, OSError, ...) end the program with
   one line. Our own faults raise the same classes, so the traceback is kept in
   the workdir, if there is one, and that line names its file. --debug prints it
-  at once; a rollout worker writes it to its log.
+  at once.
   """
 
   def call():
@@ -214,8 +206,8 @@ def main(run: Callable[..., None]) -> None:
       logging.set_verbosity(logging.WARNING)
     config = start.config_fields(_CONFIG)
     workdir = pathlib.Path(_WORKDIR.value).absolute()
-    is_worker, ticket = _ROLE.value == 'rollout', processes.take_ticket()
-    if _FLEET['launch'].value and not is_worker and ticket is None:
+    ticket = processes.take_ticket()
+    if _FLEET['launch'].value and ticket is None:
       try:
         reason = _supervise(config, module, workdir)
       except (ValueError, OSError) as error:
@@ -225,8 +217,8 @@ def main(run: Callable[..., None]) -> None:
     serving = _num_devices({'mesh': config.get('rollout')}, ('devices',))
     if ticket is not None:
       devices = ticket.devices or -(-devices // ticket.count)
-    start.emulate_devices(serving if is_worker else max(devices, serving))
-    if is_worker or ticket is not None:
+    start.emulate_devices(max(devices, serving))
+    if ticket is not None:
       # Before the imports, since the job may die during them.
       orphans.die_with_parent()
     # After the flags: this import loads jax.
@@ -237,17 +229,16 @@ def main(run: Callable[..., None]) -> None:
       if ticket is not None:
         sys.excepthook = _end_by_bug
         processes.join(ticket)
-      if not is_worker:
-        wiring.spec_of(config)  # What is wrong anywhere comes first.
-        _fit(config, module)
+      wiring.spec_of(config)  # What is wrong anywhere comes first.
+      _fit(config, module)
       spec = wiring.spec_of(config)
       systems = wiring.systems_of(spec)
-      run(spec, systems, workdir, role=_ROLE.value, command=command)
-      if not is_worker and processes.is_first():
+      run(spec, systems, workdir, command=command)
+      if processes.is_first():
         (workdir / _TRACEBACK).unlink(missing_ok=True)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
       where = ''
-      if start.DEBUG.value or is_worker or not processes.is_first():
+      if start.DEBUG.value or not processes.is_first():
         traceback.print_exc()
       else:
         where = _keep_traceback(workdir)

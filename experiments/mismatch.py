@@ -9,7 +9,7 @@ Episodes on held-out tasks are sampled by the rollout engine and scored by the
 trainer's forward pass, with the same weights: once with the recorded routes
 replayed, once routed afresh, and once with the routes shifted by a token, as a
 fault would. --out keeps the numbers, a line of metrics.jsonl for each call.
---group only shows what a run's gate stopped at, or a file of its groups/.
+--group only shows what a run's gate stopped at, or an upload of a group.
 """
 
 import os

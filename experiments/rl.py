@@ -7,13 +7,10 @@
 from experiments import launch
 
 
-def run(spec, systems, workdir, *, role, command):
+def run(spec, systems, workdir, *, command):
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import reinforce, stages
 
-  if role == 'rollout':
-    reinforce.serve_rollouts(spec, systems, workdir)
-    return
   with jobs.open_run(spec, systems, workdir, command) as job:
     reinforce.reinforce(job)
     stages.evaluate(job, 'rl')

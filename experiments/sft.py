@@ -7,8 +7,7 @@
 from experiments import launch
 
 
-def run(spec, systems, workdir, *, role, command):
-  del role  # Only RL has rollout workers.
+def run(spec, systems, workdir, *, command):
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import stages
 

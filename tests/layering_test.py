@@ -31,13 +31,13 @@ LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}
 SYSTEMS = {
   'sandbox': (),
   'corpus': (),
-  'fleet': (),
   'hf': (),
   'gate': (),
   'plan': (),
   'report': (),
   'tasks': ('sandbox',),
   'delta': ('hf',),
+  'fleet': ('delta',),
   'serve': ('delta', 'hf', 'tasks'),
 }
 
@@ -54,7 +54,7 @@ DOORS = {
     'text.language',
     'text.tokenizer',
   ),
-  'delta': ('subscriber', 'transport'),
+  'delta': ('format', 'store', 'subscriber', 'transport'),
 }
 
 # Lines of the spine, with adapters, moments of eight bits and a trainer of

@@ -7,7 +7,11 @@ The format is an `.npz` without pickles: a JSON header, routes as packed tapes
 import dataclasses
 import io
 import json
+import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,32 +93,107 @@ def to_bytes(group: records.Group) -> bytes:
   return whole.getvalue()
 
 
-def from_bytes(data: bytes) -> records.Group:
-  """Rebuilds what `to_bytes` wrote; every record is checked again."""
-  with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-    header = json.loads(arrays['header'].tobytes())
-    rollouts = []
-    for fields in header['rollouts']:
-      trajectories = []
-      for i, temperature in enumerate(fields.pop('temperatures')):
-        name = f'{fields["member"]}/{i}'
-        tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes())
-        trajectories.append(
-          records.Trajectory(
-            temperature=temperature,
-            expert_ids_TMA=tape.ids_TMA,
-            **{field: arrays[f'{name}/{field}'] for field in _ARRAYS},
-          )
-        )
-      fields['verdict'] = records.Verdict(**fields['verdict'])
-      fields['tools'] = tuple(fields['tools'])
-      fields['flags'] = tuple(fields['flags'])
-      fields['turns'] = tuple(turns.Turn(**t) for t in fields['turns'])
-      for hint in fields['hints']:
-        hint['tokens_T'] = np.asarray(hint['tokens_T'], np.int32)
-      fields['hints'] = tuple(turns.Hint(**h) for h in fields['hints'])
-      fields['trajectories'] = tuple(trajectories)
-      rollouts.append(records.Rollout(**fields))
+# What zip, zlib, npy and missing fields raise for damaged or hostile bytes.
+_DAMAGE = (
+  *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, LookupError),
+  *(NotImplementedError, RuntimeError, TypeError, AttributeError),
+  *(OverflowError, tokenize.TokenError),
+)
+_MAX_BYTES = 1 << 32
+_PLAIN: dict[Any, tuple[type, ...]] = {
+  bool: (bool,),
+  int: (int,),
+  float: (float, int),
+  str: (str,),
+  int | None: (int, type(None)),
+}
+
+
+def from_bytes(data: bytes, max_bytes: int = _MAX_BYTES) -> records.Group:
+  """Rebuilds what `to_bytes` wrote, whoever sent it.
+
+  Every record is checked again; nothing that is read is executed.
+
+  Args:
+    max_bytes: most bytes that may be unpacked, before anything is.
+
+  Raises:
+    ValueError: it is damaged, too large, or not of a group.
+  """
+  try:
+    return _group(_arrays(data, max_bytes), max_bytes)
+  except _DAMAGE as error:
+    raise ValueError(f'no group can be read of it: {error!r:.300}') from error
+
+
+def _arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
+  arrays = {}
+  with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    parts = archive.infolist()
+    size = sum(part.file_size for part in parts)
+    if size > max_bytes:
+      raise ValueError(
+        f'it has {size} bytes unpacked; at most {max_bytes} may.'
+      )
+    for part in parts:
+      if part.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f'{part.filename!r:.100} is compressed otherwise.')
+      with archive.open(part) as file:
+        # With a length: without one, all that a stream holds is unpacked.
+        content = io.BytesIO(file.read(part.file_size))
+      if np.lib.format.read_magic(content) != (1, 0):
+        raise ValueError(f'{part.filename!r:.100} is of another npy version.')
+      header = np.lib.format.read_array_header_1_0(content)
+      shape, is_fortran, dtype = header
+      values = content.read()
+      if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(values):
+        raise ValueError(f'{part.filename!r:.100} has not the bytes it states.')
+      order = 'F' if is_fortran else 'C'
+      array = np.frombuffer(values, dtype).reshape(shape, order=order)
+      arrays[part.filename.removesuffix('.npy')] = array.copy()
+  return arrays
+
+
+def _made(cls: Any, fields: dict[str, Any]) -> Any:
+  """Makes a record of JSON, of which plain fields must have their types."""
+  for field in dataclasses.fields(cls):
+    kinds: Any = _PLAIN.get(field.type)
+    value = fields.get(field.name, None if kinds is None else kinds[0]())
+    values = value if field.type == tuple[str, ...] else ()
+    is_right = kinds is None or type(value) in kinds
+    is_right = is_right and all(type(v) is str for v in values)
+    if type(value) in (int, float):
+      is_right = is_right and abs(value) < 2**53  # And no NaN.
+    if not is_right:
+      raise ValueError(
+        f'{cls.__name__}.{field.name} must be {field.type}, not {value!r:.99}.'
+      )
+  return cls(**fields)
+
+
+def _group(arrays: dict[str, np.ndarray], max_bytes: int) -> records.Group:
+  header = json.loads(arrays['header'].tobytes())
+  rollouts = []
+  for fields in header['rollouts']:
+    trajectories = []
+    for i, temperature in enumerate(fields.pop('temperatures')):
+      name = f'{fields["member"]}/{i}'
+      tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes(), max_bytes)
+      trajectory = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
+      trajectory |= {'temperature': temperature, 'expert_ids_TMA': tape.ids_TMA}
+      trajectories.append(_made(records.Trajectory, trajectory))
+    terms = fields['reward_terms']
+    if not all(type(v) in (int, float) for v in terms.values()):
+      raise ValueError(f'reward_terms must be numbers, not {terms!r:.99}.')
+    fields['verdict'] = _made(records.Verdict, fields['verdict'])
+    fields['tools'] = tuple(fields['tools'])
+    fields['flags'] = tuple(fields['flags'])
+    fields['turns'] = tuple(_made(turns.Turn, t) for t in fields['turns'])
+    for hint in fields['hints']:
+      hint['tokens_T'] = np.asarray(hint['tokens_T'], np.int32)
+    fields['hints'] = tuple(_made(turns.Hint, h) for h in fields['hints'])
+    fields['trajectories'] = tuple(trajectories)
+    rollouts.append(_made(records.Rollout, fields))
   pairs = header['policies']
   return records.Group(
     group=header['group'],

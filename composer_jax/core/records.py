@@ -173,7 +173,9 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-  """All rollouts of one prompt, ordered by member.
+  """All rollouts of one prompt, ordered by member, or a range of them.
+
+  Several workers may play ranges of a group; the trainer gets whole groups.
 
   Attributes:
     policies: identity (`target_id`) of the weights of each policy version among
@@ -187,9 +189,9 @@ class Group:
 
   def __post_init__(self):
     members = [r.member for r in self.rollouts]
-    if members != list(range(len(self.rollouts))) or not members:
+    if not members or members != list(range(members[0], members[-1] + 1)):
       raise ValueError(
-        f'Group {self.group} must hold members 0..R-1 in order; it has '
+        f'Group {self.group} must hold consecutive members in order; it has '
         f'{members}.'
       )
     for r in self.rollouts:

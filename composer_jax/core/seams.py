@@ -117,9 +117,8 @@ class PlacedPolicy(ReceivedPolicy):
 class WeightPublisher(Protocol):
   """Publishes the trainer's policies to a store.
 
-  Laws: each version is published once and in order; groups are refused if other
-  weights sampled them than were published as their versions; only the next
-  `publish` waits for the store.
+  Laws: each version is published once and in order; only the next `publish`
+  waits for the store.
   """
 
   def publish(self, state: Any, version: int) -> None:
@@ -131,8 +130,8 @@ class WeightPublisher(Protocol):
   def wait(self) -> None:
     """Waits for all publications, then does `check`."""
 
-  def check_identities(self, groups: list[records.Group]) -> None:
-    """Raises a ValueError for groups that other weights sampled."""
+  def fault_of(self, group: records.Group) -> str:
+    """Says that other weights sampled a group; '' if they did not."""
 
   def collect_garbage(self, keep: int, say: Callable[[str], None]) -> None:
     """Deletes bundles that no receiver of the newest `keep` versions needs."""
@@ -161,8 +160,8 @@ class WeightReceiver(Protocol):
   def drop(self, weights_before: Any) -> None:
     """Frees weights that are no longer served."""
 
-  def served(self, policy: ReceivedPolicy, **seconds: float) -> None:
-    """Writes metrics of a policy's first use, with seconds of the rollouts."""
+  def served(self, policy: ReceivedPolicy, **seconds: float) -> dict[str, Any]:
+    """Returns a policy's line of metrics, with seconds of the rollouts."""
 
   def close(self) -> None: ...
 
@@ -175,6 +174,128 @@ class WeightTransport(Protocol):
 
   def receiver(self, *, in_background: bool) -> WeightReceiver:
     """Opens a receiver, which works in a thread or when `look` is called."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupOrder:
+  """What a group is, whoever samples it.
+
+  Attributes:
+    task_id: name of its task.
+    min_version: oldest policy version that may sample a token of it.
+    rewards: fields of its `agent.rewards.RewardOptions`.
+  """
+
+  group: int
+  task_id: str
+  min_version: int
+  rewards: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lease:
+  """The right to sample some members of a group.
+
+  Attributes:
+    epoch: number of this lease, above that of every earlier one of the run. A
+      result counts while its epoch is the newest of these members.
+    first: first member.
+    stop: number after the last member.
+  """
+
+  epoch: int
+  order: GroupOrder
+  first: int
+  stop: int
+
+
+class GroupExchange(Protocol):
+  """The trainer's side of the groups that workers sample under leases.
+
+  Laws: every admitted group ends with one fate, which is counted; what workers
+  upload is validated, and what is refused is sampled anew.
+  """
+
+  def begin(self, version: int, first_group: int) -> tuple[int, int]:
+    """Goes on from a version; returns numbers of groups kept and voided."""
+
+  def admit(self, orders: Sequence[GroupOrder]) -> None:
+    """Lets groups be sampled; those known are left as they are."""
+
+  def announce(self, version: int) -> None:
+    """Tells that a version is being published, for which leases may wait."""
+
+  def ready(
+    self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
+  ) -> list[records.Group] | None:
+    """Returns those of the groups that were not given up, once all are whole.
+
+    Args:
+      fault_of: says why a part of a group is refused; '' if it is right.
+    """
+
+  def unfinished(self, version: int) -> int:
+    """Returns how many groups that this version may begin are not whole."""
+
+  def num_uploads(self) -> int:
+    """Returns the number of results so far, which rises with each."""
+
+  def plan(self, groups: Sequence[int]) -> list[Any]:
+    """Returns, as JSON has it, where the uploads of finished groups are."""
+
+  def read(self, plan: Sequence[Any]) -> list[records.Group]:
+    """Reads the groups of a plan in another process of the trainer."""
+
+  def trained(self, groups: Sequence[int]) -> None:
+    """Tells that a step has trained on groups."""
+
+  def collect(self, below: int) -> None:
+    """Counts fates and deletes uploads of groups below, for good."""
+
+  def tick(self) -> None:
+    """Hands out leases and takes in results, once."""
+
+  def start(self) -> None:
+    """Does so in a thread from now on."""
+
+  def leases(self, capacity: int) -> 'LeaseHolder':
+    """Returns the door of a worker in this process, whose loop ticks."""
+
+  def blame(self, worker: str) -> None:
+    """Tells that a worker's process has ended: its leases end at once."""
+
+  def is_given_up(self, worker: str) -> bool:
+    """Returns whether a worker hangs, so that its leases went to others."""
+
+  def close(self, *, is_over: bool) -> None:
+    """Ends; with `is_over` the run, too, which its workers then leave."""
+
+
+class LeaseHolder(Protocol):
+  """A worker's side: which leases it has, and what it made of them.
+
+  Attributes:
+    is_over: true once the run is over.
+    name: name of the worker.
+  """
+
+  is_over: bool
+  name: str
+
+  def start(self) -> None:
+    """Joins the fleet, for a worker in a process of its own."""
+
+  def take(self, version: int) -> tuple[list[Lease], list[Lease]]:
+    """Returns leases to begin at this served version, and those that ended."""
+
+  def deliver(self, lease: Lease, group: records.Group) -> None:
+    """Uploads the members of a lease; blocks, while the lease lasts."""
+
+  def note(self, row: dict[str, Any]) -> None:
+    """Sends a line of metrics to the trainer."""
+
+  def close(self) -> None:
+    """Gives back what is unfinished."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +319,10 @@ class Systems:
       from (group, reward options) to the group with a rubric's rewards; None
       without a rubric.
     transport: function from a workdir to the transport of weights.
+    groups: function from a workdir and its judge's level to the groups that
+      workers sample.
+    worker_command: function from a workdir and a number to the command of that
+      worker, which lacks a name.
     gate: function from functions and shape of RL to its `comparison.Gate`.
     write_report: function from a workdir to the path of the page that it makes.
   """
@@ -215,5 +340,7 @@ class Systems:
     Callable[[Any, pathlib.Path | None], Callable[..., records.Group]] | None
   )
   transport: Callable[[pathlib.Path], WeightTransport]
+  groups: Callable[[pathlib.Path, str], GroupExchange]
+  worker_command: Callable[[pathlib.Path, int], list[str]]
   gate: Callable[..., Any]
   write_report: Callable[[pathlib.Path], pathlib.Path]

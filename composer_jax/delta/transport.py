@@ -9,7 +9,6 @@ otherwise, the bundles themselves in `store`.
 import collections
 import contextlib
 import dataclasses
-import json
 import logging
 import pathlib
 import queue
@@ -28,12 +27,12 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts
 from composer_jax.rollout import engine as engines
-from composer_jax.telemetry import append
 from composer_jax.telemetry import writer as writers
 from composer_jax.train import state as train_state
 
 RUN_ID = 'policy'
 DIRECT = 'direct:'
+WORKERS = 'workers'  # folder with those of a run's own rollout workers
 KEY = 'delta.key'
 PUBLISHED, RECEIVED = 'delta', 'received'  # stages of the lines on record
 _STORE, _MEMORY = 'store', 'received'
@@ -141,23 +140,20 @@ class Publication:
     self._publisher.wait()
     self.check()
 
-  def check_identities(self, groups: list[records.Group]) -> None:
-    """Refuses groups that other weights sampled than those published."""
-    needed = {version for group in groups for version in group.versions}
-    if not needed <= self._identities.keys():
+  def fault_of(self, group: records.Group) -> str:
+    """Says that other weights sampled a group than published; '' if not."""
+    if not group.versions <= self._identities.keys():
       # A worker may have what is published already and not yet reported.
       self.wait()
-    for group in groups:
-      for version in sorted(group.versions):
-        published = self._identities.get(version)
-        sampled = (group.policies or {}).get(version)
-        if published is None or sampled != published:
-          raise ValueError(
-            f'Group {group.group} was sampled with weights '
-            f'{sampled or "none"} as version {version}; published under it are '
-            f'{published or "none"}. Delete its file in groups/ and run the '
-            'same command again to sample it anew.'
-          )
+    for version in sorted(group.versions):
+      published = self._identities.get(version)
+      sampled = (group.policies or {}).get(version)
+      if published is None or sampled != published:
+        return (
+          f'Group {group.group} was sampled with weights {sampled or "none"} '
+          f'as version {version}; published under it are {published or "none"}'
+        )
+    return ''
 
   def collect_garbage(self, keep: int, say: Callable[[str], None]) -> None:
     """Frees, behind what is under way, what no receiver needs any more."""
@@ -261,9 +257,6 @@ class Placing:
   thread of its own, beside the engine's steps, which keeps the newest policy
   until somebody takes it. The thread is woken by the clock and by `close`.
 
-  Each policy served is a line of `received.jsonl`, since `metrics.jsonl` has
-  one writer, the trainer; `report.metrics` says what each metric means.
-
   Attributes:
     problem: reason why the thread found nothing to serve; '' for none.
     thread: thread that `follow` starts if there is an interval.
@@ -272,14 +265,12 @@ class Placing:
   def __init__(
     self,
     receiving: 'Receiver | _Handover',
-    workdir: pathlib.Path | None,
     interval_s: float | None = None,
     notify: Callable[[], None] = lambda: None,
   ):
     """Takes a receiver.
 
     Args:
-      workdir: folder of `received.jsonl`; None for who calls no `served`.
       interval_s: seconds between two looks of the thread; None for no thread.
       notify: function to call after something new was placed.
     """
@@ -288,11 +279,6 @@ class Placing:
     self.thread = threading.Thread(target=self._run, name='poller', daemon=True)
     self._receiving, self._interval_s = receiving, interval_s
     self._notify, self._stopping = notify, threading.Event()
-    self._lines = None
-    if workdir is not None:
-      path = workdir / writers.RECEIVED
-      self._lines = append.AppendFile(path, 'a line of received policies')
-      self._lines.cut_torn_line()
     self._newest = collections.deque[seams.PlacedPolicy](maxlen=1)
     self._engine: engines.Engine | None = None
     # Why the newest policy does not fit the engine.
@@ -374,17 +360,15 @@ class Placing:
     if self._interval_s is not None:
       self._dropped.put(weights_before)
 
-  def served(self, policy: seams.ReceivedPolicy, **seconds: float) -> None:
-    assert self._lines is not None
+  def served(
+    self, policy: seams.ReceivedPolicy, **seconds: float
+  ) -> dict[str, Any]:
     row = {'stage': RECEIVED, 'step': policy.version, 'time': time.time()}
-    row |= {'target_id': policy.target_id, **policy.received, **seconds}
-    self._lines.append((json.dumps(row) + '\n').encode())
+    return row | {'target_id': policy.target_id, **policy.received, **seconds}
 
   def close(self) -> None:
     """Ends the thread after its look, which nobody waits for."""
     self._stopping.set()
-    if self._lines is not None:
-      self._lines.close()
 
 
 # Both sides.
@@ -463,6 +447,10 @@ class PolicyTransport:
       )
       if sender.version is None and processes.is_first():
         # A store that is new, or was deleted: older pointers are no measure.
+        # Those of its own workers, too.
+        inside = self._memory.relative_to(self._workdir)
+        for path in self._workdir.glob(f'{WORKERS}/*/{inside}'):
+          path.unlink()
         self._memory.unlink(missing_ok=True)
     return Publication(sender, writer, self._workdir, first)
 
@@ -475,7 +463,7 @@ class PolicyTransport:
       threads=self._options.threads,
     )
     interval_s = self._options.poll_s if in_background else None
-    return Placing(receiving, self._workdir, interval_s)
+    return Placing(receiving, interval_s)
 
 
 def check_store(workdir: pathlib.Path, options: DeltaOptions) -> str:

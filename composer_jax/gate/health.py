@@ -159,8 +159,9 @@ class HealthGate:
         f'rl step {step.version + 1}: {_first(messages)}. '
         f'{self._explained(worst, step, windows)}Its gradient was not applied, '
         'and the last checkpoint is intact. To sample its groups anew delete '
-        'their files in groups/ and run the same command again; to go on '
-        'with them as they are add --config.rl.gate.action=flag.'
+        'their uploads (fleet/policy/groups/ in the store) and run the same '
+        'command again; to go on with them as they are add '
+        '--config.rl.gate.action=flag.'
         f'{self._kept(worst)}',
         step.metrics | metrics,
       )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,14 @@ PARENT = 'COMPOSER_JAXPARENT'
 class RolloutProcess:
   """A rollout worker in a process of its own, restarted when it dies.
 
-  The worker's whole state is on disk (the bundle store and the finished
-  groups), so a restart loses only the episodes in flight.
+  The worker's whole state is in the store, so a restart loses only the episodes
+  in flight. Each start has a name of its own: what the last one still does is
+  nobody's lease.
 
   Consumes: nothing; the worker reads the store itself.
   Woken by: `check`, which the trainer calls while it waits.
-  Produces: restarts, each reported; an error once `max_restarts` are used up.
+  Produces: restarts, each reported; an error once the worker died more often
+    than `max_restarts` with no result of any worker in between.
   """
 
   def __init__(
@@ -30,18 +33,27 @@ class RolloutProcess:
     cores: Sequence[int],
     max_restarts: int,
     report: Callable[[str], None],
+    number: int = 0,
   ):
-    self._command = list(command)
+    """Starts it.
+
+    Args:
+      command: command of a worker, which `--name=NAME` is added to.
+      number: number of this worker among those of the run.
+    """
+    self._command, self._number = list(command), number
     self._log = log
     self._cores = list(cores)
-    self._restarts_left = max_restarts
+    self._restarts_left = self._max_restarts = max_restarts
+    self._progress = 0
     self._report = report
     self._process = self._start()
 
   def _start(self) -> subprocess.Popen:
+    self.name = f'worker{self._number}-{secrets.token_hex(4)}'
     with self._log.open('ab') as log:
       process = subprocess.Popen(
-        self._command,
+        [*self._command, f'--name={self.name}'],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -51,16 +63,33 @@ class RolloutProcess:
       os.sched_setaffinity(process.pid, self._cores)
     return process
 
-  def check(self) -> None:
-    """Restarts a dead worker.
+  def check(
+    self,
+    progress: int = 0,
+    *,
+    is_given_up: Callable[[str], bool] = lambda name: False,
+    blame: Callable[[str], None] = lambda name: None,
+  ) -> None:
+    """Restarts a worker that died, or that hangs.
+
+    Args:
+      progress: number that rises with the results of any worker.
+      is_given_up: name -> whether the fleet gave a worker up.
+      blame: told the name of a worker that has ended.
 
     Raises:
-      RuntimeError: the worker died more often than `max_restarts`; the message
-        ends with the tail of its log.
+      RuntimeError: it died more often than `max_restarts`; the message ends
+        with the tail of its log.
     """
+    if self._process.poll() is None and is_given_up(self.name):
+      self._process.kill()  # Also one that is stopped.
+      self._process.wait()
     code = self._process.poll()
     if code is None:
       return
+    blame(self.name)
+    if progress > self._progress:
+      self._progress, self._restarts_left = progress, self._max_restarts
     tail = tail_of(self._log)
     if self._restarts_left == 0:
       raise RuntimeError(

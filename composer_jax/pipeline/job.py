@@ -35,7 +35,7 @@ class Job:
   Attributes:
     systems: task family, corpus, sandbox and the other systems of the run.
     workdir: folder of everything that outlives the process.
-    command: command line of this program, which also starts rollout workers.
+    command: command line of this program.
     judge_level: level of isolation of the code that tasks execute.
   """
 
@@ -268,9 +268,10 @@ def _leaving_nothing(workdir: pathlib.Path) -> Iterator[None]:
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # Folders may move, but their content may not change. No result depends on
-  # the gate, which at most ends a run, nor on the transport of policies.
-  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'initial')
-  ignored += ('tasks.folder', 'accelerator')
+  # the gate, which at most ends a run, on the transport of policies, nor, at
+  # staleness 0, on who samples.
+  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'fleet')
+  ignored += ('initial', 'tasks.folder', 'accelerator')
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG
   stored = files.read_json(path)

@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ import optax
 from composer_jax.core import files, processes, records, seams
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
-from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import (
   controller,
   rollout_worker,
@@ -33,12 +33,15 @@ from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager
 
-_WORKER_LOG = 'rollout_worker.log'
+_WORKER_LOG = 'rollout_worker{}.log'
 # Seconds that a worker waits for the first policy before it gives up.
 _FIRST_POLICY_S = 300.0
 
-# Function from group ids to finished groups, which blocks.
-Wait = Callable[[list[int]], list[records.Group]]
+# Between two looks for the groups of a step.
+_LOOK_S = 0.005
+
+# Function from a step to the groups that it trains on, which blocks.
+Wait = Callable[[int], list[records.Group]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,18 +154,22 @@ def _reinforce(job: jobs.Job) -> None:
     transport = job.systems.transport(job.workdir)
     published = transport.publisher(job.writer, first)
     stack.enter_context(contextlib.closing(published))
+    groups = job.systems.groups(job.workdir, job.judge_level)
     is_first = processes.is_first()
-    # What process 0 alone writes: outcomes, and what stopped a step.
-    plan = stages.training_curriculum(job) if is_first else None
+    # What process 0 alone writes: orders, outcomes, what stopped a step.
+    order, plan = stages.training_orders(job) if is_first else (None, None)
     if plan is not None:
       plan.truncate(first)
-    buffer = buffers.GroupBuffer(job.workdir / 'groups')
-    dropped = processes.lead(lambda: buffer.discard_newer(first))
-    if first or dropped:
-      say(
-        f'going on from step {first}; {len(buffer.ids())} finished groups '
-        f'kept, {len(dropped)} damaged or of void policies dropped'
-      )
+    source = _Source(job, groups, published, order)
+    stack.callback(source.close)
+    if is_first:
+      kept, voided = groups.begin(first, first * rl.prompts)
+      if first or voided:
+        say(
+          f'going on from step {first}; {kept} finished groups kept, {voided} '
+          'damaged or of void policies dropped'
+        )
+      source.admit(first)
     job.writer.truncate('rl', first)
     gate = None
     if rl.gate.action != 'off':
@@ -182,48 +189,117 @@ def _reinforce(job: jobs.Job) -> None:
       rollouts = contextlib.nullcontext()  # Process 0 has them.
     elif rl.placement == 'colocated':
       base = start.state.base if spec.shares_base else None
-      rollouts = _colocated(job, transport, buffer, published.wait, base)
+      rollouts = _colocated(job, transport, source, base)
     else:
-      rollouts = _processes(job, buffer, published.check)
+      rollouts = _processes(job, source)
     with (
       rollouts as first_wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
       wait: Any = first_wait
       if processes.count() > 1:
-        wait = _in_lockstep(wait, buffer)
+        wait = _in_lockstep(wait, source)
       ports = dataclasses.replace(
-        _ports(job, buffer, checkpoints, published, wait, bar, plan),
+        _ports(job, source, checkpoints, wait, bar, plan),
         prepare=lambda state: update.compile_ahead(
           state, start.functions, spec.batch_shape(), start.teacher
         ),
       )
       state = trainer_worker.run(start.state, learn, ports, rl)
       published.wait()
+      source.is_over = True
   export.save(job.workdir, 'rl', rl.steps, state.trained())
   rows = writer.read(job.workdir) + writer.read(job.workdir / writer.RECEIVED)
   if waited := waiting.summary(rows):
     say(waited)
 
 
+class _Source:
+  """Where the groups of each step come from.
+
+  Attributes:
+    groups: exchange with the workers.
+    published: publisher of the policies that sample them.
+    is_over: true once the last step is trained, so that workers may end.
+  """
+
+  def __init__(
+    self,
+    job: jobs.Job,
+    groups: seams.GroupExchange,
+    published: seams.WeightPublisher,
+    order: Callable[[int], seams.GroupOrder] | None,
+  ):
+    self.groups, self.published, self.is_over = groups, published, False
+    self._rl, self._order, self._num_admitted = job.spec.rl, order, 0
+
+  def ids(self, step: int) -> range:
+    return range(step * self._rl.prompts, (step + 1) * self._rl.prompts)
+
+  def admit(self, version: int) -> None:
+    """Lets groups be sampled that this version, yet to come, may begin."""
+    rl = self._rl
+    limit = trainer_worker.admitted(
+      version,
+      prompts=rl.prompts,
+      max_staleness=rl.max_staleness,
+      steps=rl.steps,
+    )
+    begin = max(self._num_admitted, version * rl.prompts)
+    assert self._order is not None
+    self.groups.admit([self._order(g) for g in range(begin, limit)])
+    self._num_admitted = limit
+
+  def ready(self, step: int) -> list[records.Group] | None:
+    """Returns the groups of a step once all are there and right."""
+    bound = self._rl.max_staleness
+
+    def fault_of(group: records.Group) -> str:
+      late = trainer_worker.fault_of_staleness(group, step, bound)
+      return late or self.published.fault_of(group)
+
+    ready = self.groups.ready(self.ids(step), fault_of)
+    if ready is not None and not ready:
+      raise ValueError(
+        f'All groups of step {step} were given up: their members came back '
+        'refused, or not at all, more often than --config.fleet.max_lost. See '
+        'the logs of the workers.'
+      )
+    return ready
+
+  def is_done(self, version: int) -> bool:
+    """Returns whether all groups are there that a version may begin."""
+    return not self.groups.unfinished(version)
+
+  def close(self) -> None:
+    self.groups.close(is_over=self.is_over)
+
+
 def _ports(
   job: jobs.Job,
-  buffer: buffers.GroupBuffer,
+  source: _Source,
   checkpoints: manager.Checkpoints,
-  published: seams.WeightPublisher,
   wait: Wait,
   bar: progress.Progress,
   plan: seams.Curriculum | None,
 ) -> trainer_worker.Ports:
-  rl = job.spec.rl
+  rl, published, is_first = job.spec.rl, source.published, processes.is_first()
 
-  def accept(groups):
-    if processes.is_first():
-      published.check_identities(groups)
+  def accept(step, groups):
     if plan is not None:
-      # Before publishing the policy trained on them: the curriculum of the
-      # groups that it admits depends on this record.
-      plan.record(groups[0].group // rl.prompts, groups)
+      # Before the next groups are drawn: the curriculum needs this record.
+      plan.record(step, groups)
+    if is_first:
+      source.admit(step + 1)
+
+  def publish(state, version):
+    published.publish(state, version)
+    if is_first:
+      source.groups.announce(version)
+
+  def trained(step):
+    if is_first:
+      source.groups.trained(source.ids(step))
 
   def save(step, state, is_last):
     if step % rl.checkpoint_every == 0 or is_last:
@@ -231,6 +307,9 @@ def _ports(
       # Receivers and a resumed trainer need only versions since the oldest
       # checkpoint that is kept.
       published.collect_garbage(2 * rl.checkpoint_every + 1, bar.message)
+    if is_first:
+      saved = max(checkpoints.steps()[:-1], default=0)
+      source.groups.collect(saved * rl.prompts)
 
   def log(step, metrics, groups):
     if plan is not None:
@@ -261,69 +340,88 @@ def _ports(
       job.log_episodes('rl', step, list(groups[0].rollouts[:2]))
 
   return trainer_worker.Ports(
-    buffer=buffer,
     wait=wait,
     accept=accept,
-    publish=published.publish,
+    publish=publish,
+    trained=trained,
     save=save,
-    saved_step=lambda: max(checkpoints.steps()[:-1], default=0),
     log=log,
   )
 
 
-def _in_lockstep(wait: Any, buffer: buffers.GroupBuffer) -> Wait:
+def _in_lockstep(wait: Any, source: _Source) -> Wait:
   """Makes all processes train on one batch plan, which process 0 writes.
 
-  A plan has the groups of a step in order, with hashes; all read the groups.
+  A plan has the groups of a step in order, with hashes; the others read them.
   Only in process 0 is there a `wait`.
   """
 
-  def wait_for_plan(ids: list[int]) -> list[records.Group]:
-    plan = processes.lead(lambda: buffer.seals(wait(ids)))
-    return [buffer.get(group, seal) for group, seal in plan]
+  def wait_for_plan(step: int) -> list[records.Group]:
+    groups: list[records.Group] = []
+
+    def decide() -> list[Any]:
+      groups.extend(wait(step))
+      return source.groups.plan([g.group for g in groups])
+
+    plan = processes.lead(decide)
+    return groups or source.groups.read(plan)
 
   return wait_for_plan
 
 
 @contextlib.contextmanager
-def _processes(
-  job: jobs.Job, buffer: buffers.GroupBuffer, check: Callable[[], None]
-) -> Iterator[Wait]:
-  """Rollouts run in a process of their own, beside the trainer."""
-  rl = job.spec.rl
+def _processes(job: jobs.Job, source: _Source) -> Iterator[Wait]:
+  """Rollouts run in processes of their own, beside the trainer or elsewhere."""
+  rl, groups = job.spec.rl, source.groups
   trainer_cores, worker_cores = controller.divide_cores()
   say = progress.teller('rl')
   say(f'judging in {job.judge_level}')
-  # Sandboxes keep all cores; the worker itself calls `_yield_to_sandboxes`.
-  worker = controller.RolloutProcess(
-    [*job.command, '--role=rollout'],
-    log=job.workdir / _WORKER_LOG,
-    cores=[*trainer_cores, *worker_cores],
-    max_restarts=rl.max_restarts,
-    report=say,
-  )
-  controller.pin(trainer_cores)
+  with contextlib.ExitStack() as stack:
+    workers = []
+    for number in range(job.spec.systems['fleet'].workers):
+      # Sandboxes keep all cores; the worker itself calls `_yield_to_sandboxes`.
+      worker = controller.RolloutProcess(
+        job.systems.worker_command(job.workdir, number),
+        log=job.workdir / _WORKER_LOG.format(f'_{number}' if number else ''),
+        cores=[*trainer_cores, *worker_cores],
+        max_restarts=rl.max_restarts,
+        report=say,
+        number=number,
+      )
+      stack.enter_context(contextlib.closing(worker))
+      workers.append(worker)
+    controller.pin(trainer_cores)
+    stack.callback(controller.pin, [*trainer_cores, *worker_cores])
+    groups.start()
 
-  def while_waiting() -> None:
-    processes.beat()
-    worker.check()
-    check()
+    def wait(step: int) -> list[records.Group]:
+      since, seen = time.monotonic(), -1
+      while (ready := source.ready(step)) is None:
+        processes.beat()
+        done = groups.num_uploads()
+        for worker in workers:
+          worker.check(done, is_given_up=groups.is_given_up, blame=groups.blame)
+        source.published.check()
+        if done != seen:
+          since, seen = time.monotonic(), done
+        if time.monotonic() - since > rl.wait_timeout_s:
+          raise TimeoutError(
+            f'No rollouts came in {rl.wait_timeout_s:.0f} s '
+            f'(--config.rl.wait_timeout_s) while the trainer waits for groups '
+            f'{[*source.ids(step)]}. See {_WORKER_LOG.format("*")} in the '
+            'workdir, and the logs of workers elsewhere.'
+          )
+        time.sleep(_LOOK_S)
+      return ready
 
-  try:
-    yield lambda ids: buffer.wait(
-      ids, timeout_s=rl.wait_timeout_s, while_waiting=while_waiting
-    )
-  finally:
-    worker.close()
-    controller.pin([*trainer_cores, *worker_cores])
+    yield wait
 
 
 @contextlib.contextmanager
 def _colocated(
   job: jobs.Job,
   transport: seams.WeightTransport,
-  buffer: buffers.GroupBuffer,
-  settle: Callable[[], None],
+  source: _Source,
   base: Any,
 ) -> Iterator[Wait]:
   """Trainer and engine take turns; policies still travel through the store.
@@ -332,41 +430,45 @@ def _colocated(
   """
   spec = job.spec
   served = None
+  orders: dict[int, seams.GroupOrder] = {}
+  leases = source.groups.leases(_capacity(spec))
   with (
     job.runner() as runner,
     contextlib.closing(transport.receiver(in_background=False)) as receiver,
+    contextlib.closing(leases),
   ):
     collector = stages.collector_of(
-      spec,
-      job.systems,
-      job.tokenizer,
-      runner,
-      split='train',
-      workdir=job.workdir,
+      spec, job.systems, job.tokenizer, runner, split='train', orders=orders
     )
 
-    def wait(ids: list[int]) -> list[records.Group]:
+    def wait(step: int) -> list[records.Group]:
       nonlocal served
-      settle()
+      source.published.wait()
       if served is None:
-        served = _served(spec, job.systems, receiver, within_s=0.0, base=base)
+        served = _served(spec, job.systems, receiver, leases.note, base=base)
       else:
         receiver.look()
         served()
-      rollout_worker.run(
-        collector, buffer, served, spec.rl, until_version=served.version
-      )
-      return [buffer.get(g) for g in ids]
+      while (ready := source.ready(step)) is None:
+        is_done = functools.partial(source.is_done, served.version)
+        rollout_worker.run(collector, orders, leases, served, is_done)
+      return ready
 
     yield wait
+
+
+def _capacity(spec: specs.Spec) -> int:
+  """Members that a worker holds: those it plays, and as many to go on with."""
+  return 2 * spec.rollout.num_slots
 
 
 def _served(
   spec: specs.Spec,
   systems: seams.Systems,
   receiver: seams.WeightReceiver,
+  note: Callable[[dict[str, Any]], None],
   *,
-  within_s: float,
+  within_s: float = 0.0,
   base: Any = None,
 ) -> rollout_worker.Served:
   """Makes an engine of the first policy received, which follows later ones."""
@@ -377,33 +479,44 @@ def _served(
     values = stages.with_base(systems, first.variables, like)
   engine = stages.make_engine(spec, values, first.version, shares_base=shares)
   receiver.follow(engine)
-  return rollout_worker.Served(engine, first, receiver)
+  return rollout_worker.Served(engine, first, receiver, note)
 
 
 def serve_rollouts(
-  spec: specs.Spec, systems: seams.Systems, workdir: pathlib.Path
+  spec: specs.Spec,
+  systems: seams.Systems,
+  folder: pathlib.Path,
+  level: str,
+  make_leases: Callable[[int], seams.LeaseHolder],
 ) -> None:
-  """Runs a rollout worker process from its start to the end of the run."""
+  """Runs a rollout worker process from its start to the end of the run.
+
+  Args:
+    folder: folder with the run's key and tokenizer.
+    level: isolation level that judges the run's code.
+    make_leases: capacity -> door to the fleet, which joins with `start`.
+  """
   say = progress.teller('rollout')
-  level = systems.settle_judge(workdir)
-  tokenizer = systems.load_tokenizer(workdir / jobs.TOKENIZER)
+  tokenizer = systems.load_tokenizer(folder / jobs.TOKENIZER)
+  orders: dict[int, seams.GroupOrder] = {}
+  leases = make_leases(_capacity(spec))
   with contextlib.ExitStack() as stack:
     runner = stack.enter_context(systems.open_runner(level))
     # Before the engine's threads exist: they inherit cores and priority.
     _yield_to_sandboxes()
-    transport = systems.transport(workdir)
-    receiver = transport.receiver(in_background=True)
+    receiver = systems.transport(folder).receiver(in_background=True)
     stack.enter_context(contextlib.closing(receiver))
-    served = _served(spec, systems, receiver, within_s=_FIRST_POLICY_S)
-    say(f'serving version {served.version}, judging in {level}')
+    served = _served(
+      spec, systems, receiver, leases.note, within_s=_FIRST_POLICY_S
+    )
+    say(f'{leases.name} serves version {served.version}, judging in {level}')
+    collector = stages.collector_of(
+      spec, systems, tokenizer, runner, split='train', orders=orders
+    )
+    stack.enter_context(contextlib.closing(leases))
+    leases.start()
     version = rollout_worker.run(
-      stages.collector_of(
-        spec, systems, tokenizer, runner, split='train', workdir=workdir
-      ),
-      buffers.GroupBuffer(workdir / 'groups'),
-      served,
-      spec.rl,
-      until_version=spec.rl.steps,
+      collector, orders, leases, served, lambda: leases.is_over
     )
   say(f'done at version {version}')
 

@@ -1,16 +1,16 @@
-"""The rollout side: follows the bundle store and samples admitted groups.
+"""The rollout side: follows the bundle store and samples what it has leases of.
 
-It exchanges no messages with the trainer. Which groups it may start follows
-from the version it serves (`buffer.admitted`); which are missing, from disk.
+It exchanges no messages with the trainer: leases and groups go through the
+store, too.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 from composer_jax.core import processes, records, seams
-from composer_jax.pipeline import buffer as buffers
-from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
@@ -34,13 +34,18 @@ class Served:
     engine: engines.Engine,
     first: seams.ReceivedPolicy,
     receiver: seams.WeightReceiver,
+    note: Callable[[dict[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts with `first`, the policy that the engine was made with."""
+    """Starts with `first`, the policy that the engine was made with.
+
+    Args:
+      note: takes a line of metrics at the first use of each policy.
+    """
     self.engine = engine
-    self._receiver = receiver
+    self._receiver, self._note = receiver, note
     self._identities = {first.version: first.target_id}
-    receiver.served(first)
+    note(receiver.served(first))
     self._clock, self._since = clock, clock()
     self._is_waiting = False
     self._seconds = [0.0, 0.0]  # Of sampling and of waiting.
@@ -63,9 +68,8 @@ class Served:
     self._receiver.drop(self.engine.switch(newer.variables))
     self.mark(self._is_waiting)
     swap_s, (sample_s, wait_s) = self.engine.stats().swap_s, self._seconds
-    self._receiver.served(
-      newer, swap_s=swap_s, sample_s=sample_s, wait_s=wait_s
-    )
+    seconds = dict(swap_s=swap_s, sample_s=sample_s, wait_s=wait_s)
+    self._note(self._receiver.served(newer, **seconds))
     self._seconds = [0.0, 0.0]
 
   def mark(self, is_waiting: bool) -> None:
@@ -88,66 +92,52 @@ class Served:
 
 def run(
   collector: collect.Collector,
-  buffer: buffers.GroupBuffer,
+  orders: dict[int, seams.GroupOrder],
+  leases: seams.LeaseHolder,
   served: Served,
-  rl: specs.RLSection,
-  *,
-  until_version: int,
+  is_done: Callable[[], bool],
 ) -> int:
-  """Samples every group that may be started, until the run is over.
+  """Samples the members of every lease, until it is done.
 
-  Consumes: policies, newest first, through `served`.
-  Waits for: a version that admits the next group.
-  Woken by: the publisher advancing the version.
-  Produces: finished Groups into `buffer`, each written whole and stamped.
-    Groups already on disk are not sampled again.
+  Consumes: policies, newest first, through `served`; leases.
+  Waits for: a lease, and the version that may begin it.
+  Woken by: the publisher advancing the version; the reconciler.
+  Produces: the members of each lease, stamped, all at once. Episodes whose
+    lease has gone to another worker end at their next turn.
 
   Args:
+    orders: orders of the groups under lease, which `collector` reads.
     served: the engine and its receiver, at the version to begin with.
-    rl: groups of a step, steps of the run, and the bound on staleness.
-    until_version: version at which to return, once it is served and all groups
-      it admits are finished.
+    is_done: asked when no episode is open.
 
   Returns:
     The version served at the end.
   """
   engine = served.engine
   policy = server.EnginePolicy(engine)
-  stream = collect.GroupStream(
-    collector,
-    policy,
-    engine.options.num_slots,
-    lambda group: buffer.put(served.stamp(group)),
-  )
-  next_group = served.version * rl.prompts
+  stream = collect.GroupStream(collector, policy, engine.options.num_slots)
+  revoke: dict[int, Callable[[], None]] = {}
 
-  def limit():
-    return buffers.admitted(
-      served.version,
-      prompts=rl.prompts,
-      max_staleness=rl.max_staleness,
-      steps=rl.steps,
-    )
+  def deliver(lease: seams.Lease, group: records.Group) -> None:
+    leases.deliver(lease, served.stamp(group))
 
   def before_step():
-    nonlocal next_group
     processes.beat()  # Colocated, this is the trainer's process.
     served()
-    while next_group < limit():
-      if not buffer.path(next_group).exists():
-        stream.admit(next_group)
-      next_group += 1
+    new, ended = leases.take(served.version)
+    for lease in ended:
+      revoke.pop(lease.epoch)()
+    for lease in new:
+      orders[lease.order.group] = lease.order
+      revoke[lease.epoch] = stream.admit(
+        lease.order.group,
+        functools.partial(deliver, lease),
+        range(lease.first, lease.stop),
+      )
     served.mark(stream.open_episodes == 0)
 
-  def done():
-    return (
-      stream.open_episodes == 0
-      and next_group >= limit()
-      and served.version >= until_version
-    )
-
   try:
-    policy.serve(done, before_step)
+    policy.serve(lambda: stream.open_episodes == 0 and is_done(), before_step)
     served.mark(True)  # Colocated: the trainer's turn.
   finally:
     stream.close()

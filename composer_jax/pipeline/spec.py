@@ -130,8 +130,10 @@ class RLSection(OptimizerSection, update.LearningOptions):
     checkpoint_every: steps from one checkpoint to the next.
     gate: bands for what the records of a step say.
     episodes_every: steps from one readable episode of the report to the next.
-    wait_timeout_s: seconds without a finished group after which a run ends.
-    max_restarts: restarts of the rollout process before a run ends.
+    wait_timeout_s: seconds without rollouts of any worker after which a run
+      ends.
+    max_restarts: restarts in a row of a worker of this run, with no rollouts of
+      any worker in between, before the run ends.
   """
 
   mesh: Mesh = Mesh()

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -211,14 +210,14 @@ def collector_of(
   runner: seams.Runner,
   *,
   split: str,
-  workdir: pathlib.Path | None = None,
+  orders: Mapping[int, seams.GroupOrder] | None = None,
 ) -> collect.Collector:
   """Makes a collector: groups on training tasks, or episodes of held-out ones.
 
   Args:
     split: 'train' or one of the family's axes.
-    workdir: folder of a run whose rewards and curriculum may change while it
-      trains; None for the rewards of the config and tasks in their order.
+    orders: what the trainer says of each group that is played; None for the
+      rewards of the config and tasks in their order.
   """
   seed = spec.seed + (RL_SEED if split == 'train' else EVAL_SEED)
   family = systems.family
@@ -227,16 +226,14 @@ def collector_of(
   reward_of_group = lambda group: spec.rewards
   is_training = split == 'train'
   samples = spec.evaluation.samples
-  if is_training and workdir is not None:
-    reward_of_group = rewards.Switch(
-      workdir / rewards.FILE, spec.rewards, progress.teller('rewards')
-    ).of_group
-    if systems.curriculum is not None:
-      plan = systems.curriculum(tasks, workdir, seed)
-      task_of_group = lambda group: tasks.of_id(plan.task_of(group))
+  if orders is not None:
+    task_of_group = lambda group: tasks.of_id(orders[group].task_id)
+    reward_of_group = lambda group: rewards.RewardOptions(
+      **orders[group].rewards
+    )
   judged: dict[str, Any] = {}
   if is_training and systems.judge is not None:
-    judge = systems.judge(tokenizer, workdir)
+    judge = systems.judge(tokenizer, None)
     judged['judge'] = lambda group: judge(group, reward_of_group(group.group))
   return collect.Collector(
     task_of_group=task_of_group,
@@ -255,13 +252,31 @@ def collector_of(
   )
 
 
-def training_curriculum(job: jobs.Job) -> seams.Curriculum | None:
-  """The curriculum of RL for the trainer, which keeps its ledger."""
-  if job.systems.curriculum is None:
-    return None
-  seed = job.spec.seed + RL_SEED
+def training_orders(
+  job: jobs.Job,
+) -> tuple[Callable[[int], seams.GroupOrder], seams.Curriculum | None]:
+  """The trainer's order of each group of RL, and the curriculum behind it."""
+  seed, rl = job.spec.seed + RL_SEED, job.spec.rl
   tasks = job.systems.family.tasks(job.tokenizer, split='train', seed=seed)
-  return job.systems.curriculum(tasks, job.workdir, seed)
+  plan = None
+  if job.systems.curriculum is not None:
+    plan = job.systems.curriculum(tasks, job.workdir, seed)
+  prices = rewards.Switch(
+    job.workdir / rewards.FILE,
+    job.spec.rewards,
+    progress.teller('rewards'),
+  )
+
+  def order(group: int) -> seams.GroupOrder:
+    drawn = plan.task_of(group) if plan else tasks.of_group(group).task_id
+    return seams.GroupOrder(
+      group=group,
+      task_id=drawn,
+      min_version=max(0, group // rl.prompts - rl.max_staleness),
+      rewards=dataclasses.asdict(prices.of_group(group)),
+    )
+
+  return order, plan
 
 
 def make_engine(

@@ -1,4 +1,9 @@
-"""The training side of asynchronous RL: groups in, bundles out."""
+"""The training side of asynchronous RL: groups in, bundles out.
+
+Groups are consumed in the order of their ids: step `v` trains on groups `v * P`
+to `v * P + P - 1` only. Together with `admitted` this bounds staleness, and the
+step counter alone ensures that each group is trained exactly once.
+"""
 
 import dataclasses
 import time
@@ -6,10 +11,21 @@ from collections.abc import Callable
 from typing import Any
 
 from composer_jax.core import records
-from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import mismatch
 from composer_jax.train import state as train_state
+
+
+def admitted(
+  version: int, *, prompts: int, max_staleness: int, steps: int
+) -> int:
+  """Number of groups that may be started in all once `version` is published.
+
+  Group g is trained at version g // prompts, so starting it no earlier than
+  version g // prompts - max_staleness bounds its staleness: the capacity rule
+  of Fireworks' recipe for asynchronous RL, for consumption in order.
+  """
+  return min(version + max_staleness + 1, steps) * prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,25 +33,23 @@ class Ports:
   """Everything the trainer touches outside itself.
 
   Attributes:
-    buffer: finished groups.
-    wait: (group ids) -> groups; blocks. Placement `processes` watches the
-      rollout process meanwhile, `colocated` samples the groups here.
-    accept: (groups) -> None; raises for groups that were sampled by weights
-      other than the published ones.
+    wait: (step) -> the groups that it trains on; blocks. Placement `processes`
+      watches the run's workers meanwhile, `colocated` samples the groups here.
+    accept: (step, groups) -> None; remembers them, and lets groups be sampled
+      that the next policy may begin.
     publish: (state, version) -> None; waits for the publication under way, then
       begins to publish the state's policy. The state may be donated at once.
     save: (step, state, is_last) -> None; starts a checkpoint if one is due.
-    saved_step: () -> the newest step whose checkpoint is durable.
+    trained: (step) -> None; its groups are in the state.
     log: (step, metrics, groups) -> None; writes metrics and readable episodes.
     prepare: (state) -> None; what can be done before the first groups.
   """
 
-  buffer: buffers.GroupBuffer
-  wait: Callable[[list[int]], list[records.Group]]
-  accept: Callable[[list[records.Group]], None]
+  wait: Callable[[int], list[records.Group]]
+  accept: Callable[[int, list[records.Group]], None]
   publish: Callable[[train_state.TrainState, int], None]
   save: Callable[[int, train_state.TrainState, bool], None]
-  saved_step: Callable[[], int]
+  trained: Callable[[int], None]
   log: Callable[[int, dict[str, Any], list[records.Group]], None]
   prepare: Callable[[train_state.TrainState], None] = lambda state: None
 
@@ -48,8 +62,8 @@ def run(
 ) -> train_state.TrainState:
   """Trains until `rl.steps`, from whatever step `state` is at.
 
-  Consumes: finished Groups from the buffer, in the order of their ids.
-  Waits for: all groups of the step; one staler than max_staleness is refused.
+  Consumes: finished Groups, in the order of their ids.
+  Waits for: all groups of the step.
   Woken by: rollout workers finishing.
   Produces: a published policy after each step, and checkpoints as often as the
     config says.
@@ -57,16 +71,14 @@ def run(
   Args:
     state: training state to go on from, donated.
     learn: (state, groups) -> (state, metrics), as `rl.update.update`.
-    rl: groups of a step, steps of the run, and the bound on staleness.
+    rl: steps of the run.
 
   Raises:
-    ValueError: a group is too stale or was sampled by weights other than the
-      published ones, or `ports.wait` raised it.
+    ValueError: `ports.wait` raised it.
     mismatch.OutOfBand: the gate stopped a step; its metrics are written, its
       gradient is in neither weights nor checkpoints.
     FloatingPointError: a loss or gradient is not finite.
   """
-  P = rl.prompts
   start = int(state.step)
   # Publish `start` again: a kill may have come between checkpoint and pointer.
   ports.publish(state, start)
@@ -74,10 +86,9 @@ def run(
     ports.prepare(state)
   for step in range(start, rl.steps):
     began = time.monotonic()
-    groups = ports.wait(list(range(step * P, (step + 1) * P)))
+    groups = ports.wait(step)
     waited = time.monotonic()
-    check_staleness(groups, step, rl.max_staleness)
-    ports.accept(groups)
+    ports.accept(step, groups)
     try:
       state, metrics = learn(state, groups)
     except mismatch.OutOfBand as error:
@@ -86,6 +97,7 @@ def run(
       raise
     trained = time.monotonic()
     ports.publish(state, step + 1)
+    ports.trained(step)
     metrics |= {
       'wait_s': waited - began,
       'train_s': trained - waited,
@@ -94,25 +106,22 @@ def run(
     # Before the checkpoint: a resumed run relies on the metrics of its step.
     ports.log(step + 1, metrics, groups)
     ports.save(step + 1, state, step + 1 == rl.steps)
-    ports.buffer.remove_below(ports.saved_step() * P)
   return state
 
 
-def check_staleness(
-  groups: list[records.Group], version: int, max_staleness: int
-) -> None:
-  """Refuses groups that `buffer.admitted` does not allow.
+def fault_of_staleness(
+  group: records.Group, step: int, max_staleness: int
+) -> str:
+  """Says why a group may not train at a step; '' where it may.
 
-  Raises:
-    ValueError: a token was sampled, or its context computed, by a policy older
-      than the bound allows, or newer than the trained one.
+  No token may be sampled, nor its context computed, by a policy older than the
+  bound allows, or newer than the trained one.
   """
-  for group in groups:
-    oldest, newest = min(group.versions), max(group.versions)
-    if not version - max_staleness <= oldest <= newest <= version:
-      raise ValueError(
-        f'Group {group.group} was sampled by versions {oldest} to {newest}; '
-        f'version {version} with max_staleness {max_staleness} trains on '
-        f'{max(version - max_staleness, 0)} to {version}. Delete its file in '
-        'groups/ and run the same command again to sample it anew.'
-      )
+  oldest, newest = min(group.versions), max(group.versions)
+  if step - max_staleness <= oldest <= newest <= step:
+    return ''
+  return (
+    f'Group {group.group} was sampled by versions {oldest} to {newest}; '
+    f'version {step} with max_staleness {max_staleness} trains on '
+    f'{max(step - max_staleness, 0)} to {step}'
+  )

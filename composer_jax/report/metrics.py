@@ -152,6 +152,7 @@ delta
   upload_s: background seconds of writing to the store
 
 received
+  worker: text: name of the rollout worker that received it
   target_id: text: Merkle root that the receiver computed of the weights it has,
       whose version is `step`
   route: list of the bundles that it came by, from what was held

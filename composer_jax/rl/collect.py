@@ -6,7 +6,6 @@ requests. An episode's task and random numbers depend on its (group, member)
 alone, never on timing.
 """
 
-import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable
@@ -72,6 +71,33 @@ def episode_player(
   return play
 
 
+class _Revoked(Exception):
+  """The members are no longer wanted: another worker has their lease."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Share:
+  """Members of a group that are played here; `policy` of the agent protocol."""
+
+  group: int
+  size: int
+  policy: environment.Policy
+  done: Callable[[records.Group], None]
+  number: int
+  rollouts: list[records.Rollout] = dataclasses.field(default_factory=list)
+  is_revoked: bool = False
+
+  def complete(self, request: records.SampleRequest) -> records.Completion:
+    if self.is_revoked:
+      raise _Revoked
+    # Members that are played once more may meet what is left of the first time.
+    session = f'{self.number}/{request.session}'
+    return self.policy.complete(dataclasses.replace(request, session=session))
+
+  def close(self, session: str) -> None:
+    self.policy.close(f'{self.number}/{session}')
+
+
 class GroupStream:
   """Feeds admitted groups to episode threads and hands back finished ones.
 
@@ -79,52 +105,61 @@ class GroupStream:
   Waits for: a free episode thread; there are as many as engine slots, so that
     the engine never queues a session.
   Woken by: an episode that ends.
-  Produces: a Group as soon as its last member ends, passed to `on_group` in
-    that episode's thread.
+  Produces: a Group as soon as the last of its members here ends, passed to
+    `done` in that episode's thread.
   """
 
   def __init__(
-    self,
-    collector: Collector,
-    policy: environment.Policy,
-    num_threads: int,
-    on_group: Callable[[records.Group], None],
+    self, collector: Collector, policy: environment.Policy, num_threads: int
   ):
     self._collector = collector
     self._policy = policy
-    self._on_group = on_group
     self._lock = threading.Lock()
-    self._members = collections.defaultdict[int, list[records.Rollout]](list)
     self._failure: BaseException | None = None
     self._pool = futures.ThreadPoolExecutor(num_threads, 'episode')
-    self._open = 0
+    self._open = self._num_shares = 0
 
-  def admit(self, group: int) -> None:
+  def admit(
+    self,
+    group: int,
+    done: Callable[[records.Group], None],
+    members: range | None = None,
+  ) -> Callable[[], None]:
+    """Plays members of a group, None for all; returns what ends them early."""
+    if members is None:
+      members = range(self._collector.rollouts_per_group)
+    number, size = self._num_shares, len(members)
+    share = _Share(group, size, self._policy, done, number)
     with self._lock:
-      self._open += self._collector.rollouts_per_group
-    for member in range(self._collector.rollouts_per_group):
-      # `_play` also calls `on_group`, whose errors the future then carries.
-      future = self._pool.submit(self._play, group, member)
+      self._open += size
+      self._num_shares += 1
+    for member in members:
+      # `_play` also calls `done`, whose errors the future then carries.
+      future = self._pool.submit(self._play, share, member)
       future.add_done_callback(self._finished)
+    return lambda: setattr(share, 'is_revoked', True)
 
-  def _play(self, index: int, member: int) -> None:
+  def _play(self, share: _Share, member: int) -> None:
     """Plays an episode, and hands over the group if it was the last member."""
+    if share.is_revoked:
+      return
     collector = self._collector
-    task = collector.task_of_group(index)
-    rollout = collector.play(
-      task, self._policy, group=index, member=member, seed=collector.seed
-    )
+    task = collector.task_of_group(share.group)
+    try:
+      rollout = collector.play(
+        task, share, group=share.group, member=member, seed=collector.seed
+      )
+    except _Revoked:
+      return
     with self._lock:
-      members = self._members[rollout.group]
-      members.append(rollout)
-      if len(members) < collector.rollouts_per_group:
+      share.rollouts.append(rollout)
+      if len(share.rollouts) < share.size:
         return
-      del self._members[rollout.group]
-    members.sort(key=lambda r: r.member)
+    rollouts = tuple(sorted(share.rollouts, key=lambda r: r.member))
     group = records.Group(
-      group=rollout.group, task_id=rollout.task_id, rollouts=tuple(members)
+      group=rollout.group, task_id=rollout.task_id, rollouts=rollouts
     )
-    self._on_group(collector.judge(group))
+    share.done(collector.judge(group))
 
   def _finished(self, future: futures.Future) -> None:
     failure = None if future.cancelled() else future.exception()
@@ -155,10 +190,10 @@ def groups(
   finished: list[records.Group] = []
   policy = server.EnginePolicy(engine)
   num_threads = engine.options.num_slots
-  stream = GroupStream(collector, policy, num_threads, finished.append)
+  stream = GroupStream(collector, policy, num_threads)
   try:
     for group in ids:
-      stream.admit(group)
+      stream.admit(group, finished.append)
     policy.serve(
       lambda: stream.open_episodes == 0, lambda: on_progress(len(finished))
     )

@@ -34,7 +34,7 @@ class Policies:
     self.threads: list[threading.Thread] = []
     self._engine, self._refused, self._placing = engine, '', None
     if receiver is not None:
-      self._placing = receivers.Placing(receiver, None, interval_s, notify)
+      self._placing = receivers.Placing(receiver, interval_s, notify)
       self.threads.append(self._placing.thread)
 
   @property

@@ -282,13 +282,15 @@ class DifficultyCurriculum:
     self._weights.append([by_id[c.task_id] for c in drawn])
 
   def _learn(self, step: int) -> None:
-    for place, outcome in enumerate(self._ledger.get(step)):
-      expected = self._drawn[step][place]
-      group = step * self._prompts + place
-      if (outcome.group, outcome.task_id) != (group, expected.task_id):
+    drawn = dict(enumerate(self._drawn[step], step * self._prompts))
+    # A group that the fleet gave up has no outcome.
+    for outcome in self._ledger.get(step):
+      expected = drawn.get(outcome.group)
+      if expected is None or outcome.task_id != expected.task_id:
         raise ValueError(
           f'{self._ledger.path(step)} has group {outcome.group} on task '
-          f'{outcome.task_id!r}, but group {group} was drawn on '
-          f'{expected.task_id!r}: it is of another run. Begin a new --workdir.'
+          f'{outcome.task_id!r}, but it was drawn on '
+          f'{expected and expected.task_id!r}: it is of another run. Begin a '
+          'new --workdir.'
         )
       self._difficulty.add(outcome, expected.labels)

@@ -94,7 +94,7 @@ COMPLETION = records.Completion(
     ),
     (ROLLOUT, {'trajectories': ()}, "'t' has no trajectory"),
     (ROLLOUT, {'reward': float('nan')}, 'reward must be finite; got nan'),
-    (GROUP, {'rollouts': ()}, r'Group 3 must hold members 0\.\.R-1.*\[\]'),
+    (GROUP, {'rollouts': ()}, r'Group 3 must hold consecutive .*\[\]'),
     (GROUP, {'group': 4}, "Group 4 of task 't'.*group 3, task 't'"),
     (GROUP, {'task_id': 'u'}, "Group 3 of task 'u'.*group 3, task 't'"),
     (REQUEST, {'context_T': np.zeros(2)}, 'context_T .*int32; got float64'),

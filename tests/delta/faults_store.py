@@ -22,12 +22,13 @@ class _Backend:
   def put(self, key, data):
     self.store.files[key] = bytes(data)
 
-  def read_tagged(self, key):
+  def read_tagged(self, key, most=4096):
     if key not in self.store.files:
       return None
-    return self.read(key, 0, 4097), self.store.files[key].hex()
+    return self.read(key, 0, most + 1), self.store.files[key].hex()
 
-  def swap(self, key, data, tag):
+  def swap(self, key, data, tag, most=4096):
+    del most
     found = self.store.files.get(key)
     if (None if found is None else found.hex()) != tag:
       raise folders.Conflict('another value')

@@ -33,7 +33,7 @@ class Engine:
 
 
 def start(find, notify=lambda: None):
-  follower = transport.Placing(Receiving(find), None, 0.001, notify)
+  follower = transport.Placing(Receiving(find), 0.001, notify)
   follower.follow(Engine())
   return follower
 

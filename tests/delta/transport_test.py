@@ -233,8 +233,8 @@ class Engine:
 
 
 @contextlib.contextmanager
-def in_background(receiver, workdir, engine=None):
-  background = receivers.Placing(receiver, workdir, 0.001)
+def in_background(receiver, engine=None):
+  background = receivers.Placing(receiver, 0.001)
   with contextlib.closing(background):
     background.follow(engine or Engine())
     yield background
@@ -254,7 +254,7 @@ def test_policies_come_in_the_background_and_outlive_damage(
   found = receiver()
   receivers.first(found, 0.0)
   pointer = tmp_path / 'store' / 'refs' / receivers.RUN_ID / 'latest'
-  with in_background(found, tmp_path) as background:
+  with in_background(found) as background:
     intact = pointer.read_bytes()
     pointer.write_bytes(b'rot')
     wait_for(lambda: found.problem)
@@ -274,7 +274,7 @@ def test_what_is_served_no_more_is_freed_in_the_background(
 ):
   sender, receiver = make()
   send(sender, policies, 0)
-  with in_background(receiver(), tmp_path) as background:
+  with in_background(receiver()) as background:
     before = wait_for(background.take).variables
     there = weakref.ref(before)
     background.drop(before)
@@ -286,7 +286,7 @@ def test_a_thread_that_ended_is_told(make, policies, monkeypatch, tmp_path):
   monkeypatch.setattr(threading, 'excepthook', lambda _: None)
   sender, receiver = make()
   send(sender, policies, 0)
-  with in_background(receiver(), tmp_path, object()) as background:
+  with in_background(receiver(), object()) as background:
 
     def told():
       with contextlib.suppress(RuntimeError):

@@ -17,7 +17,7 @@ import time
 import numpy as np
 import pytest
 
-from composer_jax.pipeline import buffer
+from composer_jax import wiring
 from tests import programs
 from tests.e2e import jobs
 
@@ -57,6 +57,9 @@ def after(wait_s):
   return is_due
 
 
+# Where uploads of groups are.
+GROUPS = 'store/fleet/policy/groups'
+
 # In the order in which a run reaches them.
 STRIKES = (
   jobs.Strike('corpus written', exists('corpus/texts.bin')),
@@ -71,7 +74,7 @@ STRIKES = (
   jobs.Strike('SFT exported', exists('exports/sft/[0-9]')),
   # The worker still imports at this moment.
   jobs.Strike('first policy published', published(0)),
-  jobs.Strike('first group finished', exists('groups/[0-9]*.npz')),
+  jobs.Strike('first group finished', exists(f'{GROUPS}/[0-9]*')),
   jobs.Strike('only the worker', reached('rl', 1), worker=True),
   jobs.Strike('policy 2 published', published(2)),
   jobs.Strike('RL exported', exists('exports/rl/[0-9]')),
@@ -141,21 +144,20 @@ def test_a_job_killed_at_many_moments_ends_bit_for_bit_the_same(
 # first has one, and at the third no policy after version 5.
 STALE = (
   jobs.Strike('only the worker', reached('rl', 2), worker=True),
-  jobs.Strike('a group of step 4 finished', exists('groups/00000008.npz')),
+  jobs.Strike('a group of step 4 finished', exists(f'{GROUPS}/00000008.*')),
   jobs.Strike('RL step 7', reached('rl', 7)),
 )
 
 
 def newest_versions(workdir):
   """Returns the newest version that sampled each finished group on disk."""
-  groups = buffer.GroupBuffer(workdir / 'groups')
   return [
     max(
       int(t.policy_version_T.max())
-      for r in groups.get(g).rollouts
+      for r in group.rollouts
       for t in r.trajectories
     )
-    for g in groups.ids()
+    for group in wiring.kept_groups(workdir)
   ]
 
 

@@ -115,6 +115,33 @@ def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s, stops):
   assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
 
 
+def test_restarts_count_only_while_nothing_is_finished(tmp_path):
+  worker, messages = _process(tmp_path, CRASH, max_restarts=1)
+  blamed, deadline = [], time.monotonic() + 60
+  while len(messages) < 4:
+    worker.check(len(messages), blame=blamed.append)
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  # Each start has another name.
+  assert len(set(blamed)) == 4 and worker.name not in blamed
+  with pytest.raises(RuntimeError, match='no restarts are left'):
+    while time.monotonic() < deadline:
+      worker.check(4)
+      time.sleep(0.02)
+
+
+def test_a_worker_that_is_given_up_is_killed_though_it_is_stopped(tmp_path):
+  worker, messages = _process(tmp_path, 'import time; time.sleep(600)')
+  stopped, name = psutil.Process(worker._process.pid), worker.name
+  stopped.suspend()
+  worker.check(is_given_up=lambda name: False)
+  assert not messages
+  worker.check(is_given_up=name.__eq__)
+  assert not stopped.is_running() and 'exit code -9' in messages[0]
+  assert worker._process.poll() is None and worker.name != name
+  worker.close()
+
+
 def test_cores_are_divided_without_overlap():
   cores = sorted(os.sched_getaffinity(0))
   trainer_cores, worker_cores = controller.divide_cores()

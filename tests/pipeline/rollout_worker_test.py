@@ -8,7 +8,7 @@ import pytest
 
 from composer_jax.core import seams
 from composer_jax.pipeline import rollout_worker
-from tests.pipeline import buffer_test
+from tests.fleet import groups
 
 
 class Engine(types.SimpleNamespace):
@@ -49,13 +49,15 @@ def make():
     receiver = types.SimpleNamespace(
       take=iter(news).__next__,
       drop=dropped.append,
-      served=lambda policy, **seconds: logged.append(
-        (policy.version, policy.target_id, seconds)
+      served=lambda policy, **seconds: (
+        policy.version,
+        policy.target_id,
+        seconds,
       ),
     )
     times = iter(clock) if clock else itertools.repeat(0.0)
     served = rollout_worker.Served(
-      engine, policy(3, 'aa'), receiver, times.__next__
+      *(engine, policy(3, 'aa'), receiver, logged.append, times.__next__)
     )
     return served, engine, dropped, logged
 
@@ -98,14 +100,14 @@ def test_a_group_is_stamped_with_the_weights_of_its_versions(make):
   served, *_ = make([placed(4, 'bb'), placed(5, 'cc')])
   served()
   served()
-  group = buffer_test.make_group(0, 4)
+  group = dataclasses.replace(groups.make_group(0, 4), policies=None)
   assert group.versions == {4} and group.policies is None
   assert served.stamp(group).policies == {4: 'bb'}
   mixed = dataclasses.replace(
     group,
     rollouts=(
       group.rollouts[0],
-      dataclasses.replace(buffer_test.make_group(0, 3).rollouts[0], member=1),
+      groups.make_group(0, 3, range(1, 2)).rollouts[0],
     ),
   )
   assert served.stamp(mixed).policies == {3: 'aa', 4: 'bb'}

@@ -8,7 +8,9 @@ tests the same law for the `processes` placement.
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,6 @@ from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import transport as receivers
 from composer_jax.models import decoder
-from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.rl import mismatch, sync_loop
 from composer_jax.tasks.list_functions import family
@@ -29,7 +30,8 @@ from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export, manager
 from configs.composer import tiny
 from tests.delta import identities
-from tests.pipeline import runs
+from tests.fleet import uploaded
+from tests.pipeline import runs, workers
 
 CLOCKS = ('time', 'sandbox_ms', 'wait_s', 'train_s', 'publish_s')
 
@@ -164,10 +166,9 @@ def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
   assert sorted(published) == [0, 1, 2, 3] and sorted(received) == [0, 1, 2]
   for version, line in received.items():
     assert line['target_id'] == published[version]['target_id']
-  for group in map(
-    buffers.GroupBuffer(workdir / 'groups').get,
-    buffers.GroupBuffer(workdir / 'groups').ids(),
-  ):
+  kept = wiring.kept_groups(workdir)
+  assert [group.group for group in kept] == [4, 5]
+  for group in kept:
     assert group.policies == {2: published[2]['target_id']}
   # The bundle holds the bfloat16 cast of the trainer's masters, as hashed here
   # without bundles or stores.
@@ -196,6 +197,40 @@ def test_colocated_sides_wait_while_the_other_works(colocated):
     trainer, rollouts = by_key['rl', step], by_key['received', step]
     assert rollouts['wait_s'] >= trainer['train_s'] > 0
     assert trainer['wait_s'] >= rollouts['sample_s'] > 0
+
+
+@pytest.mark.parametrize(
+  'count, members',
+  [
+    (1, 0),
+    pytest.param(2, 0, marks=pytest.mark.slow),
+    pytest.param(2, 3, marks=pytest.mark.slow),
+    (3, 1),
+  ],
+)
+def test_any_number_of_workers_equals_the_synchronous_loop(
+  spec, tokenizer, colocated, synchronous, tmp_path, count, members
+):
+  """Each plays some members of each group, on an engine of its own."""
+  shared = workers.spec_of(spec, members=members)
+  with (
+    opened(tmp_path, shared, tokenizer) as job,
+    workers.running(shared, tmp_path, tokenizer, count) as fleet,
+  ):
+    reinforce.reinforce(job)
+    variables = trees.flatten_names(
+      stages.load_variables(job, 'rl', job.single)
+    )
+  assert count == 1 or all(worker.groups for worker in fleet)
+  played = sorted(share for worker in fleet for share in worker.groups)
+  size, R = members or 4, spec.rl.rollouts_per_prompt
+  assert played == [(g, m) for g in range(6) for m in range(0, R, size)]
+  rows = [r for r in writers.read(tmp_path) if r['stage'] == 'rl']
+  for row, metrics in zip(rows, synchronous[1], strict=True):
+    for name in sorted(set(metrics) - set(CLOCKS)):
+      assert row[name] == metrics[name], (row['step'], name)
+  for name, array in synchronous[0].items():
+    np.testing.assert_array_equal(variables[name], array, err_msg=name)
 
 
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
@@ -230,14 +265,16 @@ def test_a_damaged_policy_ends_a_colocated_run_by_name(
   shutil.copytree(workdir / 'store', tmp_path / 'store')
   shutil.copy(workdir / receivers.KEY, tmp_path)
   with opened(tmp_path, spec, tokenizer) as job:
-    buffer = buffers.GroupBuffer(tmp_path / 'groups')
-    with reinforce._colocated(
-      job, job.systems.transport(tmp_path), buffer, lambda: None, None
-    ) as wait:
+    transport = job.systems.transport(tmp_path)
+    groups = job.systems.groups(tmp_path, 'static')
+    groups.begin(0, 0)
+    published = types.SimpleNamespace(wait=lambda: None)
+    source = reinforce._Source(job, groups, published, None)
+    with reinforce._colocated(job, transport, source, None) as wait:
       pointer = tmp_path / 'store' / 'refs' / 'policy' / 'latest'
       pointer.write_bytes(b'rot')
       with pytest.raises(ValueError, match='refs/policy/latest: '):
-        wait([0])
+        wait(0)
 
 
 def renumbered(group):
@@ -259,10 +296,8 @@ def corrupted(colocated, tmp_path):
   copy = shutil.copytree(workdir, tmp_path / 'copy')
   shutil.rmtree(copy / 'exports' / 'rl')
   shutil.rmtree(copy / 'checkpoints' / 'rl' / '3')
-  groups = buffers.GroupBuffer(copy / 'groups')
-  assert groups.ids() == [4, 5]
-  for bad in (4, 5):
-    groups.put(renumbered(groups.get(bad)))
+  for group in wiring.kept_groups(copy):
+    uploaded.replace(copy, renumbered(group))
   return copy
 
 
@@ -288,7 +323,7 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   assert 'grad_norm' not in line
   assert export.finished_step(workdir, 'rl') is None
   assert receivers.Receiver(workdir, spec.model).poll().version == 2
-  for path in (workdir / 'groups').glob('0000000[45].npz'):
+  for path in uploaded.files_of(workdir):
     path.unlink()
   with opened(workdir, spec, tokenizer) as job:
     reinforce.reinforce(job)
@@ -301,35 +336,43 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   assert not [n for n in actual if n not in CLOCKS and actual[n] != expected[n]]
 
 
-def test_a_group_that_other_weights_sampled_is_refused(
-  spec, tokenizer, corrupted
-):
-  groups = buffers.GroupBuffer(corrupted / 'groups')
-  groups.put(dataclasses.replace(groups.get(5), policies={2: 64 * '0'}))
-  with opened(corrupted, spec, tokenizer) as job:
-    with pytest.raises(
-      ValueError, match='Group 5 was sampled with weights 000000.* as version 2'
-    ):
-      reinforce.reinforce(job)
-  assert export.finished_step(corrupted, 'rl') is None
+@pytest.fixture
+def mistaken(colocated, tmp_path):
+  """A run that was killed after step 2; group 5 names weights of nobody."""
+  workdir, _ = colocated
+  copy = shutil.copytree(workdir, tmp_path / 'copy')
+  shutil.rmtree(copy / 'exports' / 'rl')
+  shutil.rmtree(copy / 'checkpoints' / 'rl' / '3')
+  group = wiring.kept_groups(copy)[1]
+  uploaded.replace(copy, dataclasses.replace(group, policies={2: 64 * '0'}))
+  return copy
 
 
-def test_a_store_that_was_deleted_is_begun_anew(
-  spec, tokenizer, colocated, corrupted
+@pytest.mark.parametrize(
+  'damage, message',
+  [
+    (
+      lambda workdir: None,
+      'Group 5 was sampled with weights 000000.* as version 2.*sampled anew',
+    ),
+    (lambda workdir: uploaded.files_of(workdir)[1].unlink(), '.*'),
+    (lambda workdir: shutil.rmtree(workdir / 'store'), '.*'),
+  ],
+)
+def test_groups_that_are_wrong_or_gone_are_sampled_anew(
+  spec, tokenizer, colocated, mistaken, damage, message, capsys
 ):
-  """Even though the rollout side remembers later pointers."""
-  untouched, variables = colocated
-  shutil.rmtree(corrupted / 'store')
-  for path in (untouched / 'groups').glob('0000000[45].npz'):
-    shutil.copy(path, corrupted / 'groups')
-  (corrupted / 'groups' / '00000005.npz').unlink()
-  with opened(corrupted, spec, tokenizer) as job:
+  """Without an end of the run, and with the weights of one undisturbed.
+
+  The store may be deleted as a whole, though later pointers are remembered.
+  """
+  damage(mistaken)
+  with opened(mistaken, spec, tokenizer) as job:
     reinforce.reinforce(job)
     again = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
-  for name, array in variables.items():
+  assert re.search(message, capsys.readouterr().out)
+  for name, array in colocated[1].items():
     np.testing.assert_array_equal(again[name], array, err_msg=name)
-  rows = writers.read(corrupted / 'received.jsonl')
-  assert rows[-1]['step'] == 2 and rows[-1]['route'] == ['key 2']
 
 
 def test_a_flag_is_said_and_written_and_the_run_goes_on(

@@ -1,7 +1,10 @@
 """Groups leave the stream whole, and every error reaches its reader."""
 
+import contextlib
 import dataclasses
+import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -39,8 +42,8 @@ def make_stream():
       rollouts_per_group=2,
       seed=0,
     )
-    streams.append(collect.GroupStream(collector, None, 2, on_group))
-    return streams[-1]
+    streams.append(collect.GroupStream(collector, None, 2))
+    return streams[-1], on_group
 
   yield make
   for stream in streams:
@@ -50,10 +53,10 @@ def make_stream():
 def test_a_group_is_handed_over_once_and_in_order(make_stream):
   groups = []
   # The second member ends first.
-  stream = make_stream(
+  stream, done = make_stream(
     groups.append, lambda member: time.sleep(0.05 * (1 - member))
   )
-  stream.admit(0)
+  stream.admit(0, done)
   finish(stream)
   assert [[r.member for r in g.rollouts] for g in groups] == [[0, 1]]
 
@@ -63,8 +66,8 @@ def test_an_error_of_whoever_takes_the_group_ends_the_wait(make_stream, error):
   def on_group(group):
     raise error('no room')
 
-  stream = make_stream(on_group)
-  stream.admit(0)
+  stream, done = make_stream(on_group)
+  stream.admit(0, done)
   with pytest.raises(error, match='no room'):
     finish(stream)
 
@@ -74,10 +77,56 @@ def test_an_error_of_an_episode_ends_the_wait(make_stream):
     if member:
       raise KeyError('tool')
 
-  stream = make_stream(lambda group: None, play)
-  stream.admit(0)
+  stream, done = make_stream(lambda group: None, play)
+  stream.admit(0, done)
   with pytest.raises(KeyError, match='tool'):
     finish(stream)
+
+
+def test_members_that_are_revoked_end_at_their_next_turn_and_are_no_error(
+  make_stream,
+):
+  groups, asked = [], []
+  begun, revoked = threading.Event(), threading.Event()
+
+  class Policy:
+    def complete(self, request):
+      asked.append(request.session)
+
+    def close(self, session):
+      asked.append(f'close {session}')
+
+  def play(task, policy, *, group, member, seed):
+    request = records.SampleRequest(
+      session=f'{member}',
+      context_T=np.zeros(1, np.int32),
+      max_new_tokens=1,
+      stop_tokens=(),
+      seed=(0,),
+    )
+    with contextlib.closing(types.SimpleNamespace(close=lambda: None)):
+      policy.complete(request)
+      begun.set()
+      assert revoked.wait(20)
+      policy.complete(request)
+    return advantage_test.make_group([1.0, 0.0, 1.0]).rollouts[member]
+
+  collector = collect.Collector(
+    task_of_group=lambda group: None, play=play, rollouts_per_group=3, seed=0
+  )
+  stream = collect.GroupStream(collector, Policy(), 1)
+  # Only the first begins; the others never do.
+  end = stream.admit(0, groups.append)
+  assert begun.wait(20)
+  end()
+  again = stream.admit(0, groups.append, range(1, 3))
+  revoked.set()
+  finish(stream)
+  stream.close()
+  assert callable(again)
+  assert [[r.member for r in g.rollouts] for g in groups] == [[1, 2]]
+  # What is left of the first time shares no session with the second.
+  assert asked == ['0/0', '1/1', '1/1', '1/2', '1/2']
 
 
 def test_the_player_prices_hints_and_summarises_every_episode():

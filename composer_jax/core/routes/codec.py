@@ -162,10 +162,10 @@ class _Message(NamedTuple):
   payload: memoryview
 
 
-def decode(data: bytes) -> RouteTape:
+def decode(data: bytes, max_bytes: int = _MAX_BYTES) -> RouteTape:
   """Reads a message; refuses one damaged, too large or of another format."""
   message = _read(data)
-  _check_size(message)
+  _check_size(message, max_bytes)
   scheme, payload = message.scheme, message.payload
   shape = (message.num_tokens, len(scheme.layers), scheme.num_active)
   if message.form == PLAIN:
@@ -238,16 +238,16 @@ def _read(data: bytes) -> _Message:
   )
 
 
-def _check_size(message: _Message) -> None:
+def _check_size(message: _Message, max_bytes: int) -> None:
   """Raises a ValueError if the payload's size is wrong or too large."""
   scheme, num_tokens = message.scheme, message.num_tokens
   num_layers = len(scheme.layers)
   needed = 2 * num_tokens * num_layers * scheme.num_active
-  if needed > _MAX_BYTES:
+  if needed > max_bytes:
     raise ValueError(
       f'The routes are {needed} bytes as ids ({num_tokens} tokens, '
       f'{num_layers} layers, {scheme.num_active} experts); the reader takes '
-      f'{_MAX_BYTES}: send them in increments.'
+      f'{max_bytes}: send them in increments.'
     )
   if message.form == PACKED:
     num_routes = int(message.runs_X[::2].sum()) * num_layers

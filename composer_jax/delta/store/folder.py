@@ -6,11 +6,11 @@ hashes and bounds are checked in `objects`. It has
   is_writable               whether it has more than the first two of these
   read(key, start, stop)    bytes as far as there are; FileNotFoundError for
                             none; `fresh` asks past HTTP caches
-  read_tagged(key)          a pointer, or the start of what is too long for one,
+  read_tagged(key, most)    a pointer, or the start of what is too long for one,
                             and the mark of this content; None for none, and
                             b'' for what is no file
   put(key, data)            makes the key hold this, and young
-  swap(key, data, tag)      writes if the content is still the one marked so
+  swap(key, data, tag, most)  writes if the content is still the one marked so
                             (None: there is none), else Conflict; the new mark
   find(folder)              length by key of what lies below
   delete(keys, age)         deletes those that are old enough; returns those
@@ -71,9 +71,11 @@ class FolderBackend:
       # Not `stop`, which is a bound: a read takes memory for all it may get.
       return file.read(max(0, min(stop, status.st_size) - start))
 
-  def read_tagged(self, key: str) -> tuple[bytes, str] | None:
+  def read_tagged(
+    self, key: str, most: int = MAX_POINTER_BYTES
+  ) -> tuple[bytes, str] | None:
     try:
-      data = self.read(key, 0, MAX_POINTER_BYTES + 1)
+      data = self.read(key, 0, most + 1)
     except FileNotFoundError:
       return None
     except OSError:
@@ -91,10 +93,12 @@ class FolderBackend:
     with _locked(self._lock, fcntl.LOCK_SH) if is_there else _no_lock():
       files.write_atomic(path, data)
 
-  def swap(self, key: str, data: bytes, tag: str | None) -> str:
+  def swap(
+    self, key: str, data: bytes, tag: str | None, most: int = MAX_POINTER_BYTES
+  ) -> str:
     path = self.root / key
     with _locked(path.with_name(f'.{path.name}.lock'), fcntl.LOCK_EX):
-      found = self.read_tagged(key)
+      found = self.read_tagged(key, most)
       if (found and found[1]) != tag:
         raise Conflict(f'{path} holds another value')
       if found == _NO_FILE:
@@ -125,7 +129,7 @@ class FolderBackend:
             continue
           path.unlink()
         gone.append(key)
-    for folder in ('objects', 'refs', 'messages'):
+    for folder in ('objects', 'refs', 'messages', 'fleet'):
       files.sweep(self.root / folder, older_than_s=TORN_S)
     return gone
 

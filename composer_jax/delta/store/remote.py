@@ -51,7 +51,6 @@ _METADATA = re.compile(
 )
 _CONNECTIONS = 32
 _READ_BYTES = 2**18
-_POINTER_STOP = folder.MAX_POINTER_BYTES + 1
 _log = logging.getLogger(__name__)
 
 
@@ -139,9 +138,11 @@ class BucketBackend:
       data = next(answer.stream(min_chunk_size=limit), b'')[:limit]
     return data, answer.meta[self._mark] or ''
 
-  def read_tagged(self, key: str) -> tuple[bytes, str] | None:
+  def read_tagged(
+    self, key: str, most: int = folder.MAX_POINTER_BYTES
+  ) -> tuple[bytes, str] | None:
     try:
-      return self._read(key, _POINTER_STOP)
+      return self._read(key, most + 1)
     except FileNotFoundError:
       return None
 
@@ -153,7 +154,8 @@ class BucketBackend:
       put = obstore.put(self.store, key, data, mode=mode, use_multipart=False)
     return put[self._mark] or ''
 
-  def swap(self, key: str, data: bytes, tag: str | None) -> str:
+  def swap(self, key: str, data: bytes, tag: str | None, most: int = 0) -> str:
+    del most  # The server compares the whole.
     mode = 'create' if tag is None else {self._mark: tag}
     return self._write(key, data, mode)
 
@@ -245,9 +247,11 @@ class WebBackend:
       ),
     )
 
-  def read_tagged(self, key: str) -> tuple[bytes, str] | None:
+  def read_tagged(
+    self, key: str, most: int = folder.MAX_POINTER_BYTES
+  ) -> tuple[bytes, str] | None:
     try:
-      data = self.read(key, 0, _POINTER_STOP)
+      data = self.read(key, 0, most + 1)
     except FileNotFoundError:
       return None
     return data, hashlib.sha256(data).hexdigest()

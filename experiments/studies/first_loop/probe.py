@@ -38,8 +38,7 @@ def watch(workdir: pathlib.Path, kept: pathlib.Path) -> None:
         (kept / 'partial').rename(target)
 
 
-def run(spec, systems, workdir, *, role, command):
-  del role
+def run(spec, systems, workdir, *, command):
   kept = workdir.with_name(f'{workdir.name}.probe')
   if _WATCH.value:
     watch(workdir, kept)

@@ -50,7 +50,7 @@ def lines(arrays: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_file(path: pathlib.Path) -> Iterator[str]:
-  """Yields the lines of a run's `stopped.npz`, or of a file of its groups/.
+  """Yields the lines of a run's `stopped.npz`, or of an upload of a group.
 
   A group's file has no log-probabilities of a trainer.
   """

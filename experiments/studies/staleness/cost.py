@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from composer_jax.core import records
+from composer_jax.core import group_bytes, records
 from experiments import launch
 
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns over all steps kept.')
@@ -73,18 +73,19 @@ def relabelled(
   return dataclasses.replace(group, rollouts=tuple(rollouts), policies=None)
 
 
-def run(spec, systems, workdir, *, role, command):
+def run(spec, systems, workdir, *, command):
+  from composer_jax import wiring
   from composer_jax.gate import health
-  from composer_jax.pipeline import buffer as buffers
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import reinforce
   from composer_jax.rl import batching, update
   from composer_jax.train.checkpoints import manager
 
-  del role
   rl, shape = spec.rl, spec.batch_shape()
-  buffer = buffers.GroupBuffer(workdir / 'groups')
-  first = [g for g in buffer.ids() if g % rl.prompts == 0]
+  groups = wiring.kept_groups(workdir)
+  kept = {group.group: group_bytes.to_bytes(group) for group in groups}
+  from_bytes = group_bytes.from_bytes
+  first = [g for g in kept if g % rl.prompts == 0]
   options = dataclasses.replace(spec.update_options(), mismatch_every=0)
   with jobs.open_run(spec, systems, workdir, command) as job:
     checkpoints = manager.Checkpoints(workdir / 'checkpoints' / 'rl', keep=2)
@@ -124,7 +125,7 @@ def run(spec, systems, workdir, *, role, command):
     for group in first:
       step = group // rl.prompts
       ids = range(group, group + rl.prompts)
-      read = _timed(lambda ids=ids: [buffer.get(g) for g in ids])
+      read = _timed(lambda ids=ids: [from_bytes(kept[g]) for g in ids])
       groups = read[1]
       if _RELABEL.value:
         groups = [relabelled(g, step, rl.max_staleness) for g in groups]

@@ -57,9 +57,9 @@ def measure(model, values, groups, shape, world):
 
 
 def main() -> None:
+  from composer_jax import wiring
   from composer_jax.core import files
   from composer_jax.models import config as model_config
-  from composer_jax.pipeline import buffer as buffers
   from composer_jax.rl import batching
   from composer_jax.serve import lifetime
   from composer_jax.train import workdir as workdirs
@@ -72,8 +72,7 @@ def main() -> None:
   shape = batching.shape_of(model, rows=rl['rows'], seq_len=rl['seq_len'])
   served = lifetime.load(workdir, stage='rl').variables
   values = jax.tree.map(lambda x: x.astype(np.float32), served)
-  buffer = buffers.GroupBuffer(workdir / 'groups')
-  groups = [buffer.get(g) for g in buffer.ids()[-_GROUPS.value :]]
+  groups = wiring.kept_groups(workdir)[-_GROUPS.value :]
   world = lies.World([], [], [], model.moe.num_experts)
   for alpha, replaced, errors in measure(model, values, groups, shape, world):
     cells = ', '.join(f'{name}: {error:.3f}' for name, error in errors.items())

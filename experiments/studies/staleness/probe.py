@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from composer_jax import wiring
 from composer_jax.core import files, records
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.pipeline import buffer as buffers
 from composer_jax.rl import advantage, batching, comparison
 from composer_jax.rl import step as steps
 from composer_jax.serve import lifetime
@@ -65,8 +65,7 @@ def gradient_error(workdir: pathlib.Path) -> dict[str, Any]:
 
   On the last groups that the run kept; {} if it kept none.
   """
-  buffer = buffers.GroupBuffer(workdir / 'groups')
-  groups = [buffer.get(g) for g in buffer.ids()[-_GROUPS:]]
+  groups = wiring.kept_groups(workdir)[-_GROUPS:]
   if not groups:
     return {}
   config = files.read_json(workdir / workdirs.CONFIG)

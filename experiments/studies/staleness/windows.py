@@ -107,14 +107,11 @@ def measured(step: dict[str, Any], functions, shape) -> dict[str, Any]:
   return {'shares': shares, 'sizes': sizes}
 
 
-def run(spec, systems, workdir, *, role, command):
+def run(spec, systems, workdir, *, command):
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import reinforce, stages
   from composer_jax.train.checkpoints import manager
 
-  if role == 'rollout':
-    reinforce.serve_rollouts(spec, systems, workdir)
-    return
   folder = workdir / FOLDER
   gate = recorder(systems.gate, folder)
   systems = dataclasses.replace(systems, gate=gate)

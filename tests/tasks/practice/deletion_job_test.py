@@ -17,7 +17,6 @@ from composer_jax import wiring
 from composer_jax.agent import rewards
 from composer_jax.core import records, trees
 from composer_jax.models import decoder
-from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.tasks import curriculum
 from composer_jax.telemetry import writer as writers
@@ -85,8 +84,7 @@ def test_every_step_was_trained_on_tasks_of_its_own(spec, tokenizer, finished):
   tasks = runs.tasks(spec, tokenizer, split='train', seed=seed)
   pool = {c.task_id for c in tasks.pool(0)}
   assert len(set(ids)) == 2 and set(ids) <= pool
-  groups = buffers.GroupBuffer(finished / 'groups')
-  for group in map(groups.get, groups.ids()):
+  for group in wiring.kept_groups(finished):
     assert group.task_id == ids[group.group]
 
 

@@ -1,0 +1,1 @@
+"""Groups and leases in the store that carries bundles."""

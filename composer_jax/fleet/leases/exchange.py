@@ -1,0 +1,362 @@
+"""The trainer's door to its fleet: a `core.seams.GroupExchange`.
+
+Consumes: orders of groups, from the trainer; uploads of workers.
+Woken by: its thread, or `tick` where trainer and worker share a process.
+Produces: validated groups; lines of metrics of the workers.
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from composer_jax.core import group_bytes, records, seams
+from composer_jax.fleet.leases import documents, holder, reconciler, uploads
+from composer_jax.fleet.leases import ledger as ledgers
+from composer_jax.telemetry import append
+from composer_jax.telemetry import writer as writers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetOptions(reconciler.LeaseOptions):
+  """The rollout workers of RL; no result depends on it at staleness 0.
+
+  Attributes:
+    workers: number of workers that the run starts on this machine; others join
+      with `python -m experiments.worker`. 0 waits for those alone.
+  """
+
+  workers: int = 1
+
+  def __post_init__(self):
+    reconciler.LeaseOptions.__post_init__(self)
+    if type(self.workers) is not int or self.workers < 0:
+      raise ValueError(
+        f'--config.fleet.workers must be at least 0, not {self.workers!r}.'
+      )
+
+
+def kept(docs: documents.RunDocuments) -> list[records.Group]:
+  """Returns the groups whose uploads are still there, whole, in order."""
+  found = docs.read_ledger()
+  if found is None or found[0] is None:
+    return []
+  groups = []
+  for group, entry in sorted(ledgers.from_json(found[0]).entries.items()):
+    if entry.is_finished:
+      uploaded = [
+        docs.get_upload(group, part.first, part.stop, part.upload)
+        for part in entry.parts
+        if part.upload
+      ]
+      groups.append(uploads.join(list(map(group_bytes.from_bytes, uploaded))))
+  return groups
+
+
+class StoredGroups:
+  """The groups of a run in its store; thread-safe.
+
+  What the trainer wants is remembered until it is counted for good, and wanted
+  again at every tick: another reconciler, or a lost ledger, takes nothing away.
+  """
+
+  def __init__(
+    self,
+    docs: documents.RunDocuments,
+    options: FleetOptions,
+    rules: uploads.UploadRules,
+    *,
+    workdir: pathlib.Path,
+    setup: dict[str, Any],
+    shared: Sequence[pathlib.Path],
+    poll_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Opens nothing yet.
+
+    Args:
+      workdir: folder of received.jsonl, with what workers report.
+      setup: what a worker must know; `begin` shows it.
+      shared: files that a worker needs, by their names; some may be absent.
+      poll_s: seconds between ticks of the thread.
+    """
+    self._docs, self._options, self._rules = docs, options, rules
+    self._workdir, self._setup, self._say = workdir, setup, say
+    self._shared, self._poll_s, self._clock = shared, poll_s, clock
+    self._orders: dict[int, seams.GroupOrder] = {}
+    self._fates: dict[int, str] = {}
+    self._refused: set[tuple[int, int]] = set()
+    self._version = 0
+    self._whole_groups: dict[int, records.Group] = {}
+    self._lock = threading.RLock()
+    self._failure: BaseException | None = None
+    self._stopping, self._wake = threading.Event(), threading.Event()
+    self._thread: threading.Thread | None = None
+    self._reconciler: Any = None
+
+  # The trainer.
+
+  def begin(self, version: int, first_group: int) -> tuple[int, int]:
+    shared = {
+      path.name: self._docs.put_file(path.read_bytes())
+      for path in self._shared
+      if path.exists()
+    }
+    self._digest = self._docs.write_setup(self._setup | {'files': shared})
+    self._reconciler = reconciler.Reconciler(
+      self._docs,
+      self._options,
+      setup=self._digest,
+      clock=self._clock,
+      say=self._say,
+    )
+    counts = 0, 0
+
+    def rewind(ledger: ledgers.LeaseLedger) -> None:
+      nonlocal counts
+      counts = ledger.rewind(version, first_group, self._is_void(version))
+
+    self._version = version
+    self._reconciler.move(rewind)
+    ledger = self._reconciler.ledger
+    self._orders = {g: e.order for g, e in ledger.entries.items()}
+    self._rows = append.AppendFile(
+      self._workdir / writers.RECEIVED, 'a line of received policies'
+    )
+    self._rows.cut_torn_line()
+    return counts
+
+  def _is_void(self, version: int) -> Callable[[int, ledgers.GroupPart], bool]:
+    """Returns whether a finished part may not be kept at a version."""
+
+    def is_void(group: int, part: ledgers.GroupPart) -> bool:
+      try:
+        read = self._read_part(self._reconciler.ledger.entries[group], part)
+      except ValueError as error:
+        _log.warning('%s', error)
+        return True
+      return max(read.versions) > version
+
+    return is_void
+
+  def admit(self, orders: Sequence[seams.GroupOrder]) -> None:
+    with self._lock:
+      self._orders |= {order.group: order for order in orders}
+    self._wake.set()
+
+  def announce(self, version: int) -> None:
+    with self._lock:
+      self._version = max(self._version, version)
+    self._wake.set()
+
+  def ready(
+    self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
+  ) -> list[records.Group] | None:
+    self._raise_failure()
+    with self._lock:
+      wanted = [g for g in groups if not self._is_lost(g)]
+      whole = [self._whole(g, fault_of) for g in wanted]
+    return [g for g in whole if g] if all(whole) else None
+
+  def unfinished(self, version: int) -> int:
+    with self._lock:
+      entries = self._reconciler.ledger.entries
+      return sum(
+        order.min_version <= version
+        and not self._is_lost(group)
+        and (group not in entries or not self._is_whole(group, entries[group]))
+        for group, order in self._orders.items()
+      )
+
+  def _is_whole(self, group: int, entry: ledgers.GroupEntry) -> bool:
+    refused = self._refused
+    return all(
+      p.upload and (group, p.epoch) not in refused for p in entry.parts
+    )
+
+  def num_uploads(self) -> int:
+    with self._lock:
+      return self._reconciler.num_accepted
+
+  def _is_lost(self, group: int) -> bool:
+    entry = self._reconciler.ledger.entries.get(group)
+    return entry is not None and entry.fate == ledgers.INFRASTRUCTURE
+
+  def _whole(
+    self, group: int, fault_of: Callable[[records.Group], str]
+  ) -> records.Group | None:
+    """Returns a group if all its members are there and right."""
+    if group in self._whole_groups:
+      return self._whole_groups[group]
+    entry = self._reconciler.ledger.entries.get(group)
+    if entry is None or not self._is_whole(group, entry):
+      return None
+    parts = []
+    for part in entry.parts:
+      try:
+        read = self._read_part(entry, part)
+      except ValueError as error:
+        self._refuse(group, part, str(error))
+        return None
+      if fault := fault_of(read):
+        self._refuse(group, part, f'{fault}.')
+        return None
+      parts.append(read)
+    try:
+      self._whole_groups[group] = uploads.join(parts)
+    except ValueError as error:
+      # Who is wrong cannot be told.
+      for part in entry.parts:
+        self._refuse(group, part, f'Group {group} is refused: {error}.')
+      return None
+    return self._whole_groups[group]
+
+  def _read_part(self, entry: Any, part: ledgers.GroupPart) -> records.Group:
+    most, group = self._rules.max_bytes(part.size), entry.order.group
+    assert part.upload is not None
+    where = f'members {part.first} to {part.stop - 1} of group {group}'
+    try:
+      if part.upload[1] > most:
+        raise ValueError(f'they have {part.upload[1]} bytes of at most {most}')
+      data = self._docs.get_upload(group, part.first, part.stop, part.upload)
+      return uploads.read(data, entry.order, part, self._rules)
+    except ValueError as error:
+      raise ValueError(
+        f'What worker {part.worker} uploaded as {where} is refused: {error}.'
+      ) from error
+
+  def _refuse(self, group: int, part: ledgers.GroupPart, fault: str) -> None:
+    self._say(f'{fault} It is sampled anew.')
+    self._refused.add((group, part.epoch))
+    self._wake.set()
+
+  def plan(self, groups: Sequence[int]) -> list[Any]:
+    with self._lock:
+      entries = [self._reconciler.ledger.entries[g] for g in groups]
+      return [
+        [
+          dataclasses.asdict(e.order),
+          [[p.first, p.stop, p.worker, *(p.upload or ())] for p in e.parts],
+        ]
+        for e in entries
+      ]
+
+  def read(self, plan: Sequence[Any]) -> list[records.Group]:
+    groups = []
+    for order, parts in plan:
+      entry = ledgers.GroupEntry(order=seams.GroupOrder(**order), parts=[])
+      for first, stop, worker, name, size in parts:
+        part = ledgers.GroupPart(first=first, stop=stop, worker=worker)
+        part.upload = (name, size)
+        entry.parts.append(part)
+      read = [self._read_part(entry, part) for part in entry.parts]
+      groups.append(uploads.join(read))
+    return groups
+
+  def trained(self, groups: Sequence[int]) -> None:
+    with self._lock:
+      self._fates |= dict.fromkeys(groups, ledgers.TRAINED)
+      for group in groups:
+        self._whole_groups.pop(group, None)
+    self._wake.set()
+
+  def collect(self, below: int) -> None:
+    with self._lock:
+      if below <= self._reconciler.ledger.floor:
+        return
+      self._reconciler.move(
+        *self._requests(), lambda ledger: ledger.fold(below)
+      )
+      for known in (self._orders, self._fates):
+        for group in [g for g in known if g < below]:
+          del known[group]
+      self._refused = {key for key in self._refused if key[0] >= below}
+      names = self._docs.names('groups')
+      old = [n for n in names if int(n.partition('.')[0]) < below]
+      self._docs.delete([self._docs.place('groups', name) for name in old])
+
+  def blame(self, worker: str) -> None:
+    with self._lock:
+      self._reconciler.blame(worker)
+
+  def is_given_up(self, worker: str) -> bool:
+    with self._lock:
+      return self._reconciler.is_given_up(worker)
+
+  def leases(self, capacity: int) -> holder.StoredLeases:
+    return holder.StoredLeases(
+      self._docs,
+      f'colocated-{secrets.token_hex(4)}',
+      capacity=capacity,
+      setup=self._digest,
+      beat_s=0.0,
+      poll_s=self._poll_s,
+      while_waiting=self.tick,
+    )
+
+  # The reconciler.
+
+  def _requests(self) -> list[Callable[[ledgers.LeaseLedger], Any]]:
+    size = self._rules.members
+    step = self._options.members or size
+    orders, version = list(self._orders.values()), self._version
+
+    def ask(ledger: ledgers.LeaseLedger) -> None:
+      ledger.announce(version)
+      for order in orders:
+        ledger.admit(order, size, step)
+      for group, epoch in self._refused:
+        ledger.refuse(group, epoch)
+      for group, fate in self._fates.items():
+        ledger.settle(group, fate)
+
+    return [ask]
+
+  def tick(self) -> None:
+    with self._lock:
+      self._reconciler.tick(*self._requests())
+      for worker, row in self._reconciler.take_rows():
+        line = json.dumps(row | {'worker': worker}) + '\n'
+        self._rows.append(line.encode())
+
+  def start(self) -> None:
+    self._thread = threading.Thread(target=self._run, name='fleet', daemon=True)
+    self._thread.start()
+
+  def _run(self) -> None:
+    while not self._stopping.is_set():
+      try:
+        self.tick()
+      except OSError as error:
+        # Nobody is better off without a trainer: the store may come back.
+        self._say(f'the fleet waits for its store: {error}')
+        self._stopping.wait(1.0)
+      except BaseException as error:
+        self._failure = error
+        raise
+      self._wake.wait(self._poll_s)
+      self._wake.clear()
+
+  def _raise_failure(self) -> None:
+    if self._failure is not None:
+      raise self._failure
+
+  def close(self, *, is_over: bool) -> None:
+    self._stopping.set()
+    self._wake.set()
+    if self._thread is not None:
+      self._thread.join()
+    if self._reconciler is None:
+      return
+    with self._lock:
+      if is_over:
+        self._reconciler.tick(*self._requests(), ledgers.LeaseLedger.end)
+      self._rows.close()

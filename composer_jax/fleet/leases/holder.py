@@ -1,0 +1,203 @@
+"""A worker's door to its fleet: a `core.seams.LeaseHolder`.
+
+It reads orders, which name the leases that the worker has, and writes reports,
+by which the reconciler sees that it lives and what it has uploaded. An upload
+is told of until the orders no longer name its lease.
+
+Consumes: orders from the store; rollouts and metrics from the worker's loop.
+Woken by: its thread, or `sync` where trainer and worker share a process.
+Produces: reports and uploads.
+"""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from composer_jax.core import records, seams
+from composer_jax.fleet.leases import documents, uploads
+
+_ROWS = 8
+_log = logging.getLogger(__name__)
+
+
+class StoredLeases:
+  """The leases of one worker; thread-safe.
+
+  Attributes:
+    name: name of the worker, which no other may have had.
+    is_over: true once the run is over.
+  """
+
+  def __init__(
+    self,
+    docs: documents.RunDocuments,
+    name: str,
+    *,
+    capacity: int,
+    setup: str,
+    beat_s: float,
+    poll_s: float,
+    while_waiting: Callable[[], None] = lambda: None,
+  ):
+    """Joins with the first `sync`.
+
+    Args:
+      capacity: number of members that the worker wants under lease at once.
+      setup: identity of the setup that it has read.
+      beat_s: most seconds between two reports.
+      poll_s: seconds between two looks for orders.
+      while_waiting: what `take` does first where there is no thread.
+    """
+    documents.check_name(name)
+    self.name, self.is_over = name, False
+    self._docs, self._setup = docs, setup
+    self._beat_s, self._poll_s = beat_s, poll_s
+    self._while_waiting = while_waiting
+    self._report = documents.WorkerReport(
+      ledger='',
+      obeys=-1,
+      beat=0,
+      progress=0,
+      version=None,
+      capacity=capacity,
+      is_leaving=False,
+      results=(),
+      returned=(),
+      rows=(),
+    )
+    self._num_rows = 0
+    self._leases: dict[int, seams.Lease] = {}
+    self._taken: dict[int, seams.Lease] = {}
+    self._lock = threading.Lock()
+    self._stopping, self._wake = threading.Event(), threading.Event()
+    self._problem: Exception | None = None
+    self._thread: threading.Thread | None = None
+    # Of what the store has.
+    self._told: documents.WorkerReport | None = None
+
+  def start(self) -> None:
+    """Joins, and goes on in a thread."""
+    self.sync()
+    self._thread = threading.Thread(
+      target=self._run, name='leases', daemon=True
+    )
+    self._thread.start()
+
+  def _run(self) -> None:
+    waited = 0.0
+    while not self._stopping.is_set():
+      is_due = waited >= self._beat_s
+      try:
+        is_due = self.sync(is_due) or is_due
+      except OSError as error:
+        _log.warning('The store cannot be reached: %s', error)
+      except ValueError as error:
+        self._problem = error
+        return
+      waited = 0.0 if is_due else waited + self._poll_s
+      self._wake.wait(self._poll_s)
+      self._wake.clear()
+
+  def sync(self, is_due: bool = True) -> bool:
+    """Reads orders, and reports if that is due or there is a result."""
+    orders = self._docs.read(self._docs.place('orders', self.name))
+    with self._lock:
+      if orders is not None:
+        self._obey(orders)
+      report = self._report
+      told = self._told
+      key = lambda r: (r.ledger, r.results, r.returned, r.is_leaving, r.rows)
+      if not is_due and told is not None and key(told) == key(report):
+        return False
+      self._report = report = dataclasses.replace(report, beat=report.beat + 1)
+    value = dataclasses.asdict(report)
+    self._docs.write(self._docs.place('workers', self.name), value)
+    self._told = report
+    return True
+
+  def _obey(self, orders: dict[str, Any]) -> None:
+    if orders['setup'] != self._setup:
+      raise ValueError(
+        'The run goes on with another setup than this worker has read: start '
+        'the worker again.'
+      )
+    is_other = orders['ledger'] != self._report.ledger
+    if orders['sequence'] < self._report.obeys and not is_other:
+      return  # Of a reconciler that is behind another.
+    self.is_over = orders['is_over']
+    leases = documents.to_leases(orders['leases'])
+    self._leases = {lease.epoch: lease for lease in leases}
+    known = () if is_other else self._leases.keys()
+    report = self._report
+    self._report = dataclasses.replace(
+      report,
+      ledger=orders['ledger'],
+      obeys=orders['sequence'],
+      results=tuple(r for r in report.results if r[0] in known),
+      returned=tuple(e for e in report.returned if e in known),
+    )
+
+  # The worker's loop.
+
+  def take(self, version: int) -> tuple[list[seams.Lease], list[seams.Lease]]:
+    if self._thread is None:
+      self._while_waiting()
+      self.sync()
+    if self._problem is not None:
+      raise self._problem
+    with self._lock:
+      progress = self._report.progress + 1
+      self._report = dataclasses.replace(
+        self._report, progress=progress, version=version
+      )
+      gone = self._taken.keys() - self._leases.keys()
+      ended = [self._taken.pop(epoch) for epoch in sorted(gone)]
+      new = [
+        lease
+        for epoch, lease in sorted(self._leases.items())
+        if epoch not in self._taken and lease.order.min_version <= version
+      ]
+      self._taken |= {lease.epoch: lease for lease in new}
+    return new, ended
+
+  def deliver(self, lease: seams.Lease, group: records.Group) -> None:
+    data, wait_s = uploads.encode(group), 0.1
+    while lease.epoch in self._leases and not self._stopping.is_set():
+      try:
+        name, size = self._docs.upload(lease, data)
+        break
+      except OSError as error:
+        # What was sampled is worth more than a wait.
+        _log.warning('Group %d: %s; again soon', lease.order.group, error)
+        self._stopping.wait(wait_s)
+        wait_s = min(2 * wait_s, 10.0)
+    else:
+      return
+    with self._lock:
+      results = (*self._report.results, (lease.epoch, name, size))
+      self._report = dataclasses.replace(self._report, results=results)
+    self._wake.set()
+
+  def note(self, row: dict[str, Any]) -> None:
+    with self._lock:
+      rows = (*self._report.rows, (self._num_rows, row))[-_ROWS:]
+      self._num_rows += 1
+      self._report = dataclasses.replace(self._report, rows=rows)
+
+  def close(self) -> None:
+    self._stopping.set()
+    self._wake.set()
+    if self._thread is not None:
+      self._thread.join()
+    with self._lock:
+      done = {epoch for epoch, *_ in self._report.results}
+      returned = tuple(sorted(self._leases.keys() - done))
+      self._report = dataclasses.replace(
+        self._report, is_leaving=True, returned=returned
+      )
+    try:
+      self.sync()
+    except (OSError, ValueError) as error:
+      _log.warning('This worker leaves without a word: %s', error)

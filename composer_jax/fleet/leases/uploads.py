@@ -1,0 +1,135 @@
+"""Reads what a worker uploaded, and believes none of it.
+
+A worker may be broken, of other code, or an attacker's. What it uploads must be
+bounded, of the group and members of its lease, and of the shape of the model;
+everything else is a ValueError, and the members are sampled anew. That a reward
+is deserved is not checked here: whoever runs the sandbox decides it.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from composer_jax.core import group_bytes, records, seams
+from composer_jax.core.routes import codec
+from composer_jax.fleet.leases import ledger as ledgers
+
+# Of a rollout beside its arrays: turns, hints, names.
+_TEXT_BYTES = 2**18
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadRules:
+  """What the rollouts of a run can be at most.
+
+  Attributes:
+    members: number of rollouts of a group.
+    max_tokens: most tokens of a window.
+    max_windows: most windows of an episode.
+    vocab_size: number of token ids.
+    routes: meaning of the recorded expert ids.
+    temperature: temperature at which the run samples.
+  """
+
+  members: int
+  max_tokens: int
+  max_windows: int
+  vocab_size: int
+  routes: codec.RouteScheme
+  temperature: float
+
+  def max_bytes(self, members: int) -> int:
+    """Returns the most bytes of so many rollouts, packed or not."""
+    per_token = 2 * len(self.routes.layers) * self.routes.num_active + 64
+    window = self.max_tokens * per_token + 4096
+    return members * (self.max_windows * window + _TEXT_BYTES)
+
+
+def read(
+  data: bytes,
+  order: seams.GroupOrder,
+  part: ledgers.GroupPart,
+  rules: UploadRules,
+) -> records.Group:
+  """Returns the rollouts of a part; a ValueError says why they are refused."""
+  group = group_bytes.from_bytes(data, rules.max_bytes(part.size))
+  if (group.group, group.task_id) != (order.group, order.task_id):
+    raise ValueError(
+      f'it holds group {group.group!r:.99} of task {group.task_id!r:.99}, not '
+      f'{order.group} of {order.task_id}'
+    )
+  members = [r.member for r in group.rollouts]
+  if members != list(range(part.first, part.stop)):
+    raise ValueError(
+      f'it holds members {members!r:.99}, not {part.first} to {part.stop - 1}'
+    )
+  if group.policies is None or min(group.versions) < order.min_version:
+    raise ValueError(
+      f'it was sampled by versions {sorted(group.versions)!r:.99}, of which '
+      f'none may be below {order.min_version} or without its weights'
+    )
+  version = order.rewards['version']
+  for rollout in group.rollouts:
+    if rollout.reward_version != version:
+      raise ValueError(
+        f'its rewards are of version {rollout.reward_version}, not {version}'
+      )
+    _check_windows(rollout.trajectories, rules)
+  return group
+
+
+def _check_windows(
+  windows: Sequence[records.Trajectory], rules: UploadRules
+) -> None:
+  if len(windows) > rules.max_windows:
+    raise ValueError(
+      f'it has {len(windows)} windows of at most {rules.max_windows}'
+    )
+  for window in windows:
+    tokens_T, sampled_T = window.tokens_T, window.loss_mask_T
+    if not 0 < len(window) <= rules.max_tokens:
+      raise ValueError(
+        f'a window has {len(window)} tokens of at most {rules.max_tokens}'
+      )
+    if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
+      raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
+    if not sampled_T.any() or sampled_T[0]:
+      raise ValueError('a window must begin with context and have an answer')
+    if (window.logprobs_T > 0).any() or window.logprobs_T[~sampled_T].any():
+      raise ValueError('log-probabilities must be <= 0, and 0 of context')
+    if window.temperature != rules.temperature:
+      raise ValueError(
+        f'it was sampled at temperature {window.temperature}, not '
+        f'{rules.temperature}'
+      )
+    codec.check(window.expert_ids_TMA, rules.routes)
+
+
+def join(parts: Sequence[records.Group]) -> records.Group:
+  """Returns the group of all its parts, which come in order."""
+  policies = {}
+  for part in parts:
+    for version, weights in (part.policies or {}).items():
+      if policies.setdefault(version, weights) != weights:
+        raise ValueError(
+          f'its members were sampled by different weights of version {version}'
+        )
+  rollouts = tuple(itertools.chain(*(part.rollouts for part in parts)))
+  return dataclasses.replace(parts[0], rollouts=rollouts, policies=policies)
+
+
+def encode(group: records.Group) -> bytes:
+  """Returns the bytes of what a lease brought; equal groups are equal."""
+  return group_bytes.to_bytes(group)
+
+
+def lengths(group: records.Group) -> np.ndarray:
+  """Returns the number of sampled tokens of each rollout."""
+  return np.array(
+    [
+      sum(int(t.loss_mask_T.sum()) for t in r.trajectories)
+      for r in group.rollouts
+    ]
+  )

@@ -1,0 +1,441 @@
+"""Leases move as they must, whoever dies, hangs, lies or comes late."""
+
+import itertools
+
+import pytest
+
+from composer_jax.core import group_bytes
+from composer_jax.fleet.leases import ledger as ledgers
+from composer_jax.fleet.leases import reconciler
+from tests.fleet import groups, worlds
+
+
+@pytest.fixture
+def world(tmp_path):
+  return worlds.World(tmp_path)
+
+
+def assert_done(world):
+  assert world.trained == worlds.expected()
+  world.trainer.close(is_over=True)
+  last = worlds.check_ledgers(world.store)
+  number = worlds.STEPS * worlds.PROMPTS
+  assert last.totals() == {'trained': {'family': number}}
+  return last
+
+
+@pytest.mark.parametrize('count', [1, 2, 3, 7])
+def test_any_number_of_workers_gives_the_same_groups(world, count):
+  workers = [world.worker(f'w{i}') for i in range(count)]
+  world.run(workers)
+  assert assert_done(world).lost == {}
+  for worker in workers:
+    worker.turn()
+    assert worker.door.is_over
+
+
+def test_leases_go_to_who_has_least_and_never_above_what_is_wanted(world):
+  workers = [world.worker('big', 6), world.worker('small', 2)]
+  for _ in range(3):
+    world.time += 1
+    for worker in workers:
+      worker.take()
+    world.trainer.tick()
+  for worker in workers:
+    worker.take()
+  members = [sum(h.stop - h.first for h in w.holds) for w in workers]
+  assert members == [6, 2]
+  starts = [[(h.order.group, h.first) for h in w.holds] for w in workers]
+  # In the order of groups: what is trained first is sampled first.
+  assert sorted(starts[0] + starts[1]) == [(0, 0), (0, 2), (1, 0), (1, 2)]
+
+
+def test_a_worker_that_stops_loses_its_leases_and_what_it_says_then(world):
+  slow, other = world.worker('slow'), world.worker('other')
+  world.turn([slow])
+  world.turn([])
+  slow.take()
+  held = slow.holds
+  assert len(held) == 4
+  world.run([other])
+  assert any('slow is silent' in line for line in world.said)
+  assert_done(world)
+  # It goes on where it was: too late, and nothing moves.
+  before = world.store.files['fleet/policy/ledger']
+  slow.door._leases |= {lease.epoch: lease for lease in held}
+  for lease in held:
+    slow.door.deliver(lease, slow.make(lease, 0))
+  slow.door.sync()
+  world.trainer.tick()
+  assert world.store.files['fleet/policy/ledger'] == before
+
+
+def test_a_late_result_is_no_ones_and_is_counted(world):
+  slow, other = world.worker('slow'), world.worker('other')
+  world.turn([slow])
+  world.turn([])
+  slow.take()
+  held, slow.is_stopped = slow.holds, True
+  while not any('silent' in line for line in world.said):
+    world.turn([])
+  # Before it reads orders again, it uploads all the same.
+  for lease in held:
+    slow.door.deliver(lease, groups.make_group(lease.order.group, 0, range(2)))
+  report = slow.door._report
+  assert len(report.results) == len(held)
+  slow.door._docs.write(
+    world.docs().place('workers', 'slow'),
+    worlds.dataclasses.asdict(worlds.dataclasses.replace(report, beat=99)),
+  )
+  world.turn([other])
+  assert world.trainer._reconciler.late == len(held)
+  world.run([other])
+  assert_done(world)
+
+
+def test_a_worker_that_only_waits_for_a_policy_is_not_stalled(tmp_path):
+  world = worlds.World(tmp_path, stall_s=10.0)
+  worker = world.worker('w')
+  for _ in range(4):
+    world.turn([worker])
+  assert world.version == worlds.STEPS or not world.said
+
+
+def test_a_worker_whose_engine_hangs_loses_its_leases(tmp_path):
+  world = worlds.World(tmp_path, stall_s=30.0, lease_s=20.0)
+  stuck, other = world.worker('stuck'), world.worker('other')
+  world.turn([stuck])
+  world.turn([])
+  stuck.take()
+  assert stuck.holds
+  for _ in range(40):
+    world.time += 1.0
+    stuck.door.sync()  # It reports, and its loop stands still.
+    world.trainer.tick()
+  assert any('stuck makes no progress' in line for line in world.said)
+  assert world.trainer.is_given_up('stuck')
+  world.run([other])
+  assert assert_done(world).lost.keys() == {'stalled'}
+
+
+def test_what_a_worker_gives_back_is_leased_at_once(world):
+  leaver, other = world.worker('leaver'), world.worker('other')
+  world.turn([leaver])
+  world.turn([])
+  leaver.take()
+  leaver.door.close()
+  began = world.time
+  world.run([other])
+  assert world.time - began < 20
+  assert assert_done(world).lost == {'left': 4}
+
+
+def test_leases_of_a_process_that_ended_go_on_at_once(world):
+  dead, other = world.worker('dead'), world.worker('other')
+  world.turn([dead])
+  world.turn([])
+  world.trainer.blame('dead')
+  began = world.time
+  world.run([other])
+  assert world.time - began < 20 and assert_done(world)
+
+
+@pytest.mark.parametrize('jump', [-1e9, 1e9])
+def test_a_clock_that_jumps_takes_no_lease(world, jump):
+  workers = [world.worker('a'), world.worker('b')]
+  world.turn(workers)
+  world.turn(workers)
+  world.time += jump
+  world.turn(workers)
+  world.time -= jump / 2
+  world.run(workers)
+  assert assert_done(world).lost == {} and not world.said
+
+
+def test_reports_of_an_earlier_start_get_no_lease(world):
+  """Until they change: their workers may be long gone."""
+  ghost = world.worker('ghost')
+  world.turn([ghost])
+  world.start()
+  other = world.worker('other')
+  world.turn([])
+  ghosts = world.ledger().leases_of('ghost')
+  assert not ghosts
+  world.run([other])
+  assert_done(world)
+
+
+# Trouble with the store and the reconciler.
+
+
+def kills(after):
+  return 'kill after' if after else 'kill'
+
+
+def run_with_a_kill(tmp_path, number, after):
+  """Kills the trainer at its request of a number; returns False if none."""
+  world = worlds.World(tmp_path)
+  workers = [world.worker('a'), world.worker('b', 4)]
+  asked = itertools.count()
+  world.store.trouble = lambda name, key: (
+    kills(after) if is_trainer[0] and next(asked) == number else ''
+  )
+  is_trainer = [False]
+  for _ in range(200):
+    if world.version == worlds.STEPS:
+      break
+    world.time += 1
+    is_trainer[0] = True
+    try:
+      world.trainer.tick()
+      world.train()
+      # As often as a checkpoint is durable.
+      if world.version >= 2:
+        world.trainer.collect(worlds.PROMPTS)
+    except worlds.Killed:
+      # Goes on from the last checkpoint: some version before.
+      saved = max(world.version - number % 2, min(world.version, 1), 0)
+      world.start(saved)
+    is_trainer[0] = False
+    for worker in workers:
+      worker.turn()
+  assert next(asked) > 10
+  assert_done(world)
+  return next(asked) > number + 2
+
+
+@pytest.mark.parametrize(
+  'after, start, step',
+  [
+    (False, 0, 7),
+    (True, 3, 7),
+    pytest.param(*(False, 0, 1), marks=pytest.mark.slow),
+    pytest.param(*(True, 0, 1), marks=pytest.mark.slow),
+  ],
+)
+def test_a_reconciler_killed_at_any_request_loses_and_repeats_nothing(
+  tmp_path, after, start, step
+):
+  number = start
+  while run_with_a_kill(tmp_path, number, after):
+    number += step
+  assert number > 30
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_two_reconcilers_at_once_do_no_harm(world, seed):
+  rng = worlds.rng_of(seed)
+  rival = reconciler.Reconciler(
+    world.docs(),
+    world.trainer._options,
+    setup=world.trainer._digest,
+    clock=lambda: world.time,
+  )
+  workers = [world.worker('a'), world.worker('b'), world.worker('c', 2)]
+  for _ in range(300):
+    if world.version == worlds.STEPS:
+      break
+    world.time += 1
+    actors = [world.trainer.tick, rival.tick, world.train]
+    actors += [worker.turn for worker in workers]
+    for actor in rng.permutation(len(actors)):
+      if rng.random() < 0.7:
+        actors[actor]()
+  assert_done(world)
+
+
+@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('trouble', ['fail', 'lose'])
+def test_answers_that_are_lost_lose_and_repeat_nothing(world, seed, trouble):
+  rng = worlds.rng_of(seed)
+  workers = [world.worker('a'), world.worker('b'), world.worker('c', 2)]
+  world.store.trouble = lambda name, key: trouble * (rng.random() < 0.15)
+  world.run(workers, rounds=2000)
+  world.store.trouble = lambda name, key: ''
+  assert_done(world)
+
+
+def test_a_ledger_that_is_damaged_is_begun_anew(world):
+  workers = [world.worker('a'), world.worker('b')]
+  for _ in range(3):
+    world.turn(workers)
+  ledger = world.store.files['fleet/policy/ledger']
+  world.store.files['fleet/policy/ledger'] = ledger[:-9]
+  world.store.tags['fleet/policy/ledger'] += 1
+  world.run(workers)
+  assert any('damaged' in line for line in world.said)
+  assert world.trained == worlds.expected()
+
+
+# What workers upload.
+
+
+def test_the_same_members_with_other_bytes_change_nothing(world):
+  first = world.worker('first')
+  world.turn([first])
+  world.turn([])
+  first.take()
+  lease = first.holds[0]
+  members = range(lease.first, lease.stop)
+  first.door.deliver(lease, first.make(lease, 0))
+  first.door.sync()
+  world.trainer.tick()
+  accepted = world.ledger().entries[0].parts[0].upload
+  other = groups.changed(groups.make_group(0, 0, members))
+  other = groups.changed(
+    other, logprobs_T=other.rollouts[0].trajectories[0].logprobs_T * 2
+  )
+  first.door._leases[lease.epoch] = lease
+  first.door.deliver(lease, other)
+  docs = world.docs()
+  report = worlds.dataclasses.asdict(first.door._report) | {'beat': 99}
+  docs.write(docs.place('workers', 'first'), report)
+  world.trainer.tick()
+  assert world.ledger().entries[0].parts[0].upload == accepted
+  first.door._leases.clear()
+  world.run([first])
+  assert_done(world)
+
+
+def damaged(upload):
+  return lambda data: upload
+
+
+LIES = {
+  'hostile bytes': lambda group: b'\x93NUMPY' * 50,
+  'nothing': lambda group: b'',
+  'another group': lambda group: group_bytes.to_bytes(
+    groups.make_group(group.group + 1, 0, range(2))
+  ),
+  'other members': lambda group: group_bytes.to_bytes(
+    groups.make_group(group.group, 0, range(4))
+  ),
+}
+
+
+@pytest.mark.parametrize('lie', LIES)
+def test_an_upload_that_is_refused_is_sampled_by_another(
+  world, lie, monkeypatch
+):
+  liar, honest = world.worker('liar'), world.worker('honest')
+  docs, upload = liar.door._docs, liar.door._docs.upload
+  monkeypatch.setattr(
+    docs,
+    'upload',
+    lambda lease, data: upload(lease, LIES[lie](group_bytes.from_bytes(data))),
+  )
+  # Alone at first, so that it gets a lease.
+  world.turn([liar])
+  world.turn([liar])
+  liar.capacity = 0
+  world.run([honest])
+  assert any('is refused' in line for line in world.said)
+  last = assert_done(world)
+  assert last.lost['refused'] > 0
+
+
+def test_an_upload_that_is_gone_is_sampled_anew(world):
+  worker = world.worker('w')
+  world.turn([worker])
+  world.turn([worker])
+  world.trainer.tick()
+  for key in [k for k in world.store.files if '/groups/' in k][:1]:
+    del world.store.files[key]
+  world.run([worker])
+  assert any('is gone' in line for line in world.said)
+  assert_done(world)
+
+
+def test_a_group_that_nobody_can_sample_has_a_fate_and_ends_no_run(tmp_path):
+  world = worlds.World(tmp_path, max_lost=2)
+  workers = [world.worker('a'), world.worker('b')]
+
+  for worker in workers:
+    make = worker.make
+    worker.make = lambda lease, version, make=make: (
+      groups.make_group(9, 0, range(2))
+      if (lease.order.group, lease.first) == (1, 0)
+      else make(lease, version)
+    )
+  world.run(workers)
+  given = worlds.expected()
+  assert world.trained == [given[0][:1], *given[1:]]
+  world.trainer.close(is_over=True)
+  last = worlds.check_ledgers(world.store)
+  assert last.totals() == {
+    'infrastructure': {'family': 1},
+    'trained': {'family': 5},
+  }
+  assert last.lost == {'refused': 3}
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'beat': -1}, 'counts'),
+    ({'beat': True}, 'counts'),
+    ({'capacity': 2**40}, 'counts'),
+    ({'results': [[1, 'x', 3]]}, 'by their hash'),
+    ({'results': [[1, 'a' * 64]]}, 'no report'),
+    ({'results': [[1, 'a' * 64, 3]] * 10_001}, '10000 results'),
+    ({'rows': [[0, {'stage': 'received'}]]}, 'another type'),
+    ({'is_leaving': 1}, 'another type'),
+    ({'more': 1}, 'no report'),
+  ],
+)
+def test_a_report_is_believed_in_nothing(world, fields, message, caplog):
+  world.worker('w').door.sync()
+  docs = world.docs()
+  report = docs.read(docs.place('workers', 'w'))
+  docs.write(docs.place('workers', 'w'), report | fields)
+  worker = world.worker('honest')
+  world.run([worker])
+  assert message in caplog.text
+  assert_done(world)
+
+
+def test_a_document_of_another_place_or_key_is_not_believed(world, caplog):
+  world.worker('w').door.sync()
+  place = 'fleet/policy/workers/'
+  world.store.files[place + 'v'] = world.store.files[place + 'w']
+  data = bytearray(world.store.files[place + 'w'])
+  data[10] ^= 1
+  world.store.files[place + 'w'] = bytes(data)
+  world.trainer.tick()
+  world.trainer.tick()
+  assert caplog.text.count('cannot be trusted') >= 2
+  assert not world.ledger().holders()
+
+
+def test_fates_are_counted_by_family_and_uploads_deleted_for_good(world):
+  worker = world.worker('w')
+  world.run([worker])
+  world.trainer.collect(4)
+  kept = [k for k in world.store.files if '/groups/' in k]
+  assert sorted({int(k.split('/')[-1].split('.')[0]) for k in kept}) == [4, 5]
+  ledger = world.ledger()
+  assert ledger.fates == {'trained': {'family': 4}} and ledger.floor == 4
+  assert ledger.totals() == {'trained': {'family': 6}}
+
+
+def test_lines_of_metrics_reach_the_workdir_once(world, tmp_path):
+  worker = world.worker('w')
+  for step in range(3):
+    worker.door.note({'stage': 'received', 'step': step, 'time': 0.0})
+  world.run([worker])
+  world.trainer.close(is_over=True)
+  lines = (tmp_path / 'received.jsonl').read_text().splitlines()
+  rows = [worlds.json.loads(line) for line in lines]
+  assert [(r['step'], r['worker']) for r in rows] == [
+    (i, 'w') for i in range(3)
+  ]
+
+
+def test_names_of_workers_are_plain():
+  for name in ('', '../x', 'a/b', 'x' * 101, '.hidden'):
+    with pytest.raises(ValueError, match='the name of a worker must be'):
+      reconciler.documents.check_name(name)
+
+
+def test_the_family_is_what_a_task_begins_with():
+  assert ledgers.family_of('list_functions/train/0/3') == 'list_functions'

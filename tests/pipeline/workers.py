@@ -1,0 +1,101 @@
+"""Rollout workers of a run, as threads of the test's process."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+from composer_jax import wiring
+from composer_jax.delta import transport
+from composer_jax.fleet import joining
+from composer_jax.fleet.leases import holder
+from composer_jax.pipeline import reinforce, rollout_worker, stages
+from tests.pipeline import runs
+
+
+class Worker:
+  """A worker, from joining to the end of the run.
+
+  Attributes:
+    leases: its door to the fleet; None before it has joined.
+    failure: error that ended it, None for none.
+    groups: (group, first member) of every lease that it delivered.
+  """
+
+  def __init__(self, spec, workdir, tokenizer, name: str, ready):
+    self._spec, self._workdir, self._tokenizer = spec, workdir, tokenizer
+    self._ready = ready
+    self.name, self.groups = name, []
+    self.leases: holder.StoredLeases | None = None
+    self.failure: BaseException | None = None
+    self._stopping = threading.Event()
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    self._thread.start()
+
+  def _run(self) -> None:
+    try:
+      self._serve()
+    except BaseException as error:  # noqa: BLE001
+      self.failure = error
+
+  def _serve(self) -> None:
+    spec, workdir = self._spec, self._workdir
+    key = workdir / transport.KEY
+    while not key.exists():  # Of a run that has hardly begun.
+      time.sleep(0.01)
+    docs = joining.open_documents(str(workdir / 'store'), key, 'policy')
+    folder = workdir / transport.WORKERS / self.name
+    joined = joining.join(docs, key, folder, within_s=300.0)
+    # As the main does.
+    config = joined.config
+    config['delta']['store'] = str(workdir / 'store')
+    assert set(wiring.content_of(spec)) <= joined.identity.keys()
+    spec, orders = wiring.spec_of(config), {}
+    systems = wiring.systems_of(spec)
+    self.leases = joined.leases(self.name, reinforce._capacity(spec))
+    deliver = self.leases.deliver
+
+    def remember(lease, group):
+      self.groups.append((group.group, lease.first))
+      deliver(lease, group)
+
+    self.leases.deliver = remember
+    with contextlib.ExitStack() as stack:
+      runner = stack.enter_context(systems.open_runner(joined.level))
+      receiver = systems.transport(folder).receiver(in_background=True)
+      stack.enter_context(contextlib.closing(receiver))
+      served = reinforce._served(
+        spec, systems, receiver, self.leases.note, within_s=300.0
+      )
+      collector = stages.collector_of(
+        spec, systems, self._tokenizer, runner, split='train', orders=orders
+      )
+      stack.enter_context(contextlib.closing(self.leases))
+      self._ready.wait(300)
+      self.leases.start()
+      is_done = lambda: self.leases.is_over or self._stopping.is_set()
+      rollout_worker.run(collector, orders, self.leases, served, is_done)
+
+  def end(self) -> None:
+    self._stopping.set()
+    self._thread.join(60)
+    assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(spec, workdir, tokenizer, count: int) -> Iterator[list[Worker]]:
+  """Starts workers, which join together and end with the run."""
+  names, ready = [f'w{i}' for i in range(count)], threading.Barrier(count)
+  workers = [Worker(spec, workdir, tokenizer, name, ready) for name in names]
+  yield workers
+  for worker in workers:
+    worker.end()
+    assert worker.failure is None, worker.failure
+
+
+def spec_of(spec, **fleet):
+  """The spec with workers that the test starts, and options of the fleet."""
+  rl = dataclasses.replace(spec.rl, placement='processes')
+  spec = dataclasses.replace(spec, rl=rl)
+  return runs.changed(spec, 'fleet', workers=0, **fleet)
