@@ -1,13 +1,13 @@
 """Rewards stored groups by other prices or another rubric; plays nothing.
 
-  ./run.sh rescore --groups=runs/tiny/groups \\
+  ./run.sh rescore --groups=runs/tiny \\
       --tokenizer=runs/tiny/tokenizer.json \\
       --config=configs/composer/tiny.py --config.rewards.invalid_penalty=0.3 \\
       --config.tasks.rubric.file=configs/rubrics/style.toml \\
       --config.rewards.judged_reward=0.3 --out=runs/rescored
 
-Reads the .npz files of a run's groups/ (or stopped.npz) and writes each with
-its new rewards to --out, beside rescored.jsonl: a line a rollout, with its
+Reads the groups that the store of a run still has, or files of groups such as
+stopped.npz, and writes each with its new rewards to --out, beside rescored.jsonl: a line a rollout, with its
 rewards before and now, its terms and its scores. A model of the rubric is asked
 for what it has not answered in --out yet.
 """
@@ -25,20 +25,27 @@ from experiments import start
 _CONFIG = start.define_config(
   'configs/composer/tiny.py', 'Config file of a run: rewards, rubric, tasks.'
 )
-_GROUPS = flags.DEFINE_string('groups', '', 'Folder or file of stored groups.')
+_GROUPS = flags.DEFINE_string(
+  'groups', '', 'Workdir of a run, or a file or folder of groups (.npz).'
+)
 _TOKENIZER = flags.DEFINE_string('tokenizer', '', 'tokenizer.json of the run.')
 _OUT = flags.DEFINE_string('out', 'runs/rescored', 'Folder of the results.')
 
 
-def _files() -> list[pathlib.Path]:
-  groups = pathlib.Path(_GROUPS.value)
-  files = sorted(groups.glob('*.npz')) if groups.is_dir() else [groups]
-  if not _GROUPS.value or not files or not all(f.is_file() for f in files):
+def _stored() -> list[Any]:
+  from composer_jax import wiring
+  from composer_jax.core import group_bytes
+
+  place = pathlib.Path(_GROUPS.value)
+  if (place / 'config.json').is_file():
+    return wiring.kept_groups(place)
+  paths = sorted(place.glob('*.npz')) if place.is_dir() else [place]
+  if not _GROUPS.value or not paths or not all(p.is_file() for p in paths):
     raise ValueError(
-      f'--groups={_GROUPS.value!r} must be a file of a group, or a folder with '
-      'files *.npz of groups, such as WORKDIR/groups.'
+      f'--groups={_GROUPS.value!r} must be the workdir of a run, a file of a '
+      'group, or a folder of such files (*.npz).'
     )
-  return files
+  return [group_bytes.from_bytes(path.read_bytes()) for path in paths]
 
 
 def run() -> None:
@@ -51,7 +58,7 @@ def run() -> None:
   from composer_jax.core import files, group_bytes
   from composer_jax.rl import advantage
 
-  stored = _files()
+  stored = _stored()
   spec = wiring.spec_of(fields)
   systems = wiring.systems_of(spec)
   tokenizer = systems.load_tokenizer(pathlib.Path(_TOKENIZER.value))
@@ -59,14 +66,14 @@ def run() -> None:
   out.mkdir(parents=True, exist_ok=True)
   judge: Any = systems.judge and systems.judge(tokenizer, out)
   rows, told = [], []
-  for path in stored:
-    group = group_bytes.from_bytes(path.read_bytes())
+  for group in stored:
     if judge is not None:
       made = judge(group, spec.rewards)
     else:
       rollouts = (rewards.rescored(r, spec.rewards) for r in group.rollouts)
       made = dataclasses.replace(group, rollouts=tuple(rollouts))
-    files.write_atomic(out / path.name, group_bytes.to_bytes(made))
+    path = out / f'{group.group}.npz'
+    files.write_atomic(path, group_bytes.to_bytes(made))
     pairs = list(zip(group.rollouts, made.rollouts, strict=True))
     for g in (group, made):
       rewards_R = np.array([r.reward for r in g.rollouts])

@@ -79,7 +79,9 @@ def _case(row: Any, known: dict[str, rubrics.Criterion]) -> KnownEpisode:
 
 
 def _episode(prompt: str, said: Sequence[str]) -> rules.Episode:
-  steps = [rules.Step(tool='call', outcome=turns.OK, text=t) for t in said]
+  steps = [
+    rules.PlayedTurn(tool='call', outcome=turns.OK, text=t) for t in said
+  ]
   return rules.Episode(prompt=prompt, steps=steps)
 
 

@@ -25,7 +25,7 @@ _MIN_WORDS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class PlayedTurn:
   """A turn with its texts.
 
   Attributes:
@@ -54,7 +54,7 @@ class Episode:
   """
 
   prompt: str
-  steps: Sequence[Step]
+  steps: Sequence[PlayedTurn]
   passed: bool = False
   open_todos: int = 0
 

@@ -139,7 +139,7 @@ def episode_of(rollout: records.Rollout, tokenizer: Any) -> rules.Episode:
       answer = next((m['text'] for m in shown if m['role'] == 'tool'), '')
     said_T = speech.words(window.tokens_T[turn.start : turn.stop])
     steps.append(
-      rules.Step(
+      rules.PlayedTurn(
         tool=turn.tool,
         outcome=turn.outcome,
         text=tokenizer.decode(said_T),
@@ -171,7 +171,7 @@ def episode_of_messages(
     elif 'tool' in message:
       text = f'{said}\n{message["call"]}' if said else message['call']
       steps.append(
-        rules.Step(
+        rules.PlayedTurn(
           tool=message['tool'],
           outcome=message['outcome'],
           text=text,

@@ -55,4 +55,4 @@ def test_a_command_rescores_what_is_stored(stored):
 def test_a_folder_without_groups_is_named(stored):
   process = rescore(stored, f'--groups={stored}/none')
   assert process.returncode != 0
-  assert 'must be a file of a group, or a folder' in process.stderr
+  assert 'must be the workdir of a run, a file of a group' in process.stderr

@@ -13,7 +13,7 @@ def episode(*steps, **facts):
     tool, text, outcome, *_ = (
       (step, '', turns.OK) if isinstance(step, str) else (*step, turns.OK)
     )
-    made.append(rules.Step(tool=tool, outcome=outcome, text=text))
+    made.append(rules.PlayedTurn(tool=tool, outcome=outcome, text=text))
   return rules.Episode(prompt='', steps=made, **facts)
 
 

@@ -270,8 +270,8 @@ def test_a_stream_hands_over_judged_groups():
     seed=0,
     judge=lambda group: scoring.judge(scorer, TOKENIZER, group, PRICES),
   )
-  stream = collect.GroupStream(collector, None, 1, handed.append)
-  stream.admit(3)
+  stream = collect.GroupStream(collector, None, 1)
+  stream.admit(3, handed.append)
   collect_test.finish(stream)
   stream.close()
   assert [r.scores for g in handed for r in g.rollouts] == [{'tests': 0.0}] * 2

@@ -21,7 +21,7 @@ def episode_of(row: Mapping[str, Any], transcript: Any) -> rules.Episode:
       continue
     after = transcript[place + 1 : place + 2]
     steps.append(
-      rules.Step(
+      rules.PlayedTurn(
         tool=tool,
         outcome=outcome,
         text=transcript[place]['text'],
