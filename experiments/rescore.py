@@ -7,9 +7,10 @@
       --config.rewards.judged_reward=0.3 --out=runs/rescored
 
 Reads the groups that the store of a run still has, or files of groups such as
-stopped.npz, and writes each with its new rewards to --out, beside rescored.jsonl: a line a rollout, with its
-rewards before and now, its terms and its scores. A model of the rubric is asked
-for what it has not answered in --out yet.
+stopped.npz, and writes each with its new rewards to --out, beside
+rescored.jsonl: a line a rollout, with its rewards before and now, its terms and
+its scores. A model of the rubric is asked for what it has not answered in --out
+yet.
 """
 
 import dataclasses
@@ -34,11 +35,12 @@ _OUT = flags.DEFINE_string('out', 'runs/rescored', 'Folder of the results.')
 
 def _stored() -> list[Any]:
   from composer_jax import wiring
-  from composer_jax.core import group_bytes
+  from composer_jax.core import files, group_bytes
 
   place = pathlib.Path(_GROUPS.value)
   if (place / 'config.json').is_file():
-    return wiring.kept_groups(place)
+    store = files.read_json(place / 'config.json')['delta']['store']
+    return wiring.kept_groups(place, store)
   paths = sorted(place.glob('*.npz')) if place.is_dir() else [place]
   if not _GROUPS.value or not paths or not all(p.is_file() for p in paths):
     raise ValueError(
