@@ -256,19 +256,13 @@ class Scorer:
   def _judge(self, episode: rules.Episode) -> Judgement:
     asked = self.rubric.asked(relative=False)
     scores, reasons, same = {}, {}, []
-    for criterion in self.rubric.criteria:
-      if criterion.rule:
-        choice = self._rules[criterion.name](episode)
-        if choice not in criterion.choices:
-          raise ValueError(
-            f'Rule {criterion.rule!r} of criterion {criterion.name!r} returned '
-            f'{choice!r}; it must return one of {criterion.choices}.'
-          )
-        scores[criterion.name] = criterion.score(choice)
-    if not asked:
-      return Judgement(scores=scores)
     text = transcript(episode, _MAX_CHARS)
     try:
+      for criterion in self.rubric.criteria:
+        if criterion.rule:
+          scores[criterion.name] = self._by_rule(criterion, episode)
+      if not asked:
+        return Judgement(scores=scores)
       votes = [self._vote(asked, text, vote) for vote in range(self._votes)]
     except judges.JudgeError as error:
       logging.warning('%s', error)
@@ -280,6 +274,24 @@ class Scorer:
       same += [g == given[0] for g in given[1:]]
     agreement = sum(same) / len(same) if same else None
     return Judgement(scores=scores, agreement=agreement, reasons=reasons)
+
+  def _by_rule(
+    self, criterion: rubrics.Criterion, episode: rules.Episode
+  ) -> float:
+    try:
+      choice = self._rules[criterion.name](episode)
+    # A rule may be anybody's code, and one episode must not end a run.
+    except Exception as error:
+      raise judges.JudgeError(
+        f'Rule {criterion.rule!r} of criterion {criterion.name!r} failed: '
+        f'{error!r}'
+      ) from error
+    if choice not in criterion.choices:
+      raise judges.JudgeError(
+        f'Rule {criterion.rule!r} of criterion {criterion.name!r} returned '
+        f'{choice!r}; it must return one of {criterion.choices}.'
+      )
+    return criterion.score(choice)
 
   def _vote(
     self, asked: Sequence[rubrics.Criterion], text: str, vote: int

@@ -253,11 +253,19 @@ def test_a_ranking_does_not_depend_on_the_order_shown():
   assert np.ptp(scores) < 0.5
 
 
-def test_a_rule_that_answers_otherwise_is_named():
-  rubric = rubric_of(criterion('size', rule='tests.tasks.rules_test:own'))
-  scorer = scoring.Scorer(rubric, None)
-  with pytest.raises(ValueError, match="'few'; it must return one of"):
-    scorer.each([scoring.episode_of(play(solves=False), TOKENIZER)])
+def failing(episode):
+  return episode.steps[99]
+
+
+def test_a_rule_that_fails_or_answers_otherwise_is_named_and_ends_no_run():
+  seen = scoring.episode_of(play(solves=False), TOKENIZER)
+  for rule, message in (
+    ('tests.tasks.rules_test:own', "returned 'few'; it must return one of"),
+    (f'{__name__}:failing', 'failed: IndexError'),
+  ):
+    scorer = scoring.Scorer(rubric_of(criterion('size', rule=rule)), None)
+    (judgement,) = scorer.each([seen])
+    assert message in judgement.failure and not judgement.scores
 
 
 def test_a_stream_hands_over_judged_groups():
