@@ -13,6 +13,7 @@ from experiments.studies.deletion import analyze as deletion
 from experiments.studies.hint import analyze as hint
 from experiments.studies.monitors import analyze as monitors
 from experiments.studies.real_code import analyze as real_code
+from experiments.studies.rubric import analyze as rubric
 
 STUDIES = pathlib.Path(results.__file__).parent
 ROOT = STUDIES.parents[1]
@@ -64,7 +65,9 @@ def test_results_are_one_compact_file_a_study():
     assert len(path.read_text().splitlines()) <= 100, path
 
 
-@pytest.mark.parametrize('analyze', [deletion, hint, monitors, real_code])
+@pytest.mark.parametrize(
+  'analyze', [deletion, hint, monitors, real_code, rubric]
+)
 def test_table_and_readme_are_those_of_the_results(analyze):
   table = analyze.table(results.read(analyze.ROOT / 'results'))
   assert (analyze.ROOT / 'table.md').read_text() == table

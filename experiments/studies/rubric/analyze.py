@@ -39,7 +39,7 @@ def table(rows: list[results.Row]) -> str:
         for name in ('tested', 'looked_first')
         for part in (steps[:_SPAN], steps[-_SPAN:])
       ]
-      names = ('sft', 'rl', 'sft_wordings', 'rl_wordings')
+      names = ('sft', 'rl', 'sft_unseen_wordings', 'rl_unseen_wordings')
       cells += [f'{passed[n]:.3f}' if n in passed else '' for n in names]
       lines.append([str(seed), arm, *cells])
   return ''.join('| ' + ' | '.join(line) + ' |\n' for line in lines)
