@@ -18,11 +18,11 @@ def run(module, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('step, first', [(17, 9), (1, 1)])
-def test_killed_between_any_two_requests(tmp_path, step, first):
-  points, committed = run('faults_s3', step, first, tmp_path)
-  # Before the pointer moved the old version stood, and then the new one.
-  assert (points + 1) * step > 30
+def test_killed_between_any_two_requests(tmp_path):
+  points, committed = run('faults_s3', 1, 1, tmp_path)
+  # A version takes nine requests, each of them two points. Before the pointer
+  # moved the old version stood, and then the new one.
+  assert points > 15
   assert 0 < committed < points
 
 
