@@ -154,6 +154,7 @@ def record(
       trace=suites.Trace(
         folders=tuple(_top_levels(task)),
         record=tuple((d.path, d.symbol) for d in task.deleted),
+        tests=task.test_paths,
         deleted=tuple(
           (task_set.module_of(d.path, task.source_roots), d.symbol)
           for d in task.deleted
