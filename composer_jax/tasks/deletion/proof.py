@@ -171,11 +171,12 @@ def _chosen(
   order = {test.partition('::')[0]: draw.random() for test in others}
   others.sort(key=lambda test: order[test.partition('::')[0]])
   others = others[: options.max_guards]
-  # All that touch the feature count; of others that mention it, some.
+  # A parser is touched by a thousand tests, which prove no more than some.
+  touched = sorted(candidate.touched)
   beside = sorted(affected - candidate.touched)
-  if len(beside) > 2 * options.max_guards:
-    beside = draw.sample(beside, 2 * options.max_guards)
-  return tuple(sorted({*candidate.touched, *beside, *others}))
+  most = 2 * options.max_guards
+  chosen = [draw.sample(t, min(most, len(t))) for t in (touched, beside)]
+  return tuple(sorted({*chosen[0], *chosen[1], *others}))
 
 
 def _effect(

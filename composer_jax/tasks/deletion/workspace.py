@@ -185,7 +185,8 @@ class Options:
     min_tests: smallest number of stable tests of an accepted package.
     max_unstable: largest accepted share of tests that change with their order.
     hidden_share: share of the failing test functions that the agent never sees.
-    max_guards: largest number of tests of a task beside those of the feature.
+    max_guards: largest number of tests of a task beside those that touch or
+      mention the feature; of each of these there are at most twice as many.
     examples: shown tests that describe what no prose does; 0 asks for nothing.
     suite_s: wall limit in seconds of a run of the whole suite.
     timeout_s: wall limit in seconds of a run of a task's tests by an agent or a

@@ -154,6 +154,7 @@ def record(
       trace=suites.Trace(
         folders=tuple(_top_levels(task)),
         record=tuple((d.path, d.symbol) for d in task.deleted),
+        tests=task.test_paths,
         deleted=tuple(
           (task_set.module_of(d.path, task.source_roots), d.symbol)
           for d in task.deleted
@@ -187,9 +188,9 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
       past = pasts.setdefault((path, owner, of), [[[], {}], []])
       if name == '__init__':
         past[0] = arguments
-    # Without an object, special methods are reached through their users.
-    is_special = name.startswith('__') and not state
-    if is_special or owner.count('.') > 0:
+    # What makes an object is part of its past.
+    makes = name == '__init__' or (of is None and name.startswith('__'))
+    if (makes and not state) or owner.count('.') > 0:
       continue
     call = Recorded(
         module=task_set.module_of(path, roots), symbol=symbol,

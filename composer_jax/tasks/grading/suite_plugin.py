@@ -88,6 +88,7 @@ class Tracer:
     self._prefix = root + os.sep
     self._folders = config['folders']
     self._record = config['record']
+    self._tests = set(config['tests'])
     self._plain = plain
     self._codes: dict = {}
     self._starts: dict = {}
@@ -150,7 +151,9 @@ class Tracer:
       return None, False, False
     path = path[len(self._prefix) :].replace(os.sep, '/')
     symbol = code.co_qualname
-    if not any(f'{path}/'.startswith(f'{f}/') for f in self._folders):
+    if path in self._tests or not any(
+      f'{path}/'.startswith(f'{f}/') for f in self._folders
+    ):
       return None, False, True
     is_recorded = any(
       path == file and (not name or f'{symbol}.'.startswith(f'{name}.'))

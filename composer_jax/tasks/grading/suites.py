@@ -38,12 +38,14 @@ class Trace:
     record: functions and classes (path, qualified name; '' for a whole file).
       If there are any, calls that tests make of the folders are kept with their
       arguments, and marked if one of these ran during them.
+    tests: files within the folders whose functions are tests.
     deleted: classes (module, qualified name; '' for all of a module) whose
       instances are not taken apart to be built again elsewhere.
   """
 
   folders: tuple[str, ...]
   record: tuple[tuple[str, str], ...] = ()
+  tests: tuple[str, ...] = ()
   deleted: tuple[tuple[str, str], ...] = ()
 
 

@@ -205,6 +205,25 @@ def test_a_hang_is_ended(run):
   assert run(files, ids=[f'{A}::x'], wall_s=0.5).status == 'timeout'
 
 
+def test_tests_may_lie_within_the_package(run):
+  path = 'src/pk/tests/test_in.py'
+  text = 'import pk\n\ndef test_in():\n    assert pk.Box(3).grow(1) or True\n'
+  result = run(
+    {**FILES, path: text.encode()},
+    ids=[f'{path}::test_in'],
+    trace=suites.Trace(
+      folders=('src/pk',),
+      record=(('src/pk/__init__.py', 'Box'),),
+      tests=(path,),
+      deleted=(('pk', 'Box'),),
+    ),
+  )
+  assert [i[1:4] for i in result.inputs] == [
+    ['Box.__init__', '0', [[3], {}]],
+    ['Box.grow', '0', [[1], {}]],
+  ]
+
+
 # What reaches nothing is kept for the past of an object that has to have one.
 @pytest.mark.parametrize('deleted, kept', [('Box', True), ('Other', False)])
 def test_a_trace_tells_which_calls_reach_a_function(run, deleted, kept):
