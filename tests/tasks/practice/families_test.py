@@ -369,13 +369,13 @@ def test_a_set_without_held_out_tasks_says_how_to_hold_some_out(tmp_path):
 
 def test_practice_is_of_the_corpus_and_fits_a_window(folder, tokenizer):
   texts = [f'def f{i}():\n  return {i}\n' for i in range(5)]
-  texts.append(f'def long():\n  return "{"x" * 4000}"\n')
+  texts.append(f'def long():\n  return "{"x" * 9000}"\n')
   rows = [
     np.array([tokenizer.BOS, *tokenizer.encode(t), tokenizer.EOD])
     for t in texts
   ]
   changes = {
-    'demonstrations.practice': 4,
+    'demonstrations.practice': 9,
     'demonstrations.context_loss': 1.0,
     'tasks.repository.tools': ('body', 'finish'),
     'tasks.repository.lines_around': 2,
@@ -385,7 +385,7 @@ def test_practice_is_of_the_corpus_and_fits_a_window(folder, tokenizer):
     spec=family._spec, tokenizer=tokenizer, documents=(rows, [])
   )
   windows = family._practice(job)
-  assert len(windows) == 4
+  assert len(windows) == 5
   shown = {tokenizer.decode(tokens_T) for tokens_T, _ in windows}
-  assert len(shown) == 4 and not any('long' in text for text in shown)
+  assert len(shown) == 5 and not any('long' in text for text in shown)
   assert all(mask_T.all() for _, mask_T in windows)
