@@ -93,9 +93,6 @@ def test_the_command_trains_a_model_in_its_own_language(
     f'--workdir={workdir}',
     f'--config.demonstrations.conversations={talks}',
     '--config.sft.steps=4',
-    # One row a device: a CPU keeps all logits of more at once.
-    '--config.cpt.batch_size=2',
-    '--config.sft.batch_size=2',
     '--config.hints.loss.weight=0.0',  # One program less to compile.
     '--config.rl.wait_timeout_s=3000.0',
     '--config.episode.max_turns=2',

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import types
 
 import numpy as np
 import pytest
@@ -339,3 +340,52 @@ def test_labels_are_the_kinds_of_the_task_that_is_made():
     task = family.generate(index, 'train', 7)
     assert task.task_id == task_id
     assert family.composition_of(task).kinds == kinds
+
+
+def test_held_out_tasks_are_played_as_often_as_asked(folder, tokenizer):
+  spec = deletion_spec(folder, **{'evaluation.samples': 3})
+  counts = {
+    split: runs.collector(spec, tokenizer, None, split=split).rollouts_per_group
+    for split in ('train', 'held_out')
+  }
+  assert counts == {'train': spec.rl.rollouts_per_prompt, 'held_out': 3}
+
+
+def test_practice_needs_the_tools_that_it_shows(folder):
+  changes = {'demonstrations.practice': 9}
+  with pytest.raises(ValueError, match=r"practice \(9\).*\('body', 'finish'\)"):
+    family_of(deletion_spec(folder, **changes)).check()
+  changes['tasks.repository.tools'] = ('body', 'finish')
+  family_of(deletion_spec(folder, **changes)).check()
+
+
+def test_a_set_without_held_out_tasks_says_how_to_hold_some_out(tmp_path):
+  small_package.task_set(tmp_path)
+  with pytest.raises(
+    ValueError, match='0 held_out tasks.*--held_out or --only'
+  ):
+    family_of(deletion_spec(tmp_path)).check_files()
+
+
+def test_practice_is_of_the_corpus_and_fits_a_window(folder, tokenizer):
+  texts = [f'def f{i}():\n  return {i}\n' for i in range(5)]
+  texts.append(f'def long():\n  return "{"x" * 9000}"\n')
+  rows = [
+    np.array([tokenizer.BOS, *tokenizer.encode(t), tokenizer.EOD])
+    for t in texts
+  ]
+  changes = {
+    'demonstrations.practice': 9,
+    'demonstrations.context_loss': 1.0,
+    'tasks.repository.tools': ('body', 'finish'),
+    'tasks.repository.lines_around': 2,
+  }
+  family = family_of(deletion_spec(folder, **changes))
+  job = types.SimpleNamespace(
+    spec=family._spec, tokenizer=tokenizer, documents=(rows, [])
+  )
+  windows = family._practice(job)
+  assert len(windows) == 5
+  shown = {tokenizer.decode(tokens_T) for tokens_T, _ in windows}
+  assert len(shown) == 5 and not any('long' in text for text in shown)
+  assert all(mask_T.all() for _, mask_T in windows)
