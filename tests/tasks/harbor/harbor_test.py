@@ -25,13 +25,13 @@ ROOT = HERE.parent.parent.parent
 @pytest.fixture(scope='module')
 def python(tmp_path_factory):
   found = [
-    *pathlib.Path.home().glob('.pyenv/versions/3.1[2-9].*/bin/python'),
+    *sorted(pathlib.Path.home().glob('.pyenv/versions/3.1[2-9].*/bin/python')),
     *filter(None, map(shutil.which, ('python3.12', 'python3.13'))),
   ]
   if not found:
     pytest.skip('no Python of 3.12 or later, which Harbor needs')
   packages = ['harbor', 'pytest', 'numpy']
-  return environments.python(packages, tmp_path_factory, str(sorted(found)[0]))
+  return environments.python(packages, tmp_path_factory, str(found[0]))
 
 
 made = factory_test.made
