@@ -59,10 +59,11 @@ DOORS = {
 
 # Lines of the spine, with adapters, moments of eight bits and a trainer of
 # several processes. Later work may add what its issue states and no more:
-# numerics 1,000, multi-token prediction and speculation 900, guides and single turns 90.
+# numerics 1,000, multi-token prediction and speculation 900, guides of sampling
+# and episodes of one turn 90.
 SPINE_LINES = 22_720
-# Of these 2,700 are adapters, supervised processes and languages of imports, and
-# 4,100 the doors: APIs of agents, Harbor's tasks, pivots, mixtures.
+# Of these 2,700 are adapters, supervised processes and languages of imports;
+# 4,100 are APIs of agents, Harbor's tasks, pivots and mixtures.
 LIBRARY_LINES = 64_560
 MAX_FILES = 15  # in a folder
 

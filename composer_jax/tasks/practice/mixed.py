@@ -284,4 +284,6 @@ def _part(
     repository = dataclasses.replace(options.repository, tools=tuple(tools))
     options = dataclasses.replace(options, repository=repository)
   inner = dataclasses.replace(spec, systems={**spec.systems, 'tasks': options})
-  return Part(name=f'{kind}-{place}', weight=weight, family=makes[kind](inner))
+  return MixturePart(
+    name=f'{kind}-{place}', weight=weight, family=makes[kind](inner)
+  )
