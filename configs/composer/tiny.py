@@ -159,6 +159,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.parallel = dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository, c.tasks.auditor = dict(bounds=dict()), dict()
+  c.tasks.harbor = dict()
   c.rl.mesh = dict()
   if arg == 'smoke':
     _shrink(c)
