@@ -280,6 +280,36 @@ def test_families_are_mixed_by_weight(file, larder):
     numbers = [n for p, n in deal if p == place]
     assert numbers == list(range(len(numbers)))
   assert family._deal.counts(6) == [3, 2, 1]
+  # Their tools differ, so that no template can list them.
+  assert family.functions() == []
+  one = wiring.family_of(_spec(file, family='mixed', mixture=mixture[:1]))
+  assert [t['function']['name'] for t in one.functions()] == list(
+    recorded.read(file).tools
+  )
+
+
+def test_a_mixed_task_is_that_of_its_part(file):
+  mixture = (f'pivots:1:{file}', f'pivots:1:{file}')
+  family = wiring.family_of(_spec(file, family='mixed', mixture=mixture))
+  tokenizer = tokenizers.Tokenizer.train(family.texts(), 400)
+  source = family.tasks(tokenizer, split='train', seed=3)
+  drawn = [source.of_group(i) for i in range(4)]
+  assert [t.part for t in drawn] == ['pivots-0', 'pivots-1'] * 2
+  for task in drawn:
+    assert source.of_id(task.task_id) == task
+    env = family.environment(task, None)
+    assert env.task_id == task.task_id and env.single_turn
+    played = _play(family, task, family.gold(task, tokenizer), tokenizer)
+    assert played.verdict.passed and played.task_id == task.task_id
+  names = [c.task_id for c in source.pool(0)]
+  assert len(set(names)) == len(names)
+  assert {name.split('/')[0] for name in names} == {'pivots-0', 'pivots-1'}
+  assert 'family:pivots-0' in source.pool(0)[0].labels
+  held_out = family.tasks(tokenizer, split='pivots-1/held_out', seed=3)
+  assert held_out.of_group(0).part == 'pivots-1'
+  assert [t.part for t in family.listed('train', 3)] == [
+    *('pivots-0', 'pivots-0', 'pivots-1'),
+  ]
 
 
 @pytest.mark.parametrize(
