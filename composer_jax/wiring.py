@@ -39,6 +39,8 @@ from composer_jax.tasks.practice import (
   harbor,
   hints,
   list_functions,
+  mixed,
+  pivots,
   repository,
 )
 from composer_jax.telemetry import progress
@@ -50,7 +52,11 @@ FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
   'harbor': harbor.HarborTasks,
+  'pivots': pivots.Pivots,
 }
+FAMILIES['mixed'] = lambda spec: mixed.Mixed(
+  spec, {name: make for name, make in FAMILIES.items() if name != 'mixed'}
+)
 
 
 # Sections of a config that belong to systems.
@@ -263,7 +269,7 @@ def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:
   return judging.open_runner(
     spec.systems['sandbox'],
     level,
-    images=spec.systems['tasks'].folder,
+    images=family.images(),
     requirements=family.requirements(),
     folders=family.root_folders(),
   )

@@ -57,6 +57,8 @@ class Environment(Protocol):
     flags: alarms of monitors so far, sorted.
     sandbox_seconds: wall time inside the sandbox so far.
     open_todos: number of to-dos in the policy's plan that are not done.
+    history: calls and answers, as text, that stand before the first turn.
+    single_turn: true if the episode ends with its first turn.
   """
 
   task_id: str
@@ -67,6 +69,8 @@ class Environment(Protocol):
   flags: tuple[str, ...] = ()
   sandbox_seconds: float = 0.0
   open_todos: int = 0
+  history: Sequence[tuple[str, str]] = ()
+  single_turn: bool = False
 
   @abc.abstractmethod
   def call(self, text: str) -> ToolResult:
@@ -160,6 +164,10 @@ class TaskFamily(Protocol):
   def requirements(self) -> list[str]:
     """Returns the packages that the sandbox needs, as pip names them."""
     return []
+
+  def images(self) -> str:
+    """Returns the folder of the images that boxes begin as; '' for none."""
+    return ''
 
   def root_folders(self) -> tuple[str, ...]:
     """Returns folders of the workspace that programs look for at the root."""

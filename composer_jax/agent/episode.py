@@ -136,7 +136,7 @@ def _interact(
     max_call_tokens=options.max_call_tokens,
     protocol=env.protocol,
   )
-  context_T = summarizer.dialogue.opening_T
+  context_T = summarizer.opening(env.history)
   if len(context_T) >= options.max_tokens:
     raise ValueError(
       f'The prompt of task {env.task_id!r} has {len(context_T)} tokens; '
@@ -176,7 +176,7 @@ def _interact(
         open_todos=env.open_todos,
       )
     )
-    if results[-1].is_final or env.is_broken:
+    if results[-1].is_final or env.is_broken or env.single_turn:
       break
     context_T = summarizer.dialogue.answer(answers)
     # Without the start of the next call, and the end of one that was cut off.

@@ -15,6 +15,7 @@ for special tokens, which could pose as messages.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,18 @@ class Summarizer:
         f'{options.max_tokens}, a plan of {options.plan_tokens}, a query of '
         f'{query} and a call of {self._call_tokens} have to fit.'
       )
+
+  def opening(self, history: Sequence[tuple[str, str]]) -> np.ndarray:
+    """Returns the context of the first turn, behind earlier calls and answers.
+
+    To be called once, before any turn.
+    """
+    parts = [self.dialogue.opening_T]
+    for place, (call, answer) in enumerate(history):
+      turn_T = self._language.written(call, place)
+      self.dialogue.read(turn_T, True)
+      parts += [turn_T, self.dialogue.answer([answer])]
+    return np.concatenate(parts)
 
   def is_due(self, chain: window.Chain, context_T: np.ndarray) -> bool:
     """True if a call after this context might leave no room for a summary."""

@@ -177,6 +177,9 @@ def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
     talks = job.systems.initial.conversations(job.workdir)
     if talks:
       progress.teller('sft')(f"{len(talks)} of the user's own conversations")
+    if not held_out:  # A family without demonstrations.
+      count = min(len(talks), max(1, len(talks) // 20))
+      held_out, talks = talks[:count], talks[count:]
     training = [*training, *talks]
   return training, held_out
 

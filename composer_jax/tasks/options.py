@@ -15,10 +15,14 @@ class TaskOptions:
   """Where tasks come from, and the tools of their episodes.
 
   Attributes:
-    family: 'list_functions', whose tasks are generated, 'deletion' or 'harbor',
-      whose tasks are read from a folder, or MODULE:CLASS, a family of your own.
-    folder: task set that `experiments.make_tasks` made, or with 'harbor' a
-      folder of task directories; '' for families that need none.
+    family: 'list_functions', whose tasks are generated; 'deletion', 'harbor'
+      and 'pivots', whose tasks are read from a folder; 'mixed', several of
+      these; or MODULE:CLASS, a family of your own.
+    folder: task set that `experiments.make_tasks` made; with 'harbor' a folder
+      of task directories, with 'pivots' a file of conversations; '' for
+      families that need none.
+    mixture: with 'mixed', parts in the form FAMILY:WEIGHT:FOLDER, and behind
+      another colon the tools of a part if they differ.
     tiers: kinds of deletion, () for all.
     repository: tools of tasks on repositories; tasks of list functions have
       terse tools of their own.
@@ -30,6 +34,7 @@ class TaskOptions:
 
   family: str = 'list_functions'
   folder: str = ''
+  mixture: tuple[str, ...] = ()
   tiers: tuple[str, ...] = ()
   repository: environment.RepositoryOptions = environment.RepositoryOptions()
   harbor: directories.HarborOptions = directories.HarborOptions()

@@ -136,6 +136,8 @@ class Conversation:
     if options.native_tools:
       prompt = env.prompt.removesuffix(env.protocol).rstrip()
     self._sent: list[dict[str, Any]] = [{'role': 'user', 'content': prompt}]
+    for place, (call, answer) in enumerate(env.history):
+      self._sent += _earlier(call, answer, place, options.native_tools)
     self.transcript: list[Mapping[str, Any]] = [*self._sent]
     self._answers: list[ModelMessage] = []
     self._turns: list[turns.Turn] = []
@@ -241,6 +243,8 @@ class Conversation:
       results *= max(1, len(native))
     else:
       results = [self._result(text) for text in texts]
+    if self._env.single_turn:
+      self.ended = self.ended or 'max_turns'
     if len(self._turns) == self._options.max_turns - 1:
       results[-1] += episode.LAST_CALL
     if not native and len(results) > 1:
@@ -306,6 +310,21 @@ def _native(
       ({'id': number, 'type': 'function', 'function': function}, text)
     )
   return pairs
+
+
+def _earlier(
+  call: str, answer: str, place: int, is_native: bool
+) -> list[dict[str, Any]]:
+  """Returns the messages of a call that stands before the first turn."""
+  said: dict[str, Any] = {'role': 'assistant', 'content': call}
+  link: dict[str, Any] = {'role': 'user'}
+  if is_native:
+    made, number = tool_calls.parse_json(call), f'call_{place}'
+    function = {'name': made.name, 'arguments': json.dumps(made.arguments)}
+    native = {'id': number, 'type': 'function', 'function': function}
+    said = {'role': 'assistant', 'content': None, 'tool_calls': [native]}
+    link = {'role': 'tool', 'tool_call_id': number}
+  return [said, {**link, 'content': answer}]
 
 
 def _texts(content: str) -> list[str]:

@@ -104,6 +104,9 @@ class RepositoryTasks(environments.TaskFamily):
     """Returns the packages of the set, which no corpus may contain."""
     return tuple(sorted(self._set.packages))
 
+  def images(self) -> str:
+    return self._options.folder
+
   def requirements(self) -> list[str]:
     """Returns the distributions that the set's test suites import."""
     packages = self._set.packages.values()

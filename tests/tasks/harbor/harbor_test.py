@@ -13,8 +13,8 @@ import subprocess
 import pytest
 
 from composer_jax.tasks.harbor import export
+from composer_jax.tasks.repository import task_set
 from tests import environments
-from tests.tasks.deletion import factory_test
 
 pytestmark = pytest.mark.slow
 
@@ -25,24 +25,28 @@ ROOT = HERE.parent.parent.parent
 @pytest.fixture(scope='module')
 def python(tmp_path_factory):
   found = [
-    *pathlib.Path.home().glob('.pyenv/versions/3.1[2-9].*/bin/python'),
+    *sorted(pathlib.Path.home().glob('.pyenv/versions/3.1[2-9].*/bin/python')),
     *filter(None, map(shutil.which, ('python3.12', 'python3.13'))),
   ]
   if not found:
     pytest.skip('no Python of 3.12 or later, which Harbor needs')
   packages = ['harbor', 'pytest', 'numpy']
-  return environments.python(packages, tmp_path_factory, str(sorted(found)[0]))
-
-
-made = factory_test.made
+  return environments.python(packages, tmp_path_factory, str(found[0]))
 
 
 @pytest.fixture(scope='module')
-def exported(made, tmp_path_factory):
-  tasks = made[0]
+def exported(larder, tmp_path_factory):
+  """The five tasks of the small package, under four names each."""
   out = tmp_path_factory.mktemp('harbor')
-  paths = export.export(tasks, tasks.tasks[:20], out)
-  assert len(paths) == 20
+  for name in ('larder', 'cellar', 'pantry', 'attic'):
+    root = tmp_path_factory.mktemp(name)
+    for path in sorted(p for p in larder.root.rglob('*') if p.is_file()):
+      inner = path.relative_to(larder.root).as_posix()
+      target = root / inner.replace('larder', name)
+      target.parent.mkdir(parents=True, exist_ok=True)
+      target.write_text(path.read_text().replace('larder', name))
+    tasks = task_set.load(root)
+    assert len(export.export(tasks, tasks.tasks, out)) == 5
   return out
 
 

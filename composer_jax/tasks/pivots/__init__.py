@@ -1,0 +1,1 @@
+"""Single-step tasks, cut from recorded conversations; nothing is executed."""
