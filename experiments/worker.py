@@ -6,11 +6,12 @@ It may run anywhere that reaches the store, join and leave at any time; there
 may be any number. The key is the file `delta.key` in the workdir of the run. A
 store that can only be read (an HTTP cache nearby) needs --writes, the store
 behind it. The config comes from the run; a worker of another commit is refused.
+On SIGTERM it begins nothing new, and ends.
 """
 
 import contextlib
-import functools
 import pathlib
+import signal
 import tempfile
 import traceback
 
@@ -34,6 +35,11 @@ _INITIAL = flags.DEFINE_string(
 )
 _TASKS = flags.DEFINE_string(
   'tasks', '', "Folder of the run's task set; where it lies here."
+)
+_DRAIN = flags.DEFINE_float(
+  'drain_s',
+  60.0,
+  'Seconds after SIGTERM in which episodes may end; the others go to others.',
 )
 _WITHIN = flags.DEFINE_float('within_s', 600.0, 'Seconds to wait for the run.')
 
@@ -59,8 +65,14 @@ def _serve(folder: pathlib.Path) -> None:
   spec = wiring.spec_of(config)
   systems = wiring.systems_of(spec)
   joined.check(wiring.content_of(spec))
-  make = functools.partial(joined.leases, _NAME.value or joining.free_name())
-  reinforce.serve_rollouts(spec, systems, folder, joined.level, make)
+  name = _NAME.value or joining.free_name()
+
+  def make_leases(capacity):
+    leases = joined.leases(name, _DRAIN.value, capacity)
+    signal.signal(signal.SIGTERM, lambda *_: leases.leave())
+    return leases
+
+  reinforce.serve_rollouts(spec, systems, folder, joined.level, make_leases)
 
 
 def main() -> None:

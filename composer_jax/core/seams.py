@@ -275,12 +275,15 @@ class LeaseHolder(Protocol):
   """A worker's side: which leases it has, and what it made of them.
 
   Attributes:
-    is_over: true once the run is over.
+    is_over: true once the run is over for this worker.
     name: name of the worker.
   """
 
   is_over: bool
   name: str
+
+  def leave(self) -> None:
+    """Asks for no more leases, so that the worker may end."""
 
   def start(self) -> None:
     """Joins the fleet, for a worker in a process of its own."""

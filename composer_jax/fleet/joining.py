@@ -82,7 +82,10 @@ class Joined:
         'checkout of the same commit, with the same environment and files.'
       )
 
-  def leases(self, name: str, capacity: int) -> holder.StoredLeases:
+  def leases(
+    self, name: str, drain_s: float, capacity: int
+  ) -> holder.StoredLeases:
+    """Returns the door to the fleet of a worker; see `StoredLeases`."""
     options = self.config['fleet']
     return holder.StoredLeases(
       self.docs,
@@ -92,6 +95,7 @@ class Joined:
       # Some reports may be late or lost.
       beat_s=options['lease_s'] / 8,
       poll_s=self.config['delta']['poll_s'],
+      drain_s=drain_s,
     )
 
 

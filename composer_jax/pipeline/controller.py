@@ -106,14 +106,10 @@ class RolloutProcess:
     self._process = self._start()
 
   def close(self) -> None:
-    """Terminates the worker; kills it after ten seconds."""
+    """Kills the worker, which has nothing left that anybody wants."""
     if self._process.poll() is None:
-      self._process.terminate()
-      try:
-        self._process.wait(timeout=10)
-      except subprocess.TimeoutExpired:
-        self._process.kill()
-        self._process.wait()
+      self._process.kill()
+      self._process.wait()
 
 
 def tail_of(path: pathlib.Path, lines: int = 15) -> str:

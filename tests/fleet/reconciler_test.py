@@ -130,6 +130,43 @@ def test_what_a_worker_gives_back_is_leased_at_once(world):
   assert assert_done(world).lost == {'left': 4}
 
 
+def test_a_notice_drains(world):
+  """What is begun ends here; what is not, and what follows, is others'."""
+  leaver, other = world.worker('leaver', 16), world.worker('other')
+  leaver.door._drain_s = 1e9
+  world.turn([leaver])
+  world.turn([])
+  leaver.door.sync()
+  leaver.take()
+  begun = leaver.holds
+  later = [
+    lease for lease in leaver.door._leases.values() if lease not in begun
+  ]
+  assert len(begun) == 8 and not later
+  leaver.door.leave()
+  leaver.take()
+  assert not leaver.door.is_over
+  world.turn([leaver, other])
+  leaver.take()
+  assert leaver.door.is_over and leaver.holds == []
+  leaver.door.close()
+  world.run([other])
+  assert assert_done(world).lost == {}
+
+
+def test_a_drain_that_takes_too_long_gives_back_what_is_begun(world):
+  leaver, other = world.worker('leaver'), world.worker('other')
+  world.turn([leaver])
+  world.turn([])
+  leaver.take()
+  leaver.door.leave()
+  new, ended = leaver.door.take(0)
+  assert not new and len(ended) == 4 and leaver.door.is_over
+  leaver.door.close()
+  world.run([other])
+  assert assert_done(world).lost == {'left': 4}
+
+
 def test_leases_of_a_process_that_ended_go_on_at_once(world):
   dead, other = world.worker('dead'), world.worker('other')
   world.turn([dead])

@@ -53,7 +53,7 @@ class Worker:
     assert set(wiring.content_of(spec)) <= joined.identity.keys()
     spec, orders = wiring.spec_of(config), {}
     systems = wiring.systems_of(spec)
-    self.leases = joined.leases(self.name, reinforce._capacity(spec))
+    self.leases = joined.leases(self.name, 0.0, reinforce._capacity(spec))
     deliver = self.leases.deliver
 
     def remember(lease, group):

@@ -12,6 +12,7 @@ Produces: reports and uploads.
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class StoredLeases:
 
   Attributes:
     name: name of the worker, which no other may have had.
-    is_over: true once the run is over.
+    is_over: true once the run is over, or what `leave` asked for is done.
   """
 
   def __init__(
@@ -39,6 +40,7 @@ class StoredLeases:
     setup: str,
     beat_s: float,
     poll_s: float,
+    drain_s: float = 0.0,
     while_waiting: Callable[[], None] = lambda: None,
   ):
     """Joins with the first `sync`.
@@ -48,12 +50,15 @@ class StoredLeases:
       setup: identity of the setup that it has read.
       beat_s: most seconds between two reports.
       poll_s: seconds between two looks for orders.
+      drain_s: seconds in which leases that were begun may end after `leave`.
       while_waiting: what `take` does first where there is no thread.
     """
     documents.check_name(name)
     self.name, self.is_over = name, False
     self._docs, self._setup = docs, setup
-    self._beat_s, self._poll_s = beat_s, poll_s
+    self._beat_s, self._poll_s, self._drain_s = beat_s, poll_s, drain_s
+    self._leaving = threading.Event()
+    self._leaves_at: float | None = None
     self._while_waiting = while_waiting
     self._report = documents.WorkerReport(
       ledger='',
@@ -70,6 +75,7 @@ class StoredLeases:
     self._num_rows = 0
     self._leases: dict[int, seams.Lease] = {}
     self._taken: dict[int, seams.Lease] = {}
+    self._returned: set[int] = set()
     self._lock = threading.Lock()
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._problem: Exception | None = None
@@ -128,7 +134,11 @@ class StoredLeases:
       return  # Of a reconciler that is behind another.
     self.is_over = orders['is_over']
     leases = documents.to_leases(orders['leases'])
-    self._leases = {lease.epoch: lease for lease in leases}
+    self._leases = {
+      lease.epoch: lease
+      for lease in leases
+      if is_other or lease.epoch not in self._returned
+    }
     known = () if is_other else self._leases.keys()
     report = self._report
     self._report = dataclasses.replace(
@@ -136,7 +146,7 @@ class StoredLeases:
       ledger=orders['ledger'],
       obeys=orders['sequence'],
       results=tuple(r for r in report.results if r[0] in known),
-      returned=tuple(e for e in report.returned if e in known),
+      returned=() if is_other else report.returned,
     )
 
   # The worker's loop.
@@ -152,6 +162,8 @@ class StoredLeases:
       self._report = dataclasses.replace(
         self._report, progress=progress, version=version
       )
+      if self._leaving.is_set():
+        self._drain()
       gone = self._taken.keys() - self._leases.keys()
       ended = [self._taken.pop(epoch) for epoch in sorted(gone)]
       new = [
@@ -161,6 +173,26 @@ class StoredLeases:
       ]
       self._taken |= {lease.epoch: lease for lease in new}
     return new, ended
+
+  def leave(self) -> None:
+    """Asks for no more leases; may be called by a signal's handler."""
+    self._leaving.set()
+
+  def _drain(self) -> None:
+    """Gives back what is not begun, and after a while what is not finished."""
+    if self._leaves_at is None:
+      self._leaves_at = time.monotonic() + self._drain_s
+      self._wake.set()
+    done = {epoch for epoch, *_ in self._report.results}
+    kept = self._taken.keys() if time.monotonic() < self._leaves_at else ()
+    back = [e for e in self._leases if e not in kept and e not in done]
+    for epoch in back:
+      del self._leases[epoch]
+    self._returned |= set(back)
+    self._report = dataclasses.replace(
+      self._report, is_leaving=True, returned=tuple(sorted(self._returned))
+    )
+    self.is_over |= not self._leases.keys() - done
 
   def deliver(self, lease: seams.Lease, group: records.Group) -> None:
     data, wait_s = uploads.encode(group), 0.1
@@ -193,9 +225,9 @@ class StoredLeases:
       self._thread.join()
     with self._lock:
       done = {epoch for epoch, *_ in self._report.results}
-      returned = tuple(sorted(self._leases.keys() - done))
+      self._returned |= self._leases.keys() - done
       self._report = dataclasses.replace(
-        self._report, is_leaving=True, returned=returned
+        self._report, is_leaving=True, returned=tuple(sorted(self._returned))
       )
     try:
       self.sync()
