@@ -267,7 +267,7 @@ def _set_state(made: Any, state: Any) -> None:
     object.__setattr__(made, name, value)
 
 
-class _Seen(NamedTuple):
+class _SeenObject(NamedTuple):
   """What a result shows of an object."""
 
   kind: str
@@ -312,7 +312,7 @@ def decode_result(data: Any, *, objects: bool = False) -> Any:
       'attributes': dict(attributes),
     } if objects:  # fmt: skip
       values = {name: decoded(value) for name, value in attributes.items()}
-      return _Seen(name, text, decoded(items), values)
+      return _SeenObject(name, text, decoded(items), values)
   raise NotPlain(f'There is no plain value of {str(data)[:80]}.')
 
 
@@ -341,7 +341,7 @@ def same(first: Any, second: Any, tolerance: float = 0.0) -> bool:
 
 
 def _close(first: Any, second: Any, tolerance: float) -> bool:
-  if isinstance(first, _Seen) and isinstance(second, _Seen):
+  if isinstance(first, _SeenObject) and isinstance(second, _SeenObject):
     known = {
       n: v for n, v in first.attributes.items() if n in second.attributes
     }
