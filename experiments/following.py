@@ -123,7 +123,7 @@ def follow(
   version, target_id = served.version, served.target_id
   played = 0
   while True:
-    if service.is_due(version):
+    if service.is_due(version, target_id):
       print(f'[follow] playing version {version}', flush=True)
       row = service.play(version, target_id, f'{target_id}@{version}')
       for name, result in row['suites'].items():

@@ -59,6 +59,7 @@ def run() -> None:
   from composer_jax.agent import rewards
   from composer_jax.core import files, group_bytes
   from composer_jax.rl import advantage
+  from composer_jax.tasks import calibration
 
   stored = _stored()
   spec = wiring.spec_of(fields)
@@ -66,6 +67,9 @@ def run() -> None:
   tokenizer = systems.load_tokenizer(pathlib.Path(_TOKENIZER.value))
   out = pathlib.Path(_OUT.value)
   out.mkdir(parents=True, exist_ok=True)
+  pays = spec.rewards.judged_reward > 0  # by the same rules as in a run
+  if pays and (line := calibration.try_judge(spec.systems['tasks'].rubric)):
+    print(line)
   judge: Any = systems.judge and systems.judge(tokenizer, out)
   rows, told = [], []
   for group in stored:
@@ -88,7 +92,7 @@ def run() -> None:
         'reward': new.reward,
         'terms': dict(new.reward_terms),
         'scores': dict(new.scores),
-        'detail': new.verdict.detail,
+        'not_judged': new.not_judged,
       }
       for old, new in pairs
     ]
@@ -99,6 +103,8 @@ def run() -> None:
     f'{changed} of {len(rows)} rewards changed; {sum(told[::2])} of '
     f'{len(stored)} groups had an advantage before, {sum(told[1::2])} have now'
   )
+  if failed := sum(bool(row['not_judged']) for row in rows):
+    print(f'{failed} rollouts were not judged; the same command asks again')
   print(out / 'rescored.jsonl')
 
 

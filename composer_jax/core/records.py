@@ -139,6 +139,7 @@ class Rollout:
     open_todos: number of to-dos that were open at the end.
     scores: scores from 0 to 1 by criterion of a rubric; empty if not judged.
     rubric: identity of the rubric, and the model that was asked.
+    not_judged: why a rubric gave no scores; such a rollout teaches nothing.
   """
 
   task_id: str
@@ -160,6 +161,12 @@ class Rollout:
   open_todos: int = 0
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
   rubric: str = ''
+  not_judged: str = ''
+
+  @property
+  def is_judged(self) -> bool:
+    """False where infrastructure failed, which says nothing of the policy."""
+    return self.verdict.status != INFRASTRUCTURE and not self.not_judged
 
   def __post_init__(self):
     if not self.trajectories:

@@ -78,7 +78,12 @@ def write(out: pathlib.Path) -> pathlib.Path:
     table=table,
     drawings=[d for suite in suites for d in _drawings(suite, rows)],
     changes=[
-      [f'{r["before"]} to {r["version"]}', c['domain'], c['pairs']]
+      [
+        f'{r["before"]} to {r["version"]}',
+        c['domain'],
+        c['pairs'],
+        c['missing'],
+      ]
       + [round(c[k], 4) for k in ('change', 'low', 'high')]
       + [c['verdict']]
       for r in rows

@@ -33,9 +33,7 @@ def kl_penalized_rewards(
 
 
 def _judged(group: records.Group) -> np.ndarray:
-  return np.array(
-    [r.verdict.status != records.INFRASTRUCTURE for r in group.rollouts]
-  )
+  return np.array([r.is_judged for r in group.rollouts])
 
 
 def shuffled_rewards(group: records.Group, seed: int) -> np.ndarray:

@@ -53,7 +53,7 @@ def pass_rate(
   rollouts: list[records.Rollout], firsts: Sequence[bool | None] = ()
 ) -> PassRate:
   """Counts what rollouts did; `firsts` says whose first edit was right."""
-  judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
+  judged = [r for r in rollouts if r.is_judged]
   counts = verdict_counts(judged)
   low, high = intervals.wilson(counts['passed'], len(judged))
   num_calls = sum(r.num_turns for r in judged)
@@ -82,13 +82,14 @@ def verdict_counts(rollouts: Sequence[records.Rollout]) -> dict[str, int]:
 
   A rollout that a monitor flagged did not pass, whatever its tests say.
   """
-  statuses = [r.verdict.status for r in rollouts]
-  num_passed = sum(map(passed, rollouts))
+  judged = [r for r in rollouts if r.is_judged]
+  statuses = [r.verdict.status for r in judged]
+  num_passed = sum(map(passed, judged))
   return {
     'passed': num_passed,
     'failed': statuses.count(records.GRADED) - num_passed,
     records.UNFINISHED: statuses.count(records.UNFINISHED),
-    records.INFRASTRUCTURE: statuses.count(records.INFRASTRUCTURE),
+    records.INFRASTRUCTURE: len(rollouts) - len(judged),
   }
 
 

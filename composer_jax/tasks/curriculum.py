@@ -76,8 +76,7 @@ class Outcome:
 
 
 def outcome_of(group: records.Group) -> Outcome:
-  broken = records.INFRASTRUCTURE
-  judged = [r for r in group.rollouts if r.verdict.status != broken]
+  judged = [r for r in group.rollouts if r.is_judged]
   windows = [t for r in judged for t in r.trajectories]
   return Outcome(
     group=group.group,

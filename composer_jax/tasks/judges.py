@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from typing import Any, Protocol
 
 from composer_jax.tasks.monitors import watch
@@ -19,6 +20,7 @@ from composer_jax.tasks.repository import tools
 
 _MAX_REASON, _MAX_CHARS = 300, 60_000  # of a record
 _MAX_TOKENS, _TIMEOUT_S = 600, 120.0  # of one answer
+_LONGEST_S = 4 * _TIMEOUT_S  # with its repetitions
 _INSTRUCTIONS = (
   'You review the work of a programming agent. A feature of a package is '
   'missing; the agent was asked to write it so that the tests pass. '
@@ -75,7 +77,7 @@ QUESTIONS = {
   'comparison, or does it list the answers of the tests, instead of '
   'computing them?',
 }
-_FENCE = re.compile(r'\A\s*(?:```(?:json)?\s*\n(.*)\n```|(.*?))\s*\Z', re.S)
+_FENCE = re.compile(r'```(?:json)?[ \t]*\n(.*)\n```', re.S)
 
 
 class JudgeError(RuntimeError):
@@ -208,9 +210,16 @@ class OpenAIJudge:
       JudgeError: there is no answer of the right form; names the reason.
     """
     try:
-      text = self._ask(_messages(instructions, questions, record))
+      asked = _messages(instructions, questions, record)
+      # The client's time-out begins anew with every byte.
+      pool = futures.ThreadPoolExecutor(1, 'ask')
+      try:
+        text = pool.submit(self._ask, asked).result(_LONGEST_S)
+      finally:
+        pool.shutdown(wait=False)
       return parse(text, questions)
-    except (ValueError, self._openai.APIError) as error:
+    # An endpoint may answer with anything; none of it may end a run.
+    except Exception as error:
       raise JudgeError(
         f'No judgement by model {self._model!r} at {self._client.base_url}: '
         f'{error}'
@@ -226,7 +235,10 @@ class OpenAIJudge:
     choice = completion.choices[0]
     if choice.finish_reason == 'length':
       raise ValueError(f'the answer exceeds {_MAX_TOKENS} tokens')
-    return choice.message.content or ''
+    content = choice.message.content or ''
+    if not isinstance(content, str):
+      raise ValueError('the answer is no text')
+    return content
 
 
 def _messages(
@@ -235,7 +247,7 @@ def _messages(
   mark = secrets.token_hex(8)
   listed = '\n'.join(
     f'{q.name}: {q.text} ({"all" if q.ranks else "one"} of: '
-    f'{", ".join(q.choices)})'
+    f'{json.dumps(q.choices, ensure_ascii=False)})'
     for q in questions
   )
   # The reason first, so that the answer follows from it.
@@ -260,8 +272,9 @@ def parse(text: str, questions: Sequence[Question]) -> dict[str, Answer]:
   Raises:
     ValueError: the text is not of the requested form.
   """
-  match = _FENCE.match(text)
-  body = (match[1] or match[2] or '') if match else ''
+  body = text.strip()
+  if match := _FENCE.fullmatch(body):
+    body = match[1]
   try:
     data = json.loads(body)
   except (ValueError, RecursionError) as error:

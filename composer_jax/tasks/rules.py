@@ -19,7 +19,7 @@ _REPLACED = re.compile(
   r'(?:^|[|;&("\']|\brun\b)\s*'
   r'(?:cat|head|tail|less|grep|rg|find|ls|sed|tee|pytest)\s'
 )
-_CALL = re.compile(r'<[^<>]*>|\{.*\}', re.S)
+_TAG = re.compile(r'<[^<>]*>')
 _COMMENT = re.compile(r'(^|\s)#\s*\w|"""|\'\'\'|\\"\\"\\"', re.M)
 _MIN_WORDS = 5
 
@@ -51,12 +51,15 @@ class Episode:
     passed: true if the hidden tests passed and no monitor raised a flag; no
       model sees it.
     open_todos: number of to-dos that are open at the end.
+    is_flagged: true if a monitor raised a flag, which takes all that a rubric
+      may give.
   """
 
   prompt: str
   steps: Sequence[PlayedTurn]
   passed: bool = False
   open_todos: int = 0
+  is_flagged: bool = False
 
 
 Rule = Callable[[Episode], str]
@@ -114,8 +117,11 @@ def commented(episode: Episode) -> bool:
 
 def reported(episode: Episode) -> bool:
   """The last turn says in words what was done."""
-  text = episode.steps[-1].text if episode.steps else ''
-  return len(re.findall(r'[^\W\d_]{2,}', _CALL.sub(' ', text))) >= _MIN_WORDS
+  text = _TAG.sub(' ', episode.steps[-1].text if episode.steps else '')
+  # The arguments of a call are no words.
+  said = f'{text.partition("{")[0]} {text.rpartition("}")[2]}'
+  said = said if '{' in text else text
+  return len(re.findall(r'[^\W\d_]{2,}', said)) >= _MIN_WORDS
 
 
 RULES: Mapping[str, Callable[[Episode], bool]] = {
@@ -138,7 +144,7 @@ def rule_of(name: str) -> Rule:
   module, _, attribute = name.partition(':')
   try:
     rule: Any = getattr(importlib.import_module(module), attribute)
-  except (ImportError, AttributeError, ValueError) as error:
+  except (ImportError, AttributeError, ValueError, TypeError) as error:
     raise ValueError(
       f'A rule must be one of {sorted(RULES)} or MODULE:FUNCTION, which takes '
       f'a `tasks.rules.Episode` and returns a choice; not {name!r}: {error}.'

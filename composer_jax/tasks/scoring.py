@@ -3,8 +3,10 @@
 Rules answer by themselves; all other criteria are put to a model, several times
 with questions, choices and episodes in other orders, and the mean counts. Both
 see only the record of a rollout, so that stored groups can be scored again
-without sampling. Without a valid answer an episode counts as one of the
-infrastructure: it is neither paid nor punished. Answers are kept in a file, by
+without sampling. Without a valid answer an episode teaches nothing
+(`not_judged`): it is neither paid nor punished. Where a gate of a rule or a
+flag leaves nothing to earn, no model is asked, so that nobody escapes a
+punishment by words that a judge cannot answer. Answers are kept in a file, by
 the hash of what was asked.
 """
 
@@ -24,7 +26,7 @@ import numpy as np
 from composer_jax.agent import rewards
 from composer_jax.core import checks, files, records, turns
 from composer_jax.rl import behaviour
-from composer_jax.tasks import calls, judges, rubrics, rules
+from composer_jax.tasks import judges, rubrics, rules
 from composer_jax.tasks.repository import tools
 from composer_jax.telemetry import append
 from composer_jax.text import chat
@@ -108,12 +110,15 @@ class Judgement:
       where it was not asked twice.
     reasons: reason of the first answer by criterion.
     failure: why there are no scores; '' if there are.
+    is_closed: true if no model was asked, since a gate or a flag leaves nothing
+      to earn.
   """
 
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
   agreement: float | None = None
   reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
   failure: str = ''
+  is_closed: bool = False
 
 
 def episode_of(rollout: records.Rollout, tokenizer: Any) -> rules.Episode:
@@ -151,6 +156,7 @@ def episode_of(rollout: records.Rollout, tokenizer: Any) -> rules.Episode:
     steps=steps,
     passed=behaviour.passed(rollout),
     open_todos=rollout.open_todos,
+    is_flagged=bool(rollout.flags),
   )
 
 
@@ -183,13 +189,22 @@ def episode_of_messages(
 
 
 def transcript(episode: rules.Episode, max_chars: int) -> str:
-  """Returns an episode as a model reads it, without verdict and outcomes."""
-  parts = [f'TASK\n{episode.prompt}']
+  """Returns an episode as a model reads it, without verdict and outcomes.
+
+  Lines of the policy and of tools begin with a bar, so that none of them can
+  pose as the heading of another turn.
+  """
+  parts = [f'TASK\n{_barred(episode.prompt)}']
   for i, step in enumerate(episode.steps):
-    parts.append(f'TURN {i}\n{step.text}')
+    parts.append(f'TURN {i}\n{_barred(step.text)}')
     if step.answer:
-      parts.append(f'ANSWER {i}\n{step.answer}')
-  return tools.clip('\n\n'.join(parts), max_chars)
+      parts.append(f'ANSWER {i}\n{_barred(step.answer)}')
+  text = tools.clip('\n\n'.join(parts), max_chars)
+  return text.encode(errors='replace').decode()  # no lone surrogates
+
+
+def _barred(text: str) -> str:
+  return '\n'.join(f'| {line}' for line in text.splitlines())
 
 
 class Scorer:
@@ -208,7 +223,9 @@ class Scorer:
     votes: int = 2,
   ):
     self.rubric, self._model, self._votes = rubric, model, votes
-    self.identity = f'{rubric.identity} {name}'.strip()
+    self.identity = (
+      f'{rubric.identity} {name} x{votes}' if name else rubric.identity
+    )
     self._rules = {
       c.name: rules.rule_of(c.rule) for c in rubric.criteria if c.rule
     }
@@ -235,39 +252,57 @@ class Scorer:
   def group(self, episodes: Sequence[rules.Episode]) -> list[Judgement]:
     """Scores the episodes of a group, which relative criteria rank, too.
 
-    An episode without an answer leaves the scores of the others; a ranking
-    without one leaves none.
+    An episode without an answer leaves the scores of the others, and has no
+    place among them; so has one that no score can help. A ranking without an
+    answer is left out for all.
     """
     made = self.each(episodes)
     for criterion in self.rubric.asked(relative=True):
-      whole = [i for i, j in enumerate(made) if not j.failure]
-      if len(whole) < 2:
+      ranked = [i for i, j in enumerate(made) if not (j.failure or j.is_closed)]
+      if len(ranked) < 2:
         continue
       try:
-        ranked = self._rank([episodes[i] for i in whole], criterion)
+        places = self.ranking([episodes[i] for i in ranked], criterion)
       except judges.JudgeError as error:
-        failed = Judgement(failure=str(error))
-        return [failed if i in whole else j for i, j in enumerate(made)]
-      for i, score in zip(whole, ranked, strict=True):
+        logging.warning('A group is not ranked: %s', error)
+        continue
+      for i, score in zip(ranked, places, strict=True):
         scores = {**made[i].scores, criterion.name: score}
         made[i] = dataclasses.replace(made[i], scores=scores)
     return made
 
   def _judge(self, episode: rules.Episode) -> Judgement:
-    asked = self.rubric.asked(relative=False)
-    scores, reasons, same = {}, {}, []
-    text = transcript(episode, _MAX_CHARS)
+    scores = {}
     try:
       for criterion in self.rubric.criteria:
         if criterion.rule:
           scores[criterion.name] = self._by_rule(criterion, episode)
-      if not asked:
-        return Judgement(scores=scores)
-      votes = [self._vote(asked, text, vote) for vote in range(self._votes)]
     except judges.JudgeError as error:
       logging.warning('%s', error)
       return Judgement(failure=str(error))
-    for criterion in asked:
+    gates = [c.name for c in self.rubric.criteria if c.gate and c.rule]
+    if episode.is_flagged or any(scores[name] < 1 for name in gates):
+      # Whatever a model says, and whether it can answer, nothing is earned.
+      return Judgement(scores=scores, is_closed=True)
+    judgement = self.asked(episode)
+    return dataclasses.replace(
+      judgement,
+      scores={} if judgement.failure else {**scores, **judgement.scores},
+    )
+
+  def asked(self, episode: rules.Episode) -> Judgement:
+    """Returns what the model alone says of an episode."""
+    criteria = self.rubric.asked(relative=False)
+    if not criteria:
+      return Judgement()
+    text = transcript(episode, _MAX_CHARS)
+    try:
+      votes = [self._vote(criteria, text, vote) for vote in range(self._votes)]
+    except judges.JudgeError as error:
+      logging.warning('%s', error)
+      return Judgement(failure=str(error))
+    scores, reasons, same = {}, {}, []
+    for criterion in criteria:
       given = [v[criterion.name]['choice'] for v in votes]
       scores[criterion.name] = float(np.mean([*map(criterion.score, given)]))
       reasons[criterion.name] = votes[0][criterion.name]['reason']
@@ -281,7 +316,7 @@ class Scorer:
     try:
       choice = self._rules[criterion.name](episode)
     # A rule may be anybody's code, and one episode must not end a run.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
       raise judges.JudgeError(
         f'Rule {criterion.rule!r} of criterion {criterion.name!r} failed: '
         f'{error!r}'
@@ -297,16 +332,16 @@ class Scorer:
     self, asked: Sequence[rubrics.Criterion], text: str, vote: int
   ) -> dict[str, Any]:
     """Returns a choice and reason by criterion, in an order of its own."""
-    rng = random.Random(f'{files.sha256(text.encode())}/{vote}')
+    order = _shuffled(text, vote, list(asked))
     questions = [
       dataclasses.replace(
-        c.question, choices=tuple(rng.sample(c.choices, len(c.choices)))
+        c.question, choices=tuple(_shuffled(c.name + text, vote, c.choices))
       )
-      for c in rng.sample(asked, len(asked))
+      for c in order
     ]
     return self._ask(questions, text)
 
-  def _rank(
+  def ranking(
     self, episodes: Sequence[rules.Episode], criterion: rubrics.Criterion
   ) -> list[float]:
     """Returns the mean places of episodes, from 0 to 1."""
@@ -314,8 +349,7 @@ class Scorer:
     size = _MAX_CHARS // len(episodes)
     texts = [transcript(e, size) for e in episodes]
     for vote in range(self._votes):
-      rng = random.Random(f'{files.sha256("".join(texts).encode())}/{vote}')
-      order = rng.sample(range(len(texts)), len(texts))
+      order = _shuffled(''.join(texts), vote, range(len(texts)))
       labels = [f'E{i + 1}' for i in range(len(texts))]
       text = '\n\n'.join(
         f'EPISODE {label}\n{texts[i]}'
@@ -351,6 +385,13 @@ class Scorer:
     return plain
 
 
+def _shuffled(seed: str, vote: int, values: Sequence[Any]) -> list[Any]:
+  """Returns an order of a vote; every second vote has that before reversed."""
+  rng = random.Random(f'{files.sha256(seed.encode())}/{vote // 2}')
+  order = rng.sample(values, len(values))
+  return order[::-1] if vote % 2 else order
+
+
 def scored(
   group: records.Group,
   judgements: Sequence[Judgement],
@@ -360,16 +401,11 @@ def scored(
   """Returns a group with the rewards that its judgements give."""
   made = []
   for rollout, judgement in zip(group.rollouts, judgements, strict=True):
-    if judgement.failure and rollout.verdict.status != records.INFRASTRUCTURE:
-      verdict = rollout.verdict
-      broken = calls.broken_verdict(
-        verdict.num_tests,
-        verdict.sandbox_level,
-        f'not judged: {judgement.failure}',
-      )
-      rollout = dataclasses.replace(rollout, verdict=broken)
     rollout = dataclasses.replace(
-      rollout, scores=dict(judgement.scores), rubric=scorer.identity
+      rollout,
+      scores=dict(judgement.scores),
+      rubric=scorer.identity,
+      not_judged=judgement.failure,
     )
     total = scorer.rubric.score(judgement.scores)
     made.append(rewards.rescored(rollout, options, total))
@@ -383,5 +419,13 @@ def judge(
   options: rewards.RewardOptions,
 ) -> records.Group:
   """Scores the rollouts of a group from their record; blocks."""
-  episodes = [episode_of(r, tokenizer) for r in group.rollouts]
-  return scored(group, scorer.group(episodes), scorer, options)
+  whole = [
+    i
+    for i, r in enumerate(group.rollouts)
+    if r.verdict.status != records.INFRASTRUCTURE
+  ]
+  episodes = [episode_of(group.rollouts[i], tokenizer) for i in whole]
+  judgements = [Judgement() for _ in group.rollouts]
+  for i, judgement in zip(whole, scorer.group(episodes), strict=True):
+    judgements[i] = judgement
+  return scored(group, judgements, scorer, options)

@@ -83,7 +83,7 @@ def test_the_record_has_all_that_was_said_and_answered():
   answers = [m['text'] for m in messages if m['role'] == 'tool']
   assert [s.answer for s in seen.steps[:-1]] == answers
   text = scoring.transcript(seen, 60_000)
-  assert 'TURN 1\nno call at all' in text and 'passed' not in text
+  assert 'TURN 1\n| no call at all' in text and 'passed' not in text
 
 
 def test_windows_that_summaries_end_are_read_through():
@@ -141,11 +141,13 @@ def test_a_group_earns_its_score_behind_the_gate():
   failed, tidy, bad = group.rollouts
   assert tidy.scores == {'passes': 1.0, 'tests': 0.0, 'tidy': 1.0}
   assert bad.scores == {'passes': 1.0, 'tests': 0.0, 'tidy': 0.0}
-  assert failed.scores['tidy'] == 1.0 and 'judged' not in failed.reward_terms
+  # Behind a closed gate no model is asked.
+  assert failed.scores == {'passes': 0.0, 'tests': 0.0}
+  assert 'judged' not in failed.reward_terms
   assert tidy.reward - played[1].reward == pytest.approx(0.5 * 0.75)
   assert tidy.reward_terms['judged'] == 0.5 * 0.75
   assert bad.reward == played[2].reward and failed.reward == played[0].reward
-  assert {r.rubric for r in group.rollouts} == {'0123456789ab tiny'}
+  assert {r.rubric for r in group.rollouts} == {'0123456789ab tiny x2'}
   # It travels, and a step tells of it.
   again = group_bytes.from_bytes(group_bytes.to_bytes(group))
   assert [r.scores for r in again.rollouts] == [
@@ -155,11 +157,13 @@ def test_a_group_earns_its_score_behind_the_gate():
   assert metrics['scores'] == [
     ['passes', pytest.approx(2 / 3)],
     ['tests', 0.0],
-    ['tidy', pytest.approx(2 / 3)],
+    ['tidy', 0.5],
   ]
   assert metrics['reward_judged'] == pytest.approx(0.5 * 0.75 / 3)
   # Each was asked twice, in other orders, and told no verdict.
-  assert len(model.asked) == 6
+  assert len(model.asked) == 4
+  first, second = (model.asked[i][0][0].choices for i in (0, 1))
+  assert {first, second} == {('no', 'yes'), ('yes', 'no')}
   assert not any('hidden tests passed' in text for _, text in model.asked)
 
 
@@ -176,12 +180,49 @@ def test_without_an_answer_an_episode_is_neither_paid_nor_punished():
   played = [play('list'), play('dumb', member=1), play('bad', member=2)]
   group = scoring.judge(scorer, TOKENIZER, group_of(*played), PRICES)
   silent = group.rollouts[1]
-  assert silent.verdict.status == records.INFRASTRUCTURE
-  assert 'not judged: the answer is no JSON' in silent.verdict.detail
-  assert silent.scores == {}
+  assert not silent.is_judged and silent.not_judged == 'the answer is no JSON'
+  assert silent.scores == {} and silent.verdict == played[1].verdict
+  assert behaviour.verdict_counts(group.rollouts)['infrastructure'] == 1
   values = np.array([r.reward for r in group.rollouts])
   advantages_R = advantage.group_advantages(group, values)
   assert advantages_R[1] == 0 and advantages_R[0] > 0 > advantages_R[2]
+  # A judge that works scores it later as if nothing had been.
+  works = scoring.Scorer(rubric_of(criterion('tidy')), Model(lambda *_: 'yes'))
+  works._model.answer = lambda instructions, questions, record: {
+    q.name: judges.Answer(choice='yes', reason='') for q in questions
+  }
+  again = scoring.judge(works, TOKENIZER, group, PRICES)
+  fresh = scoring.judge(works, TOKENIZER, group_of(*played), PRICES)
+  assert [r.reward for r in again.rollouts] == [
+    r.reward for r in fresh.rollouts
+  ]
+  assert all(r.is_judged for r in again.rollouts)
+
+
+def test_words_that_no_judge_can_answer_save_nobody_from_a_punishment():
+  rubric = rubric_of(
+    criterion('passes', rule='passed', gate=True, weight=0.0),
+    criterion('tidy'),
+  )
+  model = Model()
+  scorer = scoring.Scorer(rubric, model)
+  failed = play('dumb', solves=False)
+  cheat = dataclasses.replace(play('dumb', member=1), flags=('edited_tests',))
+  broken = dataclasses.replace(
+    play('list', member=2),
+    verdict=dataclasses.replace(
+      failed.verdict, status=records.INFRASTRUCTURE, passed=False
+    ),
+  )
+  group = group_of(failed, cheat, broken, play('list', member=3))
+  group = scoring.judge(scorer, TOKENIZER, group, PRICES)
+  assert [r.is_judged for r in group.rollouts] == [True, True, False, True]
+  assert not any('dumb' in text for _, text in model.asked)
+  assert len(model.asked) == 2  # about the last alone
+  values = np.array([r.reward for r in group.rollouts])
+  advantages_R = advantage.group_advantages(group, values)
+  assert advantages_R[1] < advantages_R[0] < 0 < advantages_R[3]
+  assert advantages_R[2] == 0
 
 
 def test_answers_are_kept_and_asked_once(tmp_path):
@@ -221,11 +262,18 @@ def test_a_judge_that_goes_by_position_agrees_with_itself_by_chance():
   )
   assert 0.1 < np.mean([j.agreement for j in given]) < 0.45
   assert 0.4 < np.mean([j.scores['tidy'] for j in given]) < 0.6
+  two = scoring.Scorer(rubric_of(criterion('tidy')), first)
+  assert two.each([seen])[0].scores == {'tidy': 0.5}
   steady = scoring.Scorer(rubric_of(criterion('tidy')), Model(), votes=8)
   (judgement,) = steady.each([seen])
   assert judgement.agreement == 1 and judgement.reasons == {'tidy': 'seen'}
   once = scoring.Scorer(rubric_of(criterion('tidy')), Model(), votes=1)
   assert once.each([seen])[0].agreement is None
+
+
+class Silent:
+  def answer(self, instructions, questions, record):
+    raise judges.JudgeError('the endpoint is down')
 
 
 def rank_by_length(question, text):
@@ -244,13 +292,21 @@ def test_a_ranking_does_not_depend_on_the_order_shown():
   assert scores == pytest.approx([2 / 3, 0, 1, 1 / 3])
   # One alone has no place, and one without an answer no part in it.
   assert scorer.each([scoring.episode_of(played[0], TOKENIZER)])[0].scores == {}
+  # Whoever goes by position alone tells none from another.
   always_first = Model(lambda q, text: list(q.choices))
-  biased = scoring.Scorer(rubric, always_first, votes=64)
-  scores = [
-    j.scores['thorough']
-    for j in biased.group([scoring.episode_of(r, TOKENIZER) for r in played])
-  ]
-  assert np.ptp(scores) < 0.5
+  biased = scoring.Scorer(rubric, always_first)
+  seen = [scoring.episode_of(r, TOKENIZER) for r in played]
+  assert [j.scores['thorough'] for j in biased.group(seen)] == [0.5] * 4
+  # A ranking that fails is left out for all; others are not ranked with whoever
+  # has nothing to earn.
+  silent = Model(lambda q, text: 1 / 0)
+  silent.answer = Silent().answer
+  assert [j.scores for j in scoring.Scorer(rubric, silent).group(seen)] == (
+    [{}] * 4
+  )
+  flagged = [dataclasses.replace(seen[0], is_flagged=True), *seen[1:]]
+  ranked = scorer.group(flagged)
+  assert [j.scores.get('thorough') for j in ranked] == [None, 0, 1, 0.5]
 
 
 def failing(episode):
@@ -297,13 +353,23 @@ def gullible(question, text):
   return 'yes' if told or 'bad' not in text else 'no'
 
 
+def broken(text):
+  """Answers in no form once it is told what to answer."""
+  if 'best answer' in text:
+    raise judges.JudgeError('no JSON')
+  return 'no'
+
+
 @pytest.mark.parametrize(
   'rows, choose, message',
   [
     (CASES, gullible, "can be persuaded: in case 2 its score of 'tidy' rises"),
     (CASES, lambda q, t: 'no', 'gives 1 of 2 known answers.*case 1: tidy 0'),
-    ([CASES[0] | {'turns': ['dumb']}], None, 'does not answer'),
-    ([CASES[0] | {'answers': {}}], None, r"no answer to \['tidy'\]"),
+    ([CASES[1] | {'turns': ['dumb']}], None, 'does not answer'),
+    (CASES[1:], lambda q, t: broken(t), 'does not answer'),
+    (CASES[:1], None, r"no answer but the best, to \['tidy'\]"),
+    ([CASES[0] | {'answers': {}}], None, 'Line 1.*needs a prompt, turns'),
+    ([CASES[0] | {'turns': []}], None, 'Line 1.*needs a prompt, turns'),
     ([CASES[0] | {'answers': {'tidy': 'so'}}], None, 'Line 1.*must be one of'),
     ([CASES[0] | {'answers': {'tests': 'no'}}], None, 'Line 1'),
     ([{'prompt': 'x'}], None, 'Line 1'),
@@ -331,6 +397,42 @@ def test_a_judge_that_holds_is_told(tmp_path):
   cases = calibration.load(str(path), scorer.rubric)
   line = calibration.check(scorer, cases, 0.9)
   assert line.startswith('the judge gives 2 of 2 known answers, and none of 5')
+
+
+def test_a_ranking_judge_is_calibrated_by_known_orders(tmp_path):
+  rubric = rubric_of(criterion('thorough', relative=True))
+  path = tmp_path / 'cases.jsonl'
+  row = {
+    'prompt': 'Do it.',
+    'episodes': [['a b c', 'd'], ['a'], ['a b']],
+    'orders': {'thorough': [1, 2, 0]},
+  }
+  path.write_text(json.dumps(row))
+  cases = calibration.load(str(path), rubric)
+  # A note makes the shortest episode longer, so that length is persuaded.
+  with pytest.raises(ValueError, match="case 1 its score of 'thorough' rises"):
+    scorer = scoring.Scorer(rubric, Model(rank_by_length))
+    calibration.check(scorer, cases, 0.9)
+  sound = lambda q, text: sorted(
+    q.choices,
+    key=lambda label: next(
+      len(p.split('TURN 0')[1].split('\n')[1])
+      for p in text.split('EPISODE ')
+      if p.startswith(f'{label}\n')
+    ),
+  )
+  line = calibration.check(scoring.Scorer(rubric, Model(sound)), cases, 0.9)
+  assert line.startswith('the judge gives 3 of 3 known answers')
+  with pytest.raises(ValueError, match='gives 0 of 3'):
+    worst = Model(lambda q, text: sound(q, text)[::-1])
+    calibration.check(scoring.Scorer(rubric, worst), cases, 0.9)
+  for wrong in ([0, 1], [0, 0, 1], [2, 1, 3]):
+    path.write_text(json.dumps(row | {'orders': {'thorough': wrong}}))
+    with pytest.raises(ValueError, match='must order the places of all'):
+      calibration.load(str(path), rubric)
+  options = spec_of(tmp_path, ASKED + 'relative = true\n', url='u', model='m')
+  with pytest.raises(ValueError, match='--config.tasks.rubric.calibration'):
+    calibration.try_judge(options.systems['tasks'].rubric)
 
 
 def spec_of(tmp_path, toml, **options):

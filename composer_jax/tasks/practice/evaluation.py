@@ -231,7 +231,9 @@ def evaluate(
     'evaluation': fields,
     'tasks': family.identity() or dataclasses.asdict(tasks_options),
     'episode': dataclasses.asdict(limits),
-    'rewards': dataclasses.asdict(spec.rewards),
+    'rewards': dataclasses.asdict(
+      dataclasses.replace(spec.rewards, judged_reward=0.0)
+    ),
     'summary': dataclasses.asdict(summary_options),
     'sandbox': dataclasses.asdict(spec.systems['sandbox']),
     'seed': spec.seed,
@@ -429,23 +431,24 @@ def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     'infrastructure': len(rows) - len(judged),
     'invalid_rate': sum(r['num_invalid'] for r in judged) / max(turns, 1),
     'turns': turns / max(len(judged), 1),
-    **_scores([r for r in judged if 'scores' in r]),
+    **_scores(judged),
     **_chat_rates([r for r in rows if 'ended' in r], len(judged)),
   }
 
 
 def _scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
   """Returns the mean scores of a rubric, and how a model agrees with itself."""
+  failed = sum('not_judged' in r for r in rows)
+  rows = [r for r in rows if 'scores' in r]
   if not rows:
-    return {}
+    return {'not_judged': failed} if failed else {}
   names = sorted({name for r in rows for name in r['scores']})
   same = [r['agreement'] for r in rows if r['agreement'] is not None]
+  own = lambda name: [r['scores'][name] for r in rows if name in r['scores']]
   return {
     'scored': len(rows),
-    'scores': {
-      n: float(np.mean([r['scores'][n] for r in rows if n in r['scores']]))
-      for n in names
-    },
+    'not_judged': failed,
+    'scores': {n: float(np.mean(own(n))) for n in names},
     **({'agreement': float(np.mean(same))} if same else {}),
   }
 

@@ -38,7 +38,7 @@ from composer_jax.core import checks, files, records
 from composer_jax.tasks.practice import conversation, evaluation
 from composer_jax.telemetry import append
 
-VERSIONS = 'versions.jsonl'
+VERSIONS, PINNED = 'versions.jsonl', 'suites.json'
 MODELS = 'models.json'
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]{0,59}')
 _DRAWS = 4000  # of a bootstrap
@@ -69,6 +69,9 @@ class Suite:
 
   def __post_init__(self):
     _check_name(self)
+    for name, kind in (('config', str), ('split', str), ('fields', dict)):
+      is_right = isinstance(getattr(self, name), kind)
+      checks.require(self, name, is_right, f'be a {kind.__name__}')
     checks.at_least(self, 0, 'tasks')
     checks.at_least(self, 1, 'samples')
 
@@ -95,6 +98,8 @@ class ComparedModel:
     _check_name(self)
     # A version has a number for a name.
     checks.require(self, 'name', not self.name.isdigit(), 'be no number')
+    checks.number(self, 0, 'price_in', 'price_out')
+    checks.boolean(self, 'native_tools')
 
   @property
   def chat(self) -> conversation.ChatOptions:
@@ -124,7 +129,7 @@ def load(path: str) -> tuple[list[Suite], list[ComparedModel]]:
     models = [
       _made(ComparedModel, entry) for entry in content.get('models', ())
     ]
-    names = [s.name for s in suites], [m.name for m in models]
+    names = [s.name.lower() for s in suites], [m.name.lower() for m in models]
     if not suites or any(len(set(n)) < len(n) for n in names):
       raise ValueError('it must name a suite or more, and no name twice')
   except (OSError, ValueError, TypeError) as error:
@@ -148,13 +153,16 @@ class Change:
   Attributes:
     domain: suite, or suite and tier or package.
     pairs: number of episodes that both judged, of the same tasks.
+    missing: number of episodes that only one of them judged.
     change: difference of the pass rates.
     low, high: its 95 % interval, by a paired bootstrap over tasks.
-    verdict: 'better' or 'worse' where the interval excludes 0, else ''.
+    verdict: 'better' or 'worse' where a change by luck alone would be as large
+      in at most one of twenty cases, else ''.
   """
 
   domain: str
   pairs: int
+  missing: int
   change: float
   low: float
   high: float
@@ -162,12 +170,15 @@ class Change:
 
 
 def compare(
-  before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> tuple[float, float, float, int]:
-  """Returns change of the pass rate, its 95 % interval, and number of pairs.
+  domain: str,
+  before: Sequence[Mapping[str, Any]],
+  after: Sequence[Mapping[str, Any]],
+) -> Change:
+  """Compares the episodes of the same tasks and samples.
 
-  Episodes of the same task and sample are pairs, and tasks are drawn: samples
-  of a task are not independent.
+  Samples of a task are not independent, so that tasks are drawn for the
+  interval. The verdict is that of a permutation test: if nothing changed, the
+  versions of a task's episodes might as well be exchanged.
   """
   judged = lambda rows: {
     (r['task_id'], r['sample']): float(r['passed'])
@@ -178,16 +189,32 @@ def compare(
   by_task = collections.defaultdict(list)
   for key in sorted(old.keys() & new.keys()):
     by_task[key[0]].append(new[key] - old[key])
+  missing = len(old.keys() ^ new.keys())
   if not by_task:
-    return 0.0, 0.0, 0.0, 0
+    return Change(
+      domain=domain, pairs=0, missing=missing, change=0.0, low=0.0, high=0.0,
+      verdict='',
+    )  # fmt: skip
   sums = np.array([sum(v) for v in by_task.values()])
   sizes = np.array([len(v) for v in by_task.values()])
   rng = np.random.default_rng(0)
   drawn = rng.integers(len(sums), size=(_DRAWS, len(sums)))
   means = sums[drawn].sum(1) / sizes[drawn].sum(1)
   low, high = np.quantile(means, (0.025, 0.975))
+  signs = rng.choice((-1, 1), size=(_DRAWS, len(sums)))
+  # With itself among them, the share is never below that of so many draws.
+  as_large = (abs(signs @ sums) >= abs(sums.sum()) - 1e-9).sum() + 1
   change = float(sums.sum() / sizes.sum())
-  return change, float(low), float(high), int(sizes.sum())
+  is_told = as_large / (_DRAWS + 1) <= 0.05
+  return Change(
+    domain=domain,
+    pairs=int(sizes.sum()),
+    missing=missing,
+    change=change,
+    low=float(low),
+    high=float(high),
+    verdict=('worse' if change < 0 else 'better') if is_told else '',
+  )
 
 
 def changes(
@@ -203,23 +230,12 @@ def changes(
       domains += [
         (f'{suite} {v}', lambda row, f=field, v=v: row[f] == v) for v in values
       ]
-  made = []
-  for domain, is_in in domains:
-    change, low, high, pairs = compare(
-      [r for r in before if is_in(r)], [r for r in after if is_in(r)]
+  return [
+    compare(
+      domain, *([r for r in rows if is_in(r)] for rows in (before, after))
     )
-    verdict = 'worse' if high < 0 else 'better' if low > 0 else ''
-    made.append(
-      Change(
-        domain=domain,
-        pairs=pairs,
-        change=change,
-        low=low,
-        high=high,
-        verdict=verdict,
-      )
-    )
-  return made
+    for domain, is_in in domains
+  ]
 
 
 def measured(
@@ -260,6 +276,15 @@ class SuiteService:
     """
     self._suites, self._out, self._play = suites, out, play
     out.mkdir(parents=True, exist_ok=True)
+    pinned = {s.name: dataclasses.asdict(s) for s in suites}
+    known = out / PINNED
+    if known.exists() and (there := files.read_json(known)) != pinned:
+      other = [n for n in {*pinned, *there} if pinned.get(n) != there.get(n)]
+      raise ValueError(
+        f'{out} has versions that played other suites: {sorted(other)} differ. '
+        'Versions compare on the same suites alone; name another --out.'
+      )
+    files.write_json(known, pinned)
     lines = append.AppendFile(out / VERSIONS, 'a version')
     lines.cut_torn_line()
     lines.close()
@@ -267,8 +292,18 @@ class SuiteService:
       json.loads(line) for line in (out / VERSIONS).read_text().splitlines()
     ]
 
-  def is_due(self, version: int) -> bool:
-    return all(row['version'] != version for row in self.versions)
+  def is_due(self, version: int, target_id: str) -> bool:
+    """False for a version that was played; refuses that of another run."""
+    for row in self.versions:
+      if row['version'] == version:
+        if row['target_id'] != target_id:
+          raise ValueError(
+            f'{self._out} has version {version} with the weights '
+            f'{row["target_id"]!r}, and now it comes with {target_id!r}: it is '
+            'of another run, or this one was rewound. Name another --out.'
+          )
+        return False
+    return True
 
   def play(self, version: int, target_id: str, policy: Any) -> dict[str, Any]:
     """Plays all suites with a version; returns its line.

@@ -6,10 +6,16 @@ from typing import Any
 from composer_jax.core import turns
 from composer_jax.tasks import rules, scoring
 
+_OF_SCORES = ('scores', 'agreement', 'reasons', 'rubric', 'not_judged')
+
 
 def episode_of(row: Mapping[str, Any], transcript: Any) -> rules.Episode:
   """Returns an episode from its row and messages."""
-  fixed = {'passed': row['passed'], 'open_todos': row.get('open_todos', 0)}
+  fixed = {
+    'passed': row['passed'],
+    'open_todos': row.get('open_todos', 0),
+    'is_flagged': bool(row['flags']),
+  }
   if 'turns' not in row:
     return scoring.episode_of_messages(transcript, **fixed)
   prompt = next((m['text'] for m in transcript if m['role'] == 'user'), '')
@@ -44,17 +50,19 @@ def scored(
 
   Returns:
     The row with 'scores', 'agreement', 'reasons' and 'rubric', or, if the model
-    gave no valid answer, with 'not_judged', and all else as it was.
+    gave no valid answer, with 'not_judged' and none of these.
   """
   (judgement,) = scorer.each([episode_of(row, transcript)])
-  if judgement.failure:
-    return {**row, 'not_judged': judgement.failure}
   terms = {k: v for k, v in row['reward_terms'].items() if k != 'judged'}
+  plain = {k: v for k, v in row.items() if k not in _OF_SCORES}
+  if judgement.failure:
+    reward = {'reward_terms': terms, 'reward': sum(terms.values())}
+    return {**plain, **reward, 'not_judged': judgement.failure}
   total = 0.0 if row['flags'] else scorer.rubric.score(judgement.scores)
   if total and judged_reward:
     terms['judged'] = judged_reward * total
   return {
-    **{k: v for k, v in row.items() if k != 'not_judged'},
+    **plain,
     'scores': dict(judgement.scores),
     'agreement': judgement.agreement,
     'reasons': dict(judgement.reasons),
