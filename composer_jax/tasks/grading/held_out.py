@@ -244,8 +244,30 @@ def compare(
   recorded = list(calls_of_tests)
   draw.shuffle(recorded)
   kinds, calls = _inputs(recorded, draw)
-  if not calls:
+  asked: list[tuple[int, Recorded, list]] = []
+  if calls:
+    asked, status = _asked(task, sandbox, kinds, calls)
+  if not asked:
     return Agreement(status='none' if status == 'ok' else status)
+  outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
+  if outcomes is None:
+    return _counted(task, asked, [['raised', status, None]] * len(asked), 0.0)
+  known = {
+    json.dumps(call): outcome
+    for (_, call, _), outcome in zip(asked, outcomes, strict=True)
+    if call.past is None and len(call.arguments) == 2
+  }
+  counted = _counted(task, asked, outcomes, tolerance)
+  return dataclasses.replace(counted, outcomes=known)
+
+
+def _asked(
+  task: task_set.RepositoryTask,
+  sandbox: base.Sandbox,
+  kinds: Sequence[int],
+  calls: Sequence[Recorded],
+) -> tuple[list[tuple[int, Recorded, list]], str]:
+  """Kinds, calls and right outcomes of what every solution must answer so."""
   without_tests = dict.fromkeys(task.test_paths)
   # Two hash seeds: a difference between them is no property of the code.
   originals: list[list] = []
@@ -254,19 +276,23 @@ def compare(
       task, without_tests, calls, sandbox, hash_seed, _ORIGINAL_S
     )
     if outcomes is None:
-      return Agreement(status=status)
+      return [], status
     originals.append(outcomes)
   asked = [
     (kind, call, outcome)
     for kind, call, outcome, again in zip(kinds, calls, *originals, strict=True)
     if _agree(outcome, again, 0.0) and _is_required(outcome, kind == 0)
   ]
-  if not asked:
-    return Agreement(status='none')
-  outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
-  given = outcomes or []
-  if outcomes is None:
-    outcomes = [['raised', status, None]] * len(asked)
+  return asked, 'ok'
+
+
+def _counted(
+  task: task_set.RepositoryTask,
+  asked: Sequence[tuple[int, Recorded, list]],
+  outcomes: Sequence[list],
+  tolerance: float,
+) -> Agreement:
+  """Counts what agrees of a solution's outcomes."""
   # The prompt tells the public names, so a solution must have them; it may do
   # without the helpers.
   public = {
@@ -292,11 +318,6 @@ def compare(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
     status='ok' if any(calls_made) else 'unresolved',
-    outcomes={
-      json.dumps(call): outcome
-      for (_, call, _), outcome in zip(asked, given)
-      if call.past is None and len(call.arguments) == 2
-    },
     constant=tuple(constant),
   )
 
