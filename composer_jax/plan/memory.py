@@ -252,14 +252,22 @@ def training(
     'masters': (not is_apart) * masters,
     'moments': (not is_apart) * moments,
     'a layer of both': is_apart * _moved(state.params, at.params, model.stacks),
-    # Masters on the policy's grid are its values.
-    'policy values': (optimizer.masters == 'float32') * masters,
+    'policy values': _values(masters, model, optimizer, is_apart),
     # Of a microbatch in the dtype of the masters; sums are in float32.
     'gradients': masters + adds_up * _bytes(state.params, at.params, 4),
     'copies of weights': _copies(variables, places, model),
     **activations(model, *local),
   }
   return Need(name=name, devices=mesh.size, terms=terms, host=host)
+
+
+def _values(masters, model, optimizer, is_apart: bool) -> int:
+  """Returns bytes of a policy's values beside so many bytes of masters."""
+  if optimizer.masters != 'float32':
+    return 0  # Masters on the policy's grid are its values.
+  # By the compiler of TPUs, what comes from the host is cast at once.
+  width = jnp.dtype(model.compute_dtype).itemsize if is_apart else 4
+  return masters * width // 4
 
 
 def _moved(params: Any, places: Any, stacks: dict[str, int]) -> int:

@@ -1,17 +1,19 @@
 """Laws of the study on real code; its README shows the table of its results."""
 
 import dataclasses
+import math
 import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from composer_jax.rl import behaviour
 from composer_jax.telemetry import intervals
 from configs.tasks import packages as config
 from experiments.studies import results
-from experiments.studies.real_code import analyze, packages
+from experiments.studies.real_code import analyze, chances, packages
 from tests.tasks.practice import families_test
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -44,6 +46,18 @@ def test_a_seed_is_one_row_with_the_gain_and_its_interval():
     {'stage': 'cpt', 'seed': 0, 'step': 1, 'heldout_loss': 4.5},
     {'stage': 'cpt', 'seed': 0, 'step': 2, 'heldout_loss': 3.25},
     *(
+      {
+        **{'stage': 'chance', 'seed': 0, 'policy': 'sft', 'split': split},
+        'logprob': logprob,
+      }
+      for split, logprob in (
+        ('held_out', math.log(0.5)),
+        ('held_out', -40.0),
+        ('held_out', -90.0),
+        ('train', -1.0),
+      )
+    ),
+    *(
       {'stage': 'rl', 'seed': 0, 'step': i, 'pass_rate': 0.01 * i}
       for i in range(20)
     ),
@@ -75,6 +89,9 @@ def test_a_seed_is_one_row_with_the_gain_and_its_interval():
     f'12 of 40, 0.300 [{rate(12).low:.3f}, {rate(12).high:.3f}]',
     # Changes of 0.4 and 0.1: a deviation of 0.3 / sqrt(2), over sqrt(2).
     f'+0.250 [{low:+.3f}, {high:+.3f}], over tasks [-0.044, +0.544]',
+    # A sixth of a half, and next to nothing of the others.
+    'e^-40, 2e-01',
+    'not run',
     '0.25, 0.25',
     '0.005 -> 0.185',
     '2',
@@ -87,6 +104,14 @@ def test_no_package_is_both_seen_and_held_out():
   assert len({*every}) == len(every) and {*every} <= {*known}
   # What the config holds out is never trained on.
   assert not any(known[name].held_out for name in packages.TRAINING)
+
+
+def test_the_chance_is_that_of_the_first_call():
+  mask_T = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1], bool)
+  batch = chances.row_of(np.arange(10, 19), mask_T, 12)
+  assert batch.loss_weights_BT.tolist() == [[0, 0, 1, 1, 1, *[0] * 7]]
+  assert batch.tokens_BT.tolist() == [[10, 11, 12, 13, 14, *[0] * 7]]
+  assert batch.segment_ids_BT.tolist() == [[*[1] * 5, *[0] * 7]]
 
 
 @pytest.mark.slow

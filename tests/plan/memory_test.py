@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from composer_jax import wiring
-from composer_jax.core import batches
+from composer_jax.core import batches, platforms
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups
@@ -199,3 +199,24 @@ def test_masters_of_sixteen_bits_are_the_policys_values():
   like = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
   text = str(jax.make_jaxpr(jax.jit(train_state.policy_values))(like))
   assert 'reduce_precision' not in text
+
+
+def test_values_of_masters_in_the_host_have_the_width_of_the_model():
+  model = dataclasses.replace(PLAIN, compute_dtype='bfloat16')
+  with platforms.targeting('tpu'):
+    on_host, here = (
+      memory.training(
+        'train',
+        model,
+        groups.OptimizerOptions(
+          name='adam', warmup_steps=1, decay_steps=1, offload=offload
+        ),
+        specs.Mesh(),
+        layouts.REPLICATED,
+        (8, 64, True),
+      )
+      for offload in (True, False)
+    )
+  assert here.terms['policy values'] == here.terms['masters']
+  assert on_host.terms['policy values'] == here.terms['masters'] // 2
+  assert on_host.terms['masters'] == 0 < on_host.host

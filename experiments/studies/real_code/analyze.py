@@ -3,7 +3,9 @@
 python -m experiments.studies.real_code.analyze
 """
 
+import math
 import pathlib
+import statistics
 from collections.abc import Sequence
 
 from composer_jax.rl import behaviour
@@ -68,6 +70,19 @@ def _trained(rows: Sequence[results.Row]) -> str:
   return f'{sum(first) / part:.3f} -> {sum(last) / part:.3f}'
 
 
+def _chance(rows: Sequence[results.Row], policy: str) -> str:
+  """Probability of the body that was deleted: a median, and the mean."""
+  found = [
+    row['logprob']
+    for row in rows
+    if (row['policy'], row['split']) == (policy, 'held_out')
+  ]
+  if not found:
+    return 'not run'
+  mean = sum(map(math.exp, found)) / len(found)
+  return f'e^{statistics.median(found):.0f}, {mean:.0e}'
+
+
 def table(rows: Sequence[results.Row]) -> str:
   """The results as Markdown: the tasks, then one row a seed."""
   (tasks,) = (r for r in rows if r['stage'] == 'tasks')
@@ -83,8 +98,9 @@ def table(rows: Sequence[results.Row]) -> str:
     '',
     '| seed | steps of pretraining, SFT, RL | held-out loss after pretraining '
     '| after SFT | never-seen packages after SFT | after RL | gain '
+    '| probability of the deleted body after SFT: median, mean | after RL '
     "| invalid calls after SFT, RL | RL's own episodes | minutes |",
-    '|' + ' --- |' * 10,
+    '|' + ' --- |' * 12,
   ]
   for seed in sorted({r['seed'] for r in rows if 'seed' in r}):
     (about,) = _of(rows, 'run', seed)
@@ -95,6 +111,7 @@ def table(rows: Sequence[results.Row]) -> str:
       *(_last(_of(rows, s, seed), 'heldout_loss') for s in ('cpt', 'sft')),
       *map(_shown, rates),
       _gain(about),
+      *(_chance(_of(rows, 'chance', seed), p) for p in ('sft', 'rl')),
       ', '.join(
         'not run' if r is None else f'{r.invalid_rate:.2f}' for r in rates
       ),

@@ -21,9 +21,10 @@ from composer_jax.core import files
 from composer_jax.tasks.deletion import candidates
 from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import machine, writer
+from configs.composer import real_code
 from experiments import start
 from experiments.studies import results
-from experiments.studies.real_code import packages
+from experiments.studies.real_code import chances, packages
 
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/real_code', 'Folder of the tasks and of a run for each seed.'
@@ -137,8 +138,20 @@ def _by_task(workdir: pathlib.Path, policy: str) -> dict[str, list[int]]:
   return counts
 
 
-def collect(workdir: pathlib.Path) -> list[results.Row]:
-  """Rows of a seed's run: one that describes it, its metrics, its episodes."""
+def _chances(workdir: pathlib.Path, argument: str) -> list[results.Row]:
+  """Log-probabilities of the deleted bodies under each policy."""
+  fields = real_code.get_config(argument).to_dict()
+  return [
+    {'stage': 'chance', 'policy': policy, 'split': split, **chance}
+    for policy in ('sft', 'rl')
+    if (workdir / f'evaluation_{policy}.json').exists()
+    for split, found in chances.of_policy(fields, workdir, policy).items()
+    for chance in found
+  ]
+
+
+def collect(workdir: pathlib.Path, argument: str) -> list[results.Row]:
+  """Rows of a seed's run: one that describes it, then what it measured."""
   config = files.read_json(workdir / 'config.json')
   about: dict[str, Any] = {
     'stage': 'run',
@@ -153,7 +166,7 @@ def collect(workdir: pathlib.Path) -> list[results.Row]:
     for row in writer.read(workdir)
     if row['stage'] in _STEPS
   ]
-  rows = [about, *measured, *_episodes(workdir)]
+  rows = [about, *measured, *_chances(workdir, argument), *_episodes(workdir)]
   return [{'seed': int(workdir.name), **row} for row in rows]
 
 
@@ -172,7 +185,7 @@ def main() -> None:
       f'--config.seed={seed}',
       *_steps(),
     )
-    rows += collect(root / seed)
+    rows += collect(root / seed, f'{tasks}{variant}')
     results.write(
       _RESULTS.value, json.loads(json.dumps(rows)), by=('seed', 'stage')
     )
