@@ -1,5 +1,6 @@
 """Laws of opening: the level that is picked, as root and as other users."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -30,6 +31,43 @@ def test_a_refusal_says_in_one_line_why_no_level_works(monkeypatch):
   with pytest.raises(ValueError, match='unshare: .*do not exist') as caught:
     sandbox_open.open_sandbox('auto', conftest.LIMITS)
   assert 'rlimits: ' in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_folders_of_the_workspace_are_found_at_the_root():
+  with sandbox_open.open_sandbox(
+    'auto', conftest.LIMITS, folders=('app', 'logs')
+  ) as sandbox:
+    with contextlib.closing(sandbox.open('', {'app/a': b'text'})) as box:
+      script = 'cat /app/a; echo more > /app/b; rm /app 2>&1; echo x > /new'
+      result = box.run(base.Command(argv=('/bin/sh', '-c', script)))
+      assert result.output.startswith('text')
+      # The root itself stays as it is.
+      assert result.output.count('Read-only file system') == 2
+      assert box.read('app/b', 10) == b'more\n'
+      assert box.files() == ('app/a', 'app/b')
+    # A box has the folders of its own workspace, not of another.
+    with contextlib.closing(sandbox.open('')) as box:
+      result = box.run(base.Command(argv=('/bin/ls', '/app/', '/logs/')))
+      assert result.exit_code and 'app/a' not in result.output
+
+
+@pytest.mark.parametrize(
+  'folders, level, words',
+  [
+    (('etc',), 'auto', 'no folder /etc'),
+    (('../x',), 'auto', 'no folder'),
+    (('a/b',), 'auto', 'no folder'),
+    (('',), 'auto', 'no folder'),
+    (('.',), 'auto', 'no folder'),
+    (('app',), 'rlimits', "need the sandbox 'unshare'"),
+    (('app',), 'microvm', "need the sandbox 'unshare'"),
+  ],
+)
+def test_folders_that_cannot_be_are_named(folders, level, words):
+  with pytest.raises(ValueError, match=words):
+    sandbox_open.open_sandbox(
+      level, conftest.LIMITS, allow_unsafe=True, folders=folders
+    )
 
 
 # Becomes the user 65001, who may enter neither the home of root nor, perhaps,

@@ -48,9 +48,9 @@ def read_bytes(path: pathlib.Path, most: int = MAX_FILE) -> bytes:
   return data
 
 
-def read_text(path: pathlib.Path) -> str:
+def read_text(path: pathlib.Path, most: int = MAX_TEXT) -> str:
   try:
-    return read_bytes(path, MAX_TEXT).decode()
+    return read_bytes(path, most).decode()
   except UnicodeDecodeError as error:
     raise malformed(f'{path} is not UTF-8 ({error}).') from error
 

@@ -27,6 +27,8 @@ _NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', re.ASCII)
 _CANARY = re.compile(r'(<!--.*canary.*-->|#.*canary.*)', re.IGNORECASE)
 _BAD_STEP = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 _MAX_STEPS, _MAX_S = 100, 24 * 3600.0
+# Reading a key of many parts takes time by the square of their number.
+_MAX_TOML = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +105,10 @@ class HarborTask:
 def read(folder: pathlib.Path, bases: Sequence[str] = ()) -> HarborTask:
   """Reads a directory; a folders.TaskRefused names what is wrong."""
   path = folder / TOML
+  text = folders.read_text(path, _MAX_TOML)
   try:
-    config = tomllib.loads(folders.read_text(path))
-  except (tomllib.TOMLDecodeError, RecursionError) as error:
+    config = tomllib.loads(text)
+  except (ValueError, RecursionError) as error:
     raise folders.malformed(f'{path} is no TOML: {error}.') from error
   fields = _Fields(config, str(path))
   version = fields.text('schema_version', fields.text('version', '1.4'))
@@ -193,7 +196,8 @@ class _Steps:
         f'{table.place}.name is {name!r} and must be the name of one folder.'
       )
     folder = self._folder / 'steps' / name
-    if not folder.is_dir() or folder.is_symlink():
+    links = folder.is_symlink() or folder.parent.is_symlink()
+    if links or not folder.is_dir():
       raise folders.malformed(f'{folder} is no folder.')
     tests = {**self._tests, **folders.read_tree(folder / 'tests')}
     solution = folders.read_tree(folder / 'solution')

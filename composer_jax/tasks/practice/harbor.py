@@ -54,6 +54,11 @@ class HarborTasks(environments.TaskFamily):
 
   @functools.cached_property
   def _read(self) -> dict[str, manifest.HarborTask]:
+    return {name: task for name, (task, _) in self._found.items()}
+
+  @functools.cached_property
+  def _found(self) -> dict[str, tuple[manifest.HarborTask, pathlib.Path]]:
+    """Returns tasks by id, and their directories."""
     root = pathlib.Path(self._options.folder)
     tasks, refused = {}, []
     for path in sorted(root.glob(f'*/{manifest.TOML}')):
@@ -64,7 +69,7 @@ class HarborTasks(environments.TaskFamily):
         continue
       if task.task_id in tasks:
         raise ValueError(f'Two tasks of {root} are named {task.task_id!r}.')
-      tasks[task.task_id] = task
+      tasks[task.task_id] = (task, path.parent)
     for line in refused:
       logging.warning('A task is left out. %s', line)
     if not tasks:
@@ -105,10 +110,9 @@ class HarborTasks(environments.TaskFamily):
 
   def identity(self) -> str:
     digest = hashlib.sha256()
-    root = pathlib.Path(self._options.folder)
-    for path in sorted(root.glob(f'*/{manifest.TOML}')):
-      for name, data in folders.read_tree(path.parent).items():
-        digest.update(f'{path.parent.name}/{name}\0'.encode())
+    for task_id, (_, folder) in self._found.items():
+      for name, data in folders.read_tree(folder).items():
+        digest.update(f'{task_id}/{name}\0'.encode())
         digest.update(hashlib.sha256(data).digest())
     return digest.hexdigest()
 

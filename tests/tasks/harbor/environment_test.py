@@ -165,6 +165,10 @@ def test_steps_follow_each_other_as_long_as_rewards_suffice(play):
   answers, verdict = play(['touch one', FINISH, FINISH], STEP_FILES, STEPS)
   assert not verdict.passed and verdict.num_passed == 1
   assert verdict.detail == 'reward 0.5; more 1.5'
+  # A step that was not reached earns nothing.
+  test = 'echo 0.4 > /logs/verifier/reward.txt'
+  files = {**STEP_FILES, 'steps/one/tests/test.sh': test}
+  assert play([FINISH], files, STEPS)[1].detail == 'reward 0.2'
   toml = f'multi_step_reward_strategy = "final"\n{STEPS}'
   _, verdict = play(['touch two', FINISH], STEP_FILES, toml)
   assert not verdict.passed

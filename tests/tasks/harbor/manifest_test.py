@@ -130,7 +130,8 @@ artifacts = ["/app/x"]
     ({}, 'a = ', 'malformed', 'no TOML'),
     ({'task.toml': b'\xff'}, '', 'malformed', 'not UTF-8'),
     ({}, f'a = {"[" * 3000}', 'malformed', 'no TOML'),
-    ({'task.toml': 'x = 1\n' * 300_000}, '', 'too_large', 'larger than'),
+    ({'task.toml': 'x = 1\n' * 11_000}, '', 'too_large', 'larger than'),
+    ({}, f'x = {"9" * 5000}', 'malformed', 'no TOML'),
     ({}, 'schema_version = "2.0"', 'malformed', "is '2.0'"),
     ({}, 'schema_version = 1.4', 'malformed', 'must be a text'),
     ({}, '[task]\nname = "../../etc"', 'malformed', 'ORGANISATION/NAME'),
@@ -251,6 +252,15 @@ def test_nothing_outside_of_a_directory_is_read(
     with target.open('wb') as file:
       file.truncate(1 << 40)
   with pytest.raises(folders.TaskRefused, match='planted'):
+    _read(folder)
+
+
+@pytest.mark.parametrize('place', ['tests', 'environment', 'solution'])
+def test_a_folder_that_is_a_link_is_not_read(directory, tmp_path, place):
+  folder = directory()
+  (folder / place).rename(tmp_path / 'elsewhere')
+  (folder / place).symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(folders.TaskRefused, match='is a link'):
     _read(folder)
 
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from composer_jax import wiring
-from composer_jax.agent import episode
-from composer_jax.tasks.pivots import equivalence, recorded
+from composer_jax.agent import episode, summarize
+from composer_jax.tasks.pivots import environment, equivalence, recorded
 from composer_jax.tasks.practice import conversation
 from composer_jax.tasks.repository import scripts
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.text import tool_calls
 from configs.composer import tiny
+from tests.hf.text import published_templates as published
 
 TOOLS = [
   {
@@ -234,6 +235,43 @@ def test_a_chat_model_is_shown_the_history(file, native):
   assert [m['role'] for m in messages] == roles
   assert messages[-1]['content'] == 'edited'
   assert talk.verdict.passed and talk.num_turns == 1
+
+
+def test_a_chat_model_has_one_turn_though_it_makes_no_call(file):
+  family = wiring.family_of(_spec(file))
+  asked = []
+
+  def ask(messages, functions, **_):
+    asked.append(messages)
+    message = {'role': 'assistant', 'content': ''}
+    return conversation.ModelMessage(
+      message=message, finish='stop', usage={}, seconds=0.0
+    )
+
+  env = family.environment(family._recorded.pivots[0], None)
+  talk = conversation.Conversation(env, conversation.ChatOptions(), 0)
+  talk.play(ask, (), _spec(file).rewards, seed=1)
+  assert len(asked) == 1 and not talk.verdict.passed
+
+
+def test_history_is_written_as_the_chat_template_writes_it(file, tmp_path):
+  found = recorded.read(file)
+  folder = published.write(tmp_path / 'model', 'qwen3_moe')
+  tokenizer, _ = published.speech(folder, [*found.tools.values()])
+  env = environment.PivotEnvironment(found.pivots[2], found.tools)
+  opened = summarize.Summarizer(
+    tokenizer,
+    env.prompt,
+    summarize.OFF,
+    max_tokens=1 << 16,
+    max_call_tokens=64,
+    protocol=env.protocol,
+  )
+  text = tokenizer.decode(opened.opening(env.history))
+  for result in ('x = 1', 'edited'):
+    assert f'<tool_response>\n{result}\n</tool_response>' in text
+  call = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}'
+  assert call in text and text.endswith('<|im_start|>assistant\n')
 
 
 def test_conversations_are_held_out_whole(file):
