@@ -448,6 +448,7 @@ def test_fates_are_counted_by_family_and_uploads_deleted_for_good(world):
   worker = world.worker('w')
   world.run([worker])
   world.trainer.collect(4)
+  world.trainer.tick()
   kept = [k for k in world.store.files if '/groups/' in k]
   assert sorted({int(k.split('/')[-1].split('.')[0]) for k in kept}) == [4, 5]
   ledger = world.ledger()
