@@ -16,6 +16,10 @@ from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
 
+class Rewound(ValueError):
+  """The run went back, and has other weights under a version served here."""
+
+
 class Served:
   """Keeps an engine on the newest policy and records the policies it served.
 
@@ -66,7 +70,7 @@ class Served:
       return
     known_id = self._identities.setdefault(newer.version, newer.target_id)
     if known_id != newer.target_id:
-      raise ValueError(
+      raise Rewound(
         f'Version {newer.version} was served with weights {known_id} and now '
         f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'

@@ -93,6 +93,60 @@ def test_a_late_result_is_no_ones_and_is_counted(world):
   assert_done(world)
 
 
+def test_what_is_leased_to_one_is_taken_from_no_other(world):
+  owner, thief = world.worker('owner'), world.worker('thief', 0)
+  world.turn([owner, thief])
+  world.turn([])
+  owner.take()
+  thief.take()
+  for lease in owner.holds:
+    thief.door._leases[lease.epoch] = lease
+    thief.door.deliver(lease, thief.make(lease, 0))
+  report = worlds.dataclasses.asdict(thief.door._report) | {'beat': 99}
+  docs = world.docs()
+  docs.write(docs.place('workers', 'thief'), report)
+  world.trainer.tick()
+  assert len(report['results']) == 4
+  assert world.ledger().epochs_of('owner') == {h.epoch for h in owner.holds}
+  thief.is_stopped = True
+  world.run([owner])
+  assert_done(world)
+
+
+def test_orders_of_a_reconciler_that_is_behind_are_not_obeyed(world):
+  worker = world.worker('w')
+  world.turn([worker])
+  world.turn([])
+  worker.take()
+  docs, held = world.docs(), set(worker.door._leases)
+  orders = docs.read(docs.place('orders', 'w'))
+  old = orders | {'sequence': orders['sequence'] - 1, 'leases': []}
+  docs.write(docs.place('orders', 'w'), old)
+  worker.door.sync()
+  assert held and set(worker.door._leases) == held
+  world.run([worker])
+  assert_done(world)
+
+
+def test_orders_that_were_overwritten_unread_are_written_again(world):
+  worker = world.worker('w')
+  world.turn([worker])
+  docs = world.docs()
+  place = docs.place('orders', 'w')
+  world.turn([])
+  orders = docs.read(place)
+  assert orders['leases']
+  # By one that is behind, just before the worker reads.
+  docs.write(place, orders | {'sequence': orders['sequence'] - 1, 'leases': []})
+  worker.door.sync()
+  assert not worker.door._leases
+  world.trainer.tick()
+  worker.door.sync()
+  assert len(worker.door._leases) == len(orders['leases'])
+  world.run([worker])
+  assert_done(world)
+
+
 def test_a_worker_that_only_waits_for_a_policy_is_not_stalled(tmp_path):
   world = worlds.World(tmp_path, stall_s=10.0)
   worker = world.worker('w')
@@ -181,8 +235,13 @@ def test_leases_of_a_process_that_ended_go_on_at_once(world):
 def test_a_clock_that_jumps_takes_no_lease(world, jump):
   workers = [world.worker('a'), world.worker('b')]
   world.turn(workers)
-  world.turn(workers)
-  world.time += jump
+  world.turn([])
+  for worker in workers:
+    worker.take()
+  assert all(worker.holds for worker in workers)
+  world.turn([])
+  world.time += jump  # Before they report again.
+  world.turn([])
   world.turn(workers)
   world.time -= jump / 2
   world.run(workers)
