@@ -9,6 +9,11 @@ from composer_jax.fleet.leases import ledger as ledgers
 from composer_jax.fleet.leases import reconciler
 from tests.fleet import groups, worlds
 
+SEEDS = [
+  *(0, 1),
+  *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 20)),
+]
+
 
 @pytest.fixture
 def world(tmp_path):
@@ -318,7 +323,7 @@ def test_a_reconciler_killed_at_any_request_loses_and_repeats_nothing(
   assert number > 30
 
 
-@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('seed', SEEDS)
 def test_two_reconcilers_at_once_do_no_harm(world, seed):
   rng = worlds.rng_of(seed)
   rival = reconciler.Reconciler(
@@ -340,7 +345,7 @@ def test_two_reconcilers_at_once_do_no_harm(world, seed):
   assert_done(world)
 
 
-@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('seed', SEEDS)
 @pytest.mark.parametrize('trouble', ['fail', 'lose'])
 def test_answers_that_are_lost_lose_and_repeat_nothing(world, seed, trouble):
   rng = worlds.rng_of(seed)
