@@ -60,7 +60,7 @@ def _serve(folder: pathlib.Path) -> None:
   start.emulate_devices(config['rollout']['devices'])
   # After the flags: this import loads jax.
   from composer_jax import wiring
-  from composer_jax.pipeline import reinforce
+  from composer_jax.pipeline import reinforce, rollout_worker
 
   spec = wiring.spec_of(config)
   systems = wiring.systems_of(spec)
@@ -72,7 +72,15 @@ def _serve(folder: pathlib.Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: leases.leave())
     return leases
 
-  reinforce.serve_rollouts(spec, systems, folder, joined.level, make_leases)
+  while True:
+    try:
+      serve = reinforce.serve_rollouts
+      serve(spec, systems, folder, joined.level, make_leases)
+      return
+    except rollout_worker.Rewound as error:
+      # The trainer died and goes on from its checkpoint.
+      print(f'[rollout] {error} Joining again.', flush=True)
+      name = joining.free_name()
 
 
 def main() -> None:

@@ -179,10 +179,10 @@ class Switch:
   """The prices in force, which a file may change during a run.
 
   All members of a group have the same prices, or their mean would be no
-  baseline: those in force when the first member asks.
+  baseline: those in force when the trainer admits it.
 
-  Consumes: `rewards.json`, read when a group begins; it names a version higher
-    than every one before, and the fields that differ from the config.
+  Consumes: `rewards.json`, read when a group is admitted; it names a version
+    higher than every one before, and the fields that differ from the config.
   Produces: RewardOptions; one sentence per file that was taken or refused.
   """
 

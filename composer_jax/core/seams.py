@@ -160,8 +160,8 @@ class WeightReceiver(Protocol):
   def drop(self, weights_before: Any) -> None:
     """Frees weights that are no longer served."""
 
-  def served(self, policy: ReceivedPolicy, **seconds: float) -> dict[str, Any]:
-    """Returns a policy's line of metrics, with seconds of the rollouts."""
+  def served(self, policy: ReceivedPolicy, **figures: float) -> dict[str, Any]:
+    """Returns a policy's line of metrics, with figures of the rollouts."""
 
   def close(self) -> None: ...
 
@@ -246,6 +246,9 @@ class GroupExchange(Protocol):
   def read(self, plan: Sequence[Any]) -> list[records.Group]:
     """Reads the groups of a plan in another process of the trainer."""
 
+  def figures(self) -> dict[str, Any]:
+    """Returns metrics of the fleet: workers, fates and leases lost so far."""
+
   def trained(self, groups: Sequence[int]) -> None:
     """Tells that a step has trained on groups."""
 
@@ -277,10 +280,14 @@ class LeaseHolder(Protocol):
   Attributes:
     is_over: true once the run is over for this worker.
     name: name of the worker.
+    has_lease: true if it has a lease, be it one that waits for its policy.
   """
 
   is_over: bool
   name: str
+
+  @property
+  def has_lease(self) -> bool: ...
 
   def leave(self) -> None:
     """Asks for no more leases, so that the worker may end."""

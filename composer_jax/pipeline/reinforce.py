@@ -170,7 +170,8 @@ def _reinforce(job: jobs.Job) -> None:
           'damaged or of void policies dropped'
         )
       source.admit(first)
-    job.writer.truncate('rl', first)
+    for stage in ('rl', 'fleet'):
+      job.writer.truncate(stage, first)
     gate = None
     if rl.gate.action != 'off':
       shape = spec.batch_shape()
@@ -315,6 +316,8 @@ def _ports(
     if plan is not None:
       metrics |= plan.measure(step - 1)
     job.writer.write('rl', step, **metrics)
+    if is_first:
+      job.writer.write('fleet', step, **source.groups.figures())
     for breach in metrics.get('gate', []):
       bar.message(f'step {step}: out of its band: {breach}')
     bar.update(

@@ -16,6 +16,10 @@ from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
 
+class Rewound(ValueError):
+  """The run went back, and has other weights under a version served here."""
+
+
 class Served:
   """Keeps an engine on the newest policy and records the policies it served.
 
@@ -23,7 +27,8 @@ class Served:
   Waits for: nothing; it polls between decode steps.
   Woken by: the loop of the engine.
   Produces: swaps of the engine's weights, the policy identities stamped on
-    groups, and the seconds spent sampling and waiting before each swap.
+    groups, and what the engine did before each swap: its tokens, the seconds
+    spent sampling and waiting, and the share of its slots that were in use.
 
   Attributes:
     engine: sampling engine, whose weights only this object swaps.
@@ -47,8 +52,13 @@ class Served:
     self._identities = {first.version: first.target_id}
     note(receiver.served(first))
     self._clock, self._since = clock, clock()
-    self._is_waiting = False
-    self._seconds = [0.0, 0.0]  # Of sampling and of waiting.
+    # What the time since then is spent on, and the slots in use meanwhile.
+    self._cause, self._used = 'sample_s', 0
+    self._begin()
+
+  def _begin(self) -> None:
+    self._seconds = dict(sample_s=0.0, wait_s=0.0, lease_wait_s=0.0)
+    self._slot_s, self._tokens = 0.0, self.engine.stats().sampled_tokens
 
   @property
   def version(self) -> int:
@@ -60,28 +70,39 @@ class Served:
       return
     known_id = self._identities.setdefault(newer.version, newer.target_id)
     if known_id != newer.target_id:
-      raise ValueError(
+      raise Rewound(
         f'Version {newer.version} was served with weights {known_id} and now '
         f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'
       )
     self._receiver.drop(self.engine.switch(newer.variables))
-    self.mark(self._is_waiting)
-    swap_s, (sample_s, wait_s) = self.engine.stats().swap_s, self._seconds
-    seconds = dict(swap_s=swap_s, sample_s=sample_s, wait_s=wait_s)
-    self._note(self._receiver.served(newer, **seconds))
-    self._seconds = [0.0, 0.0]
+    self._count()
+    stats, slots = self.engine.stats(), self.engine.options.num_slots
+    figures = self._seconds | dict(
+      swap_s=stats.swap_s,
+      tokens=stats.sampled_tokens - self._tokens,
+      occupancy=self._slot_s / max(slots * sum(self._seconds.values()), 1e-9),
+    )
+    self._note(self._receiver.served(newer, **figures))
+    self._begin()
 
-  def mark(self, is_waiting: bool) -> None:
-    """Counts the time since the last call as what that call announced.
+  def mark(self, num_open: int, *, has_lease: bool = True) -> None:
+    """Tells what the time from now on is spent on.
 
     Args:
-      is_waiting: true if no episode is open from now on, until a newer policy
-        admits more groups.
+      num_open: number of open episodes; without any, the engine waits.
+      has_lease: whether it waits for the policy of a lease, not for a lease.
     """
+    self._count()
+    waits_for = 'wait_s' if has_lease else 'lease_wait_s'
+    self._cause = 'sample_s' if num_open else waits_for
+    self._used = min(num_open, self.engine.options.num_slots)
+
+  def _count(self) -> None:
     now = self._clock()
-    self._seconds[self._is_waiting] += now - self._since
-    self._since, self._is_waiting = now, is_waiting
+    self._seconds[self._cause] += now - self._since
+    self._slot_s += self._used * (now - self._since)
+    self._since = now
 
   def stamp(self, group: records.Group) -> records.Group:
     """Adds to a group the ids of the weights that sampled it; thread-safe."""
@@ -134,11 +155,11 @@ def run(
         functools.partial(deliver, lease),
         range(lease.first, lease.stop),
       )
-    served.mark(stream.open_episodes == 0)
+    served.mark(stream.open_episodes, has_lease=leases.has_lease)
 
   try:
     policy.serve(lambda: stream.open_episodes == 0 and is_done(), before_step)
-    served.mark(True)  # Colocated: the trainer's turn.
+    served.mark(0)  # Colocated: the trainer's turn.
   finally:
     stream.close()
     policy.close()

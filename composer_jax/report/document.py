@@ -21,6 +21,7 @@ from composer_jax.core import files
 from composer_jax.report import (
   episodes,
   figures,
+  fleet,
   metrics,
   reinforcement,
   run_data,
@@ -165,6 +166,9 @@ def build(run: run_data.RunData) -> str:
     warnings=_warnings(run),
     waits=reinforcement.waits(run),
     scores=reinforcement.scores(run),
+    workers=fleet.workers(run),
+    worker_head=fleet.HEAD,
+    leases=fleet.sentences(run),
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
     alarms=reinforcement.alarms(run),

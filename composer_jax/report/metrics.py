@@ -163,11 +163,22 @@ received
       as during all of the above if it is in a process of its own
   swap_s: seconds between two decode steps, to the new weights; this and the
       next two are absent for the first policy of a process
+  tokens: tokens sampled since the policy before; this and the next are absent
+      for the first policy of a process, too
+  occupancy: mean share of the engine's slots that an episode had meanwhile
   sample_s: seconds since the policy before with an episode open, be it only the
       last one of many
   wait_s: seconds since the policy before without: all groups that it admitted
       were finished, and the rollouts waited for this one to be trained,
       published and received. Colocated, these are the trainer's turns
+  lease_wait_s: seconds since the policy before without an episode or a lease
+
+fleet
+  workers: number of rollout workers that report
+  fates: list of [fate, task family, number of groups] so far; see
+      docs/concepts/fleet.md
+  lost: list of [reason, number] of leases so far that brought nothing
+  late: number of results since the start that came after their lease
 
 eval
   name: text: evaluated policy, 'import', 'sft' or 'rl', and the axis unless

@@ -216,6 +216,7 @@ def metrics(workdir: pathlib.Path) -> list[dict]:
   rows = [
     {k: v for k, v in row.items() if k not in UNCERTAIN}
     for row in writers.read(workdir)
+    if row['stage'] != 'fleet'  # Who sampled, and what went wrong meanwhile.
   ]
   # Stages write in order; a held-out loss and a loss share a step.
   return sorted(rows, key=lambda r: (r['stage'], r['step'], sorted(r)))

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 
 import jsonschema
 import pytest
@@ -141,3 +142,85 @@ def test_the_jobset_starts_the_job():
   assert mounted == {v['name'] for v in pod['volumes']}
   variables['JOB_COMPLETION_INDEX'] = '1'  # As Kubernetes does.
   check(container['command'][1:], variables, 'index=1, count=4')
+
+
+LABELS = closed(app=NAME)
+DEPLOYMENT = closed(
+  apiVersion={'const': 'apps/v1'},
+  kind={'const': 'Deployment'},
+  metadata=closed(name=NAME),
+  spec=closed(
+    replicas=COUNT,
+    selector=closed(matchLabels=LABELS),
+    template=closed(
+      metadata=closed(labels=LABELS),
+      spec=closed(
+        terminationGracePeriodSeconds=COUNT,
+        containers=items(CONTAINER),
+        volumes=items(closed(name=NAME, secret=closed(secretName=NAME))),
+      ),
+    ),
+  ),
+)
+
+
+def flags_of(command):
+  """Checks that a worker knows these flags; returns them by name."""
+  option, module, *flags = command
+  assert (option, module) == ('-m', 'experiments.worker')
+  known = programs.run(module, '--help').stdout
+  given = dict(flag.removeprefix('--').split('=', 1) for flag in flags)
+  for name in given:
+    assert f'--{name}:' in known, name
+  assert {'store', 'key'} <= given.keys()
+  return given
+
+
+def test_the_deployment_starts_workers_with_time_to_drain():
+  stored = yaml.safe_load((FOLDER / 'workers.yaml').read_text())
+  jsonschema.validate(stored, DEPLOYMENT)
+  spec = stored['spec']
+  assert (
+    spec['selector']['matchLabels'] == spec['template']['metadata']['labels']
+  )
+  pod = spec['template']['spec']
+  container = pod['containers'][0]
+  flags = flags_of(container['command'][1:])
+  assert float(flags['drain_s']) < pod['terminationGracePeriodSeconds']
+  assert {m['name'] for m in container['volumeMounts']} == {
+    v['name'] for v in pod['volumes']
+  }
+  (mount,) = container['volumeMounts']
+  assert flags['key'].startswith(mount['mountPath'])
+
+
+def test_the_script_starts_a_worker_on_each_host(tmp_path):
+  """`ssh` runs its command here, without a login."""
+  stands = {
+    'bin/ssh': f'echo "$1" >> {tmp_path}/hosts; shift; bash -c "$*"',
+    '.venv/bin/python': f'printf "%s\\n" "$@" > {tmp_path}/$$.arguments',
+  }
+  for stand, text in stands.items():
+    path = tmp_path / stand
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/usr/bin/env bash\n{text}\n')
+    path.chmod(0o755)
+  (tmp_path / 'delta.key').write_text('secret')
+  env = os.environ | {
+    'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
+    'HOME': str(tmp_path / 'home'),
+  }
+  script = [FOLDER / 'workers.sh', 's3://bucket/run', 'delta.key', 'a', 'b']
+  subprocess.run(['bash', *script], cwd=tmp_path, env=env, check=True)
+  assert (tmp_path / 'hosts').read_text().split() == ['a', 'a', 'b', 'b']
+  deadline = time.monotonic() + 60
+  while len(found := [*tmp_path.glob('*.arguments')]) < 2:
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  for path in found:
+    while len(arguments := path.read_text().splitlines()) < 4:
+      time.sleep(0.02)
+    flags = flags_of(arguments)
+    key = tmp_path / 'home' / '.composer_jax' / 'delta.key'
+    assert flags == {'store': 's3://bucket/run', 'key': str(key)}
+    assert key.read_text() == 'secret' and key.stat().st_mode & 0o077 == 0

@@ -110,8 +110,8 @@ class World:
     said: what the reconciler told.
   """
 
-  def __init__(self, tmp_path, **options):
-    self.store = Store()
+  def __init__(self, tmp_path, store=None, **options):
+    self.store = store or Store()
     self._tmp_path = tmp_path
     self._options = {'members': 2, 'lease_s': 20.0, **options}
     self.time, self.version = 0.0, 0
@@ -171,8 +171,8 @@ class World:
     self._admit()
     return True
 
-  def worker(self, name, capacity=8):
-    return Puppet(self, name, capacity)
+  def worker(self, name, capacity=8, docs=None):
+    return Puppet(self, name, capacity, docs or self.docs())
 
   def run(self, workers, rounds=200):
     """Lets everybody act in turn until all steps are trained."""
@@ -201,10 +201,10 @@ class Puppet:
     make: (lease, version) -> the group that it uploads.
   """
 
-  def __init__(self, world, name, capacity):
+  def __init__(self, world, name, capacity, docs):
     self._world = world
     self.door = holder.StoredLeases(
-      world.docs(),
+      docs,
       name,
       capacity=capacity,
       setup=world.trainer._digest,

@@ -12,16 +12,18 @@ from tests.fleet import groups
 
 
 class Engine(types.SimpleNamespace):
-  """The four members of an engine that `Served` uses."""
+  """The members of an engine that `Served` uses; it samples between looks."""
 
-  is_refreshing = False
+  is_refreshing, sampled = False, 0
+  options = types.SimpleNamespace(num_slots=4)
 
   def switch(self, weights):
     before, self.weights, self.version = self.weights, weights, weights.version
     return before
 
   def stats(self):
-    return types.SimpleNamespace(swap_s=0.25)
+    self.sampled += 100
+    return types.SimpleNamespace(swap_s=0.25, sampled_tokens=self.sampled)
 
 
 def policy(version, target_id):
@@ -49,10 +51,10 @@ def make():
     receiver = types.SimpleNamespace(
       take=iter(news).__next__,
       drop=dropped.append,
-      served=lambda policy, **seconds: (
+      served=lambda policy, **figures: (
         policy.version,
         policy.target_id,
-        seconds,
+        figures,
       ),
     )
     times = iter(clock) if clock else itertools.repeat(0.0)
@@ -75,25 +77,27 @@ def test_each_newer_policy_is_served_and_the_last_kept(make):
     versions.append((served.version, engine.version))
   assert versions == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
   assert dropped == ['first', policies[0].variables]
-  seconds = {'swap_s': 0.25, 'sample_s': 0.0, 'wait_s': 0.0}
-  assert logged == [(3, 'aa', {}), (4, 'bb', seconds), (7, 'cc', seconds)]
+  assert [line[:2] for line in logged] == [(3, 'aa'), (4, 'bb'), (7, 'cc')]
+  assert not logged[0][2] and logged[1][2]['swap_s'] == 0.25
+  assert [line[2]['tokens'] for line in logged[1:]] == [100, 100]
 
 
-def test_every_second_between_swaps_is_of_sampling_or_of_waiting(make):
+def test_every_second_between_swaps_has_a_cause_and_every_slot_a_share(make):
   served, _, _, logged = make(
     [None, placed(4, 'bb'), placed(5, 'cc')],
     clock=[0.0, 10.0, 13.0, 20.0, 31.0, 34.0, 36.0, 39.0],
   )
   served()
-  served.mark(False)  # 10 s since the start: an engine was made.
-  served.mark(True)  # 3 s with an open episode.
-  served.mark(True)  # 7 s without.
-  served()  # 11 s more of it.
-  served.mark(False)  # 3 s until the new policy's first episode: waiting too.
-  served.mark(False)  # 2 s of sampling.
-  served()  # 3 s more of it.
-  times = [(line['sample_s'], line['wait_s']) for _, _, line in logged[1:]]
-  assert times == [(13.0, 18.0), (5.0, 3.0)]
+  served.mark(2)  # 10 s since the start: an engine was made.
+  served.mark(0)  # 3 s with two of four slots in use.
+  served.mark(0, has_lease=False)  # 7 s waiting for the policy of a lease.
+  served()  # 11 s without a lease.
+  served.mark(9)  # 3 s until the new policy's first episode: no lease either.
+  served.mark(1)  # 2 s with all slots in use; the others' episodes wait.
+  served()  # 3 s with one.
+  names = ('sample_s', 'wait_s', 'lease_wait_s', 'occupancy')
+  figures = [tuple(line[2][name] for name in names) for line in logged[1:]]
+  assert figures == [(13.0, 7.0, 11.0, 6 / 124), (5.0, 0.0, 3.0, 11 / 32)]
 
 
 def test_a_group_is_stamped_with_the_weights_of_its_versions(make):

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 import shutil
+import threading
 import types
 
 import jax
@@ -21,6 +22,8 @@ import pytest
 from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import transport as receivers
+from composer_jax.delta.store import folder
+from composer_jax.fleet.leases import ledger as ledgers
 from composer_jax.models import decoder
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.rl import mismatch, sync_loop
@@ -202,7 +205,7 @@ def test_colocated_sides_wait_while_the_other_works(colocated):
 @pytest.mark.parametrize(
   'count, members',
   [
-    (1, 0),
+    pytest.param(1, 0, marks=pytest.mark.slow),
     pytest.param(2, 0, marks=pytest.mark.slow),
     pytest.param(2, 3, marks=pytest.mark.slow),
     (3, 1),
@@ -229,6 +232,86 @@ def test_any_number_of_workers_equals_the_synchronous_loop(
   for row, metrics in zip(rows, synchronous[1], strict=True):
     for name in sorted(set(metrics) - set(CLOCKS)):
       assert row[name] == metrics[name], (row['step'], name)
+  for name, array in synchronous[0].items():
+    np.testing.assert_array_equal(variables[name], array, err_msg=name)
+
+
+class Trouble:
+  """Lets requests of the fleet fail, half of them after they were done."""
+
+  def __init__(self, seed, share):
+    self.is_on = False
+    self._rng, self._share = np.random.default_rng(seed), share
+    self._lock = threading.Lock()
+
+  def befalls(self, method):
+    def request(backend, key, *arguments, **options):
+      with self._lock:
+        fails, is_done = self._rng.random(2) < (self._share, 0.5)
+      fails = fails and self.is_on and key.startswith('fleet/')
+      if fails and not is_done:
+        raise ConnectionError('the store does not answer')
+      answer = method(backend, key, *arguments, **options)
+      if fails:
+        raise ConnectionError('the answer was lost')
+      return answer
+
+    return request
+
+
+@pytest.fixture
+def trouble(monkeypatch, seed):
+  trouble = Trouble(seed, 0.03)
+  for name in ('put', 'read', 'swap', 'read_tagged'):
+    method = getattr(folder.FolderBackend, name)
+    monkeypatch.setattr(folder.FolderBackend, name, trouble.befalls(method))
+  return trouble
+
+
+@pytest.mark.parametrize(
+  'seed', [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 6))]
+)
+def test_a_hang_a_notice_and_a_newcomer_change_no_bit(
+  spec,
+  tokenizer,
+  synchronous,
+  tmp_path,
+  trouble,
+  seed,
+):
+  shared = workers.spec_of(spec, members=2, lease_s=2.0)
+  crew, end_of_hang = [], threading.Event()
+
+  def start(name):
+    crew.append(workers.Worker(shared, tmp_path, tokenizer, name, act=act))
+
+  def act(worker, group):
+    trouble.is_on = True
+    if worker.name == 'hangs' and not worker.leases._stopping.is_set():
+      worker.hang()
+      start('joins')
+      end_of_hang.wait(60)
+    elif worker.name == 'leaves' and group >= 2:
+      worker.leases.leave()
+    elif group >= 4:
+      end_of_hang.set()
+
+  with opened(tmp_path, shared, tokenizer) as job:
+    start('hangs')
+    start('leaves')
+    reinforce.reinforce(job)
+    trouble.is_on = False
+    variables = trees.flatten_names(
+      stages.load_variables(job, 'rl', job.single)
+    )
+  end_of_hang.set()
+  for worker in crew:
+    worker.end()
+    assert worker.failure is None, worker.failure
+  docs = wiring._documents('', tmp_path)
+  ledger = ledgers.from_json(docs.read_ledger()[0])
+  assert ledger.totals() == {'trained': {'list_functions': 6}}
+  assert ledger.lost['silent'] > 0
   for name, array in synchronous[0].items():
     np.testing.assert_array_equal(variables[name], array, err_msg=name)
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from composer_jax import wiring
 from composer_jax.delta import transport
@@ -23,9 +23,24 @@ class Worker:
     groups: (group, first member) of every lease that it delivered.
   """
 
-  def __init__(self, spec, workdir, tokenizer, name: str, ready):
+  def __init__(
+    self,
+    spec,
+    workdir,
+    tokenizer,
+    name: str,
+    *,
+    ready: Callable[[], None] = lambda: None,
+    act: Callable[['Worker', int], None] = lambda worker, group: None,
+  ):
+    """Starts it.
+
+    Args:
+      ready: called before it joins.
+      act: called with the worker and the group that it is about to deliver.
+    """
     self._spec, self._workdir, self._tokenizer = spec, workdir, tokenizer
-    self._ready = ready
+    self._ready, self._act = ready, act
     self.name, self.groups = name, []
     self.leases: holder.StoredLeases | None = None
     self.failure: BaseException | None = None
@@ -57,6 +72,7 @@ class Worker:
     deliver = self.leases.deliver
 
     def remember(lease, group):
+      self._act(self, group.group)
       self.groups.append((group.group, lease.first))
       deliver(lease, group)
 
@@ -72,10 +88,15 @@ class Worker:
         spec, systems, self._tokenizer, runner, split='train', orders=orders
       )
       stack.enter_context(contextlib.closing(self.leases))
-      self._ready.wait(300)
+      self._ready()
       self.leases.start()
       is_done = lambda: self.leases.is_over or self._stopping.is_set()
       rollout_worker.run(collector, orders, self.leases, served, is_done)
+
+  def hang(self) -> None:
+    """Reports and uploads nothing from now on, as after SIGSTOP."""
+    self.leases._stopping.set()
+    self.leases._wake.set()
 
   def end(self) -> None:
     self._stopping.set()
@@ -86,8 +107,11 @@ class Worker:
 @contextlib.contextmanager
 def running(spec, workdir, tokenizer, count: int) -> Iterator[list[Worker]]:
   """Starts workers, which join together and end with the run."""
-  names, ready = [f'w{i}' for i in range(count)], threading.Barrier(count)
-  workers = [Worker(spec, workdir, tokenizer, name, ready) for name in names]
+  barrier = threading.Barrier(count, timeout=300)
+  workers = [
+    Worker(spec, workdir, tokenizer, f'w{i}', ready=barrier.wait)
+    for i in range(count)
+  ]
   yield workers
   for worker in workers:
     worker.end()

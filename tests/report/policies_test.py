@@ -34,7 +34,7 @@ def section(workdir, sent, got):
       )
       lines.write(json.dumps(receiver.served(policy)) + '\n')
   page = document.build(run_data.load(workdir))
-  return page[page.index('>Delta bundles<') : page.index('>Expert load<')]
+  return page[page.index('>Delta bundles<') : page.index('>Fleet<')]
 
 
 def test_both_ends_are_drawn(tmp_path):

@@ -5,6 +5,7 @@ Woken by: its thread, or `tick` where trainer and worker share a process.
 Produces: validated groups; lines of metrics of the workers.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -94,7 +95,8 @@ class StoredGroups:
     self._orders: dict[int, seams.GroupOrder] = {}
     self._fates: dict[int, str] = {}
     self._refused: set[tuple[int, int]] = set()
-    self._version = 0
+    self._version = self._below = 0
+    self._deleted = -1
     self._whole_groups: dict[int, records.Group] = {}
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
@@ -261,6 +263,21 @@ class StoredGroups:
       groups.append(uploads.join(read))
     return groups
 
+  def figures(self) -> dict[str, Any]:
+    with self._lock:
+      ledger = self._reconciler.ledger
+      fates = [
+        [fate, family, count]
+        for fate, counts in sorted(ledger.totals().items())
+        for family, count in sorted(counts.items())
+      ]
+      return {
+        'workers': len(self._reconciler.figures()),
+        'fates': fates,
+        'lost': [[reason, n] for reason, n in sorted(ledger.lost.items())],
+        'late': self._reconciler.late,
+      }
+
   def trained(self, groups: Sequence[int]) -> None:
     with self._lock:
       self._fates |= dict.fromkeys(groups, ledgers.TRAINED)
@@ -270,18 +287,22 @@ class StoredGroups:
 
   def collect(self, below: int) -> None:
     with self._lock:
-      if below <= self._reconciler.ledger.floor:
-        return
-      self._reconciler.move(
-        *self._requests(), lambda ledger: ledger.fold(below)
-      )
-      for known in (self._orders, self._fates):
-        for group in [g for g in known if g < below]:
-          del known[group]
-      self._refused = {key for key in self._refused if key[0] >= below}
-      names = self._docs.names('groups')
-      old = [n for n in names if int(n.partition('.')[0]) < below]
-      self._docs.delete([self._docs.place('groups', name) for name in old])
+      self._below = max(self._below, below)
+    self._wake.set()
+
+  def _delete(self) -> None:
+    """Deletes the uploads of groups that were counted for good."""
+    floor = self._reconciler.ledger.floor
+    if self._deleted == floor:
+      return
+    for known in (self._orders, self._fates):
+      for group in [g for g in known if g < floor]:
+        del known[group]
+    self._refused = {key for key in self._refused if key[0] >= floor}
+    numbers = ((n.partition('.')[0], n) for n in self._docs.names('groups'))
+    old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
+    self._docs.delete([self._docs.place('groups', name) for name in old])
+    self._deleted = floor
 
   def blame(self, worker: str) -> None:
     with self._lock:
@@ -317,6 +338,7 @@ class StoredGroups:
         ledger.refuse(group, epoch)
       for group, fate in self._fates.items():
         ledger.settle(group, fate)
+      ledger.fold(self._below)
 
     return [ask]
 
@@ -326,19 +348,22 @@ class StoredGroups:
       for worker, row in self._reconciler.take_rows():
         line = json.dumps(row | {'worker': worker}) + '\n'
         self._rows.append(line.encode())
+      self._delete()
 
   def start(self) -> None:
     self._thread = threading.Thread(target=self._run, name='fleet', daemon=True)
     self._thread.start()
 
   def _run(self) -> None:
+    told = ''
     while not self._stopping.is_set():
       try:
         self.tick()
       except OSError as error:
         # Nobody is better off without a trainer: the store may come back.
-        self._say(f'the fleet waits for its store: {error}')
-        self._stopping.wait(1.0)
+        if str(error) != told:
+          self._say(f'the fleet waits for its store: {error}')
+        told = str(error)
       except BaseException as error:
         self._failure = error
         raise
@@ -356,7 +381,9 @@ class StoredGroups:
       self._thread.join()
     if self._reconciler is None:
       return
-    with self._lock:
-      if is_over:
-        self._reconciler.tick(*self._requests(), ledgers.LeaseLedger.end)
-      self._rows.close()
+    with self._lock, contextlib.closing(self._rows):
+      try:
+        if is_over:
+          self._reconciler.tick(*self._requests(), ledgers.LeaseLedger.end)
+      except OSError as error:
+        self._say(f'workers are not told that the run is over: {error}')

@@ -85,14 +85,13 @@ class StoredLeases:
 
   def start(self) -> None:
     """Joins, and goes on in a thread."""
-    self.sync()
     self._thread = threading.Thread(
       target=self._run, name='leases', daemon=True
     )
     self._thread.start()
 
   def _run(self) -> None:
-    waited = 0.0
+    waited = self._beat_s
     while not self._stopping.is_set():
       is_due = waited >= self._beat_s
       try:
@@ -150,6 +149,12 @@ class StoredLeases:
     )
 
   # The worker's loop.
+
+  @property
+  def has_lease(self) -> bool:
+    with self._lock:
+      done = {epoch for epoch, *_ in self._report.results}
+      return bool(self._leases.keys() - done)
 
   def take(self, version: int) -> tuple[list[seams.Lease], list[seams.Lease]]:
     if self._thread is None:

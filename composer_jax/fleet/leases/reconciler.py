@@ -48,7 +48,7 @@ class LeaseOptions:
   """
 
   lease_s: float = 20.0
-  stall_s: float = 300.0
+  stall_s: float = 600.0
   members: int = 0
   max_lost: int = 5
 

@@ -206,9 +206,24 @@ def spec():
   return wiring.spec_of(config.to_dict())
 
 
+class Orders(dict):
+  """Orders as the trainer of a run in `workdir` makes them, when asked."""
+
+  def __init__(self, spec, tokenizer, workdir):
+    super().__init__()
+    with writers.Writer(workdir, tensorboard=False) as writer:
+      job = runs.job(spec, workdir, writer)
+      vars(job)['tokenizer'] = tokenizer
+      self._order, _ = stages.training_orders(job)
+
+  def __missing__(self, group):
+    return self.setdefault(group, self._order(group))
+
+
 def collector(spec, tokenizer, workdir):
+  orders = Orders(spec, tokenizer, workdir)
   return runs.collector(
-    spec, tokenizer, runners.StaticRunner(), split='train', workdir=workdir
+    spec, tokenizer, runners.StaticRunner(), split='train', orders=orders
   )
 
 
@@ -236,7 +251,7 @@ def test_prices_change_between_groups_and_every_sample_names_them(
   assert after.reward_terms == {'success': 0.0, 'invalid': -0.4}
   assert after.reward == -0.4
   assert 'version 1 are in force' in capsys.readouterr().out
-  # A restarted worker has the same prices.
+  # A restarted trainer has the same prices.
   again = play(collector(spec, tokenizer, tmp_path), tokenizer, 1)
   assert again.reward == after.reward and again.reward_version == 1
 

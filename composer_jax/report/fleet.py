@@ -1,0 +1,67 @@
+"""What the report says of the rollout workers of RL and of their leases."""
+
+import collections
+import math
+from typing import Any
+
+from composer_jax.report import run_data
+from composer_jax.telemetry import writer
+
+HEAD = (
+  *('worker', 'policies', 'tokens', 'tokens/s', '% of slots in use'),
+  *('% waiting for policies', '% waiting for leases'),
+)
+_SECONDS = ('sample_s', 'wait_s', 'lease_wait_s')
+
+
+def workers(run: run_data.RunData) -> list[tuple[Any, ...]]:
+  """Returns a row for each worker; `HEAD` names the columns."""
+  try:
+    rows = writer.read(run.workdir / writer.RECEIVED)
+  except (ValueError, OSError):
+    return []  # `run.problems` names it.
+  by_name = collections.defaultdict[str, list[dict[str, Any]]](list)
+  for row in rows:
+    if isinstance(row, dict) and isinstance(row.get('worker'), str):
+      by_name[row['worker']].append(row)
+  return [_row(name, lines) for name, lines in sorted(by_name.items())]
+
+
+def _row(name: str, lines: list[dict[str, Any]]) -> tuple[Any, ...]:
+  def of(line: dict[str, Any], field: str) -> float:
+    value = run_data.number(line.get(field))
+    return value if value is not None and math.isfinite(value) else 0.0
+
+  def total(field: str) -> float:
+    return sum(of(line, field) for line in lines)
+
+  spans = [sum(of(line, field) for field in _SECONDS) for line in lines]
+  seconds, tokens = max(sum(spans), 1e-9), int(total('tokens'))
+  used = sum(
+    of(line, 'occupancy') * span
+    for line, span in zip(lines, spans, strict=True)
+  )
+  shares = (used, total('wait_s'), total('lease_wait_s'))
+  return (
+    *(name, len(lines), tokens, tokens / seconds),
+    *(100 * share / seconds for share in shares),
+  )
+
+
+def sentences(run: run_data.RunData) -> list[str]:
+  """Says how groups ended and why leases did, up to the last step."""
+  rows = run.rows('fleet')
+  if not rows:
+    return []
+  last, texts = rows[-1], []
+  for name, text in (
+    ('fates', 'Groups by fate and task family'),
+    ('lost', 'Leases that brought nothing, by reason'),
+  ):
+    items = last.get(name)
+    if isinstance(items, list) and items:
+      counts = (' '.join(map(str, i)) for i in items if isinstance(i, list))
+      texts.append(f'{text}: {", ".join(counts)}.')
+  if run_data.number(last.get('late')):
+    texts.append(f'Results that came after their lease: {last["late"]}.')
+  return texts

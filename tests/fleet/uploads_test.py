@@ -1,0 +1,115 @@
+"""What a worker uploads is that of its lease and model, or is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from composer_jax.core import group_bytes, seams
+from composer_jax.fleet.leases import ledger as ledgers
+from composer_jax.fleet.leases import uploads
+from tests.fleet import groups
+
+ORDER = seams.GroupOrder(
+  group=3,
+  task_id=groups.TASK.format(3),
+  min_version=2,
+  rewards=groups.REWARDS,
+)
+PART = ledgers.GroupPart(first=1, stop=3)
+GROUP = groups.make_group(3, 2, range(1, 3))
+WINDOW = GROUP.rollouts[0].trajectories[0]
+
+
+def read(group):
+  return uploads.read(group_bytes.to_bytes(group), ORDER, PART, groups.RULES)
+
+
+def with_rollout(**fields):
+  first, *others = GROUP.rollouts
+  rollouts = (dataclasses.replace(first, **fields), *others)
+  return dataclasses.replace(GROUP, rollouts=rollouts)
+
+
+def at(array, index, value):
+  array = array.copy()
+  array[index] = value
+  return array
+
+
+def test_an_honest_upload_is_read_as_it_was_written():
+  assert group_bytes.to_bytes(read(GROUP)) == group_bytes.to_bytes(GROUP)
+  # The log-probability of a token that is certain may be rounded up.
+  up = at(WINDOW.logprobs_T, 2, 1e-7)
+  assert read(groups.changed(GROUP, logprobs_T=up))
+
+
+@pytest.mark.parametrize(
+  'group, message',
+  [
+    (groups.make_group(4, 2, range(1, 3)), 'group 4 .*, not 3'),
+    (groups.make_group(3, 2, range(0, 2)), r'members \[0, 1\], not 1 to 2'),
+    (groups.make_group(3, 2, range(1, 4)), r'members \[1, 2, 3\], not'),
+    (groups.make_group(3, 1, range(1, 3)), r'versions \[1\].*below 2'),
+    (dataclasses.replace(GROUP, policies=None), 'without its weights'),
+    (with_rollout(reward_version=1), 'version 1, not 0'),
+    (with_rollout(trajectories=(WINDOW, WINDOW)), '2 windows of at most 1'),
+    (
+      groups.changed(GROUP, tokens_T=at(WINDOW.tokens_T, 1, 50)),
+      r'not all in 0\.\.49',
+    ),
+    (groups.changed(GROUP, tokens_T=at(WINDOW.tokens_T, 1, -1)), 'not all in'),
+    (groups.changed(GROUP, logprobs_T=at(WINDOW.logprobs_T, 0, -1)), '0 of'),
+    (groups.changed(GROUP, logprobs_T=at(WINDOW.logprobs_T, 2, 0.1)), '<= 0'),
+    (
+      groups.changed(GROUP, loss_mask_T=at(WINDOW.loss_mask_T, 0, True)),
+      'begin with context',
+    ),
+    (
+      groups.changed(
+        GROUP,
+        loss_mask_T=np.zeros_like(WINDOW.loss_mask_T),
+        logprobs_T=np.zeros_like(WINDOW.logprobs_T),
+      ),
+      'have an answer',
+    ),
+    (groups.changed(GROUP, temperature=0.5), 'temperature 0.5, not 1.0'),
+    (
+      groups.changed(GROUP, expert_ids_TMA=WINDOW.expert_ids_TMA[:, :, :1]),
+      r'\(tokens, 1 layers, 2 active',
+    ),
+    (
+      groups.changed(
+        GROUP, expert_ids_TMA=at(WINDOW.expert_ids_TMA, (0, 0), [3, 4])
+      ),
+      r'experts \[3, 4\]',
+    ),
+  ],
+)
+def test_what_is_not_of_the_lease_or_the_model_is_refused(group, message):
+  with pytest.raises(ValueError, match=message):
+    read(group)
+
+
+def test_a_window_longer_than_any_is_refused():
+  rules = dataclasses.replace(groups.RULES, max_tokens=3)
+  with pytest.raises(ValueError, match='tokens of at most 3|may'):
+    uploads.read(group_bytes.to_bytes(GROUP), ORDER, PART, rules)
+
+
+def test_an_honest_upload_is_within_its_bound():
+  longest = groups.make_group(3, 2)
+  assert len(uploads.encode(longest)) < groups.RULES.max_bytes(4)
+
+
+def test_parts_of_one_version_and_other_weights_are_not_joined():
+  parts = [
+    groups.make_group(3, 2, range(0, 2)),
+    groups.make_group(3, 2, range(2, 4)),
+  ]
+  assert uploads.join(parts).rollouts == tuple(
+    r for p in parts for r in p.rollouts
+  )
+  parts[1] = dataclasses.replace(parts[1], policies={2: 'f' * 64})
+  with pytest.raises(ValueError, match='different weights of version 2'):
+    uploads.join(parts)
