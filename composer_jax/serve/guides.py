@@ -5,10 +5,12 @@ within limits of its own on the size of a grammar and on the work for a token.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,11 @@ _KEPT = 64
 # some kilobytes for each reference among them. Only what is touched is memory.
 _MAX_CHARACTERS = 100_000
 _STACK_BYTES = 1 << 30
+# A few characters can take minutes, such as multiples of a large prime, and
+# what compiles cannot be stopped: so many at once may, and requests wait so
+# long for them.
+_COMPILERS = 2
+_LONGEST_S = 10.0
 
 
 class Grammars:
@@ -37,6 +44,9 @@ class Grammars:
     self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
     self._kept: collections.OrderedDict[str, Any] = collections.OrderedDict()
     self._lock = threading.Lock()
+    self._compilers = threading.BoundedSemaphore(_COMPILERS)
+    # Requests that wait for a grammar take no thread from others.
+    self.waiting = futures.ThreadPoolExecutor(8, 'grammar')
 
   def matcher(self, grammar: str) -> Any:
     """Returns an `llguidance.LLMatcher` of a Lark grammar.
@@ -46,8 +56,9 @@ class Grammars:
     """
     with self._lock:
       known = self._kept.pop(grammar, None)
-      if known is None:
-        known = self._compiled(grammar)
+    if known is None:
+      known = self._compiled(grammar)
+    with self._lock:
       self._kept[grammar] = known
       while len(self._kept) > _KEPT:
         self._kept.popitem(last=False)
@@ -61,11 +72,17 @@ class Grammars:
         None,
         'invalid_schema',
       )
-    library, vocabulary = self._vocabulary
+    with self._lock:
+      library, vocabulary = self._vocabulary
     limits = library.LLParserLimits(verbose_errors=False)
     matchers = []
 
     def compile() -> None:
+      with contextlib.ExitStack() as stack:
+        stack.callback(self._compilers.release)
+        build()
+
+    def build() -> None:
       made = library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
       # Some grammars have no sentence, which shows at the first token.
       tried = made.deep_copy()
@@ -73,7 +90,19 @@ class Grammars:
         tried.compute_bitmask()
       matchers.extend((made, tried))
 
-    _with_deep_stack(compile)
+    if not self._compilers.acquire(timeout=_LONGEST_S):
+      raise errors.ApiError(
+        503,
+        'Other schemas are being prepared; try again.',
+        code='grammars_busy',
+      )
+    if not _ends_in_time(compile):
+      raise errors.invalid(
+        'Answers cannot be held to the schema of the response format or of a '
+        f'tool: it takes more than {_LONGEST_S:g} s to prepare.',
+        None,
+        'invalid_schema',
+      )
     made, tried = matchers
     if tried.is_error() or (tried.is_stopped() and not tried.is_accepting()):
       reason = made.get_error().partition('\n')[0][:300]
@@ -107,15 +136,20 @@ class Grammars:
     )
 
 
-def _with_deep_stack(run: Callable[[], None]) -> None:
-  """Runs in a thread that no recursion over a grammar of ours overflows."""
-  thread = threading.Thread(target=run)
+def _ends_in_time(run: Callable[[], None]) -> bool:
+  """Runs in a thread that no recursion over a grammar of ours overflows.
+
+  Returns:
+    False if it still runs after the longest time, as it then goes on to do.
+  """
+  thread = threading.Thread(target=run, daemon=True)
   before = threading.stack_size(_STACK_BYTES)
   try:
     thread.start()
   finally:
     threading.stack_size(before)
-  thread.join()
+  thread.join(_LONGEST_S)
+  return not thread.is_alive()
 
 
 class _Vocabulary:

@@ -362,7 +362,9 @@ def _parsed(call: Any, param: str) -> tuple[str, dict[str, Any]]:
     function = call['function']
     name, arguments = function['name'], function.get('arguments') or '{}'
     arguments = json.loads(arguments)
-  except (TypeError, ValueError, KeyError, AttributeError) as error:
+  except (
+    TypeError, ValueError, KeyError, AttributeError, RecursionError
+  ) as error:  # fmt: skip
     raise errors.invalid(
       f'{param} must hold functions with a name and arguments that are the '
       'JSON text of an object.',
@@ -428,14 +430,15 @@ def _word_forms(function: requests.Function) -> list[str]:
   properties = _properties(function.parameters)
   names = list(properties)
   listed = function.parameters.get('required')
-  required = set(listed if isinstance(listed, list) else ())
-  if function.name.split() != [function.name] or not required <= set(names):
+  listed = listed if isinstance(listed, list) else []
+  are_names = all(isinstance(n, str) and n in names for n in listed)
+  if function.name.split() != [function.name] or not are_names:
     raise errors.invalid(
       f'Tool {function.name!r} cannot be called by words: its name must be one '
       'word, and what it requires must be properties.',
       'tools',
     )
-  forms = []
+  forms, required = [], set(listed)
   for count in range(len(names) + 1):
     words = [f'" " {_word(properties[name])}' for name in names[:count]]
     head = ' '.join([grammars.literal(function.name), *words])

@@ -224,8 +224,10 @@ class OpenAI:
     if not (grammar or bias or any(penalties)):
       return []
     # In a thread: streams go on while a grammar is compiled.
+    run = asyncio.get_running_loop().run_in_executor
+    grammars = self._grammars
     matchers = [
-      await asyncio.to_thread(self._grammars.matcher, grammar)
+      await run(grammars.waiting, grammars.matcher, grammar)
       if grammar
       else None
       for _ in range(count)

@@ -90,8 +90,11 @@ class GenerationRequest(Sampling):
   @classmethod
   def _terms(cls, terms: dict[str, float]) -> dict[str, float]:
     for token, term in terms.items():
-      if not (token.isascii() and token.isdecimal() and abs(term) <= 100):
-        raise _error(f'must give ids of tokens terms of -100 to 100: {token!r}')
+      is_id = token.isascii() and token.isdecimal() and len(token) < 10
+      if not (is_id and abs(term) <= 100):
+        raise _error(
+          f'must give ids of tokens terms of -100 to 100: {token!r:.40}'
+        )
     return terms
 
 

@@ -158,6 +158,25 @@ def test_a_long_schema_is_refused_unread(tokenizer):
     made.matcher(grammars.whole('value', rules))
 
 
+def test_a_schema_that_takes_long_holds_up_no_other(tokenizer, monkeypatch):
+  made = guides.Grammars(tokenizer, 400, (tokenizer.END,))
+  known = grammars.whole('"a"')
+  made.matcher(known)
+  monkeypatch.setattr(guides, '_LONGEST_S', 0.1)
+  for prime in (100003, 100019):
+    schema = {'type': 'integer', 'multipleOf': prime}
+    rules = [f'value: {grammars.of_schema(schema)}']
+    with pytest.raises(errors.ApiError, match='more than 0.1 s to prepare'):
+      made.matcher(grammars.whole('value', rules))
+  # Both compilers are still at it; what is known needs none.
+  with pytest.raises(errors.ApiError, match='try again') as caught:
+    made.matcher(grammars.whole('"b"'))
+  assert caught.value.status == 503
+  made.matcher(known)
+  monkeypatch.undo()
+  made.matcher(grammars.whole('"b"'))
+
+
 def test_a_chain_of_references_overflows_no_stack(tokenizer):
   """It would end the process, where the stack is that of any thread."""
   made = guides.Grammars(tokenizer, 400, (tokenizer.END,))
