@@ -114,9 +114,11 @@ def test_shuffling_leaves_what_was_not_judged_in_its_place():
   )
 
 
-def test_group_refuses_missing_members_by_number():
+def test_group_refuses_a_missing_member_by_number():
   rollouts = (make_rollout(0, 1.0), make_rollout(2, 0.0))
-  with pytest.raises(ValueError, match=r'members 0..R-1 in order.*\[0, 2\]'):
+  with pytest.raises(
+    ValueError, match=r'consecutive members in order.*\[0, 2\]'
+  ):
     records.Group(group=3, task_id='t', rollouts=rollouts)
 
 

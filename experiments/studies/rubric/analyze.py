@@ -9,9 +9,9 @@ import numpy as np
 
 from experiments import start
 from experiments.studies import results
-from experiments.studies.rubric import run
 
 ROOT = pathlib.Path(__file__).parent
+_ARMS = ('plain', 'style')
 _SPAN = 5  # Steps of a mean.
 _HEAD = (
   *('seed', 'arm', 'tested, first steps', 'last steps', 'looked first', 'last'),
@@ -27,7 +27,7 @@ def table(rows: list[results.Row]) -> str:
   """A line for each arm of each seed; shares of rollouts and of episodes."""
   lines = [_HEAD, ['---'] * len(_HEAD)]
   for seed in sorted({r['seed'] for r in rows}):
-    for arm in run.ARMS:
+    for arm in _ARMS:
       own = [r for r in rows if (r['arm'], r['seed']) == (arm, seed)]
       steps = [r for r in own if r['stage'] == 'rl']
       if not steps:
