@@ -97,7 +97,7 @@ def to_bytes(group: records.Group) -> bytes:
 _DAMAGE = (
   *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, LookupError),
   *(NotImplementedError, RuntimeError, TypeError, AttributeError),
-  *(OverflowError, tokenize.TokenError),
+  *(OverflowError, tokenize.TokenError, MemoryError, SyntaxError),
 )
 _MAX_BYTES = 1 << 32
 _PLAIN: dict[Any, tuple[type, ...]] = {
@@ -173,12 +173,17 @@ def _made(cls: Any, fields: dict[str, Any]) -> Any:
 
 def _group(arrays: dict[str, np.ndarray], max_bytes: int) -> records.Group:
   header = json.loads(arrays['header'].tobytes())
-  rollouts = []
+  rollouts, left = [], max_bytes
+  members = [fields['member'] for fields in header['rollouts']]
+  # Before any tape is unpacked, of which one could serve many.
+  if len(set(members)) < len(members):
+    raise ValueError(f'it holds a member twice: {members!r:.99}.')
   for fields in header['rollouts']:
     trajectories = []
     for i, temperature in enumerate(fields.pop('temperatures')):
       name = f'{fields["member"]}/{i}'
-      tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes(), max_bytes)
+      tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes(), left)
+      left -= tape.ids_TMA.nbytes
       trajectory = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
       trajectory |= {'temperature': temperature, 'expert_ids_TMA': tape.ids_TMA}
       trajectories.append(_made(records.Trajectory, trajectory))

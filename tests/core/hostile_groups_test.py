@@ -79,6 +79,35 @@ def test_a_field_of_another_type_is_named(change, message):
     group_bytes.from_bytes(with_header(change))
 
 
+def test_a_member_that_stands_twice_is_refused_before_its_tape_is_unpacked():
+  data = with_header(lambda h: h['rollouts'].append(h['rollouts'][0]))
+  with pytest.raises(ValueError, match='holds a member twice'):
+    group_bytes.from_bytes(data)
+
+
+def test_all_tapes_together_take_what_one_may():
+  tapes = [
+    t.expert_ids_TMA.nbytes
+    for r in group_bytes_test.GROUP.rollouts
+    for t in r.trajectories
+  ]
+  assert len(tapes) > 1
+  contents = parts()
+  arrays = group_bytes._arrays(packed(contents), 1 << 30)
+  group_bytes._group(arrays, sum(tapes))
+  with pytest.raises(ValueError, match='the reader takes'):
+    group_bytes._group(arrays, sum(tapes) - 1)
+
+
+def test_an_array_whose_header_overflows_a_parser_is_refused():
+  contents = parts()
+  header = b'-' * 9000 + b'1'
+  array = b'\x93NUMPY\x01\x00' + len(header).to_bytes(2, 'little') + header
+  contents[next(n for n in contents if n.startswith('0/'))] = array
+  with pytest.raises(ValueError):
+    group_bytes.from_bytes(packed(contents))
+
+
 def test_a_deep_header_is_refused():
   text = np.frombuffer(b'[' * 100_000, np.uint8)
   with pytest.raises(ValueError, match='RecursionError'):

@@ -177,6 +177,23 @@ def test_a_worker_whose_engine_hangs_loses_its_leases(tmp_path):
   assert assert_done(world).lost.keys() == {'stalled'}
 
 
+def test_no_lease_lasts_for_ever(tmp_path):
+  world = worlds.World(tmp_path, stall_s=30.0, lease_s=20.0, longest_s=100.0)
+  busy, other = world.worker('busy'), world.worker('other')
+  world.turn([busy])
+  world.turn([])
+  busy.take()
+  assert busy.holds
+  for _ in range(150):
+    world.time += 1.0
+    busy.door.take(0)  # It works, and never delivers.
+    busy.door.sync()
+    world.trainer.tick()
+  assert any('busy takes too long' in line for line in world.said)
+  world.run([other])
+  assert_done(world)
+
+
 def test_what_a_worker_gives_back_is_leased_at_once(world):
   leaver, other = world.worker('leaver'), world.worker('other')
   world.turn([leaver])

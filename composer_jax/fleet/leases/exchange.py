@@ -238,6 +238,7 @@ class StoredGroups:
   def _refuse(self, group: int, part: ledgers.GroupPart, fault: str) -> None:
     self._say(f'{fault} It is sampled anew.')
     self._refused.add((group, part.epoch))
+    self._reconciler.distrust(part.worker)
     self._wake.set()
 
   def plan(self, groups: Sequence[int]) -> list[Any]:

@@ -43,17 +43,20 @@ class LeaseOptions:
     stall_s: seconds in which a worker reports, but its engine does nothing for
       a lease that it could begin; compilation must fit.
     members: most members of a group in one lease; 0 for whole groups.
+    longest_s: seconds after which a lease goes to another worker, whatever its
+      worker reports; the longest group must fit.
     max_lost: leases of the same members that may bring nothing before their
       group is given up, with the fate 'infrastructure'.
   """
 
   lease_s: float = 20.0
   stall_s: float = 600.0
+  longest_s: float = 7200.0
   members: int = 0
   max_lost: int = 5
 
   def __post_init__(self):
-    checks.positive(self, 'lease_s', 'stall_s')
+    checks.positive(self, 'lease_s', 'stall_s', 'longest_s')
     checks.at_least(self, 0, 'members', 'max_lost')
 
 
@@ -98,6 +101,8 @@ class Reconciler:
     self._last, self._time = clock(), 0.0
     self._seen: dict[str, _Seen] = {}
     self._is_first_look = True
+    self._since: dict[int, float] = {}  # of leases, by epoch
+    self._distrusted: set[str] = set()
     self._told: Any = None  # What all orders say alike.
     self.num_accepted = 0
     self._late: set[tuple[str, int]] = set()
@@ -243,6 +248,10 @@ class Reconciler:
     if name in self._seen:
       self._seen[name].gone = ledgers.LEFT
 
+  def distrust(self, name: str) -> None:
+    """Has a worker, of which something was refused, come after all others."""
+    self._distrusted.add(name)
+
   def is_given_up(self, name: str) -> bool:
     """Returns whether a worker was given up though nobody said it ended."""
     seen = self._seen.get(name)
@@ -284,17 +293,27 @@ class Reconciler:
         self._say(f'worker {name} makes no progress; its leases go to others')
       if seen.gone:
         ledger.lose_all(name, seen.gone)
+    self._end_old_leases(ledger)
     for name in ledger.holders():
       if name not in self._seen:
         # Its report is gone or was never readable.
         ledger.lose_all(name, ledgers.SILENT)
+
+  def _end_old_leases(self, ledger: ledgers.LeaseLedger) -> None:
+    held = {e: n for n in ledger.holders() for e in ledger.epochs_of(n)}
+    self._since = {e: self._since.get(e, self._time) for e in held}
+    for epoch, since in self._since.items():
+      if self._time - since > self._options.longest_s:
+        self._say(f'worker {held[epoch]} takes too long; a lease goes on')
+        ledger.lose(epoch, ledgers.STALLED)
 
   def _hand_out(self, ledger: ledgers.LeaseLedger) -> None:
     """Leases what waits, in order, each to who has the least for its size."""
     takers = _Takers()
     for name, seen in self._seen.items():
       if seen.is_live and not seen.gone and not seen.report.is_leaving:
-        takers.add(name, ledger.load_of(name), seen.report.capacity)
+        load, last = ledger.load_of(name), name in self._distrusted
+        takers.add(name, load, seen.report.capacity, last)
     for group, part in ledger.waiting():
       worker = takers.take(part)
       if worker is None:
@@ -329,30 +348,31 @@ class _Takers:
   """Workers by how much they have of what they want."""
 
   def __init__(self):
-    self._heap: list[tuple[float, str, int, int]] = []
+    self._heap: list[tuple[bool, float, str, int, int]] = []
 
-  def add(self, name: str, load: int, capacity: int) -> None:
+  def add(self, name: str, load: int, capacity: int, is_last: bool) -> None:
     # Who has nothing gets even what is larger than it wants.
     if load < capacity or (not load and capacity):
-      heapq.heappush(self._heap, (load / capacity, name, load, capacity))
+      order = (is_last, load / capacity)
+      heapq.heappush(self._heap, (*order, name, load, capacity))
 
   def take(self, part: ledgers.GroupPart) -> str | None:
     """Returns who gets a part: rather another than who lost it before."""
     aside = None
     while self._heap:
-      _, name, load, capacity = taken = heapq.heappop(self._heap)
+      is_last, _, name, load, capacity = taken = heapq.heappop(self._heap)
       if load and load + part.size > capacity:
         continue
       if name == part.worker and self._heap and aside is None:
         aside = taken
         continue
-      self.add(name, load + part.size, capacity)
+      self.add(name, load + part.size, capacity, is_last)
       break
     else:
       if aside is None:
         return None
-      _, name, load, capacity = aside
-      self.add(name, load + part.size, capacity)
+      is_last, _, name, load, capacity = aside
+      self.add(name, load + part.size, capacity, is_last)
       return name
     if aside is not None:
       heapq.heappush(self._heap, aside)

@@ -287,6 +287,14 @@ def decode_result(data: Any, *, objects: bool = False) -> Any:
     NotPlain: the encoding is of no plain value.
   """
   decoded = functools.partial(decode_result, objects=objects)
+  sizes = (
+    [len(v) for v in data.values() if isinstance(v, list | dict)]
+    if (isinstance(data, dict))
+    else []
+  )
+  if max(sizes, default=0) > _MAX_ITEMS:
+    # No `encode` writes so many, and equal hashes cost their square.
+    raise NotPlain(f'A container has more than {_MAX_ITEMS} items.')
   if isinstance(data, list):
     return [decoded(item) for item in data]
   if not isinstance(data, dict):

@@ -96,8 +96,12 @@ class HarborEnvironment(environment.BoxEnvironment):
     root = pathlib.Path(self._harbor.artifacts, name, step.name)
     for path, data in verifier.artifacts(step, left).items():
       # Paths of a box hold no '..'; a later episode replaces an earlier one.
-      (root / path).parent.mkdir(parents=True, exist_ok=True)
-      files.write_atomic(root / path, data)
+      try:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(root / path, data)
+      except (OSError, ValueError) as error:
+        # A name that this file system does not take is no fault of the sandbox.
+        logging.warning('%s: artefact %.200r is lost: %s', name, path, error)
 
   def verdict(self, finished: bool) -> records.Verdict:
     """Verifies the step that the episode ended in, and joins the rewards."""

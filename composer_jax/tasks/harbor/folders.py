@@ -38,10 +38,10 @@ def read_bytes(path: pathlib.Path, most: int = MAX_FILE) -> bytes:
     descriptor = os.open(path, flags)
   except OSError as error:
     raise malformed(f'{path} cannot be read: {error.strerror}.') from error
+  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    raise malformed(f'{path} is no regular file.')
   with os.fdopen(descriptor, 'rb') as file:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-      raise malformed(f'{path} is no regular file.')
     data = file.read(most + 1)
   if len(data) > most:
     raise TaskRefused('too_large', f'{path} is larger than {most} bytes.')

@@ -27,8 +27,7 @@ _NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', re.ASCII)
 _CANARY = re.compile(r'(<!--.*canary.*-->|#.*canary.*)', re.IGNORECASE)
 _BAD_STEP = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 _MAX_STEPS, _MAX_S = 100, 24 * 3600.0
-# Reading a key of many parts takes time by the square of their number.
-_MAX_TOML = 1 << 16
+_MAX_TOML, _MAX_DOTS = 1 << 16, 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +105,9 @@ def read(folder: pathlib.Path, bases: Sequence[str] = ()) -> HarborTask:
   """Reads a directory; a folders.TaskRefused names what is wrong."""
   path = folder / TOML
   text = folders.read_text(path, _MAX_TOML)
+  # A key of many parts takes time and memory by the square of their number.
+  if any(x.partition('=')[0].count('.') > _MAX_DOTS for x in text.splitlines()):
+    raise folders.malformed(f'{path} has a key of over {_MAX_DOTS} parts.')
   try:
     config = tomllib.loads(text)
   except (ValueError, RecursionError) as error:

@@ -41,9 +41,12 @@ def read(box: base.Box) -> dict[str, float]:
 
 def of_text(data: bytes) -> dict[str, float]:
   text = data.decode('ascii', 'replace').lower()
-  if not _NUMBER.fullmatch(text) or not any(c.isdigit() for c in text):
-    raise NoReward(f'reward.txt holds no number: {text[:40]!r}')
-  return {'reward': _finite(float(text), 'reward')}
+  try:
+    # Python would also read 1_0, nan and inf.
+    number = float(text if _NUMBER.fullmatch(text) else '')
+  except ValueError as error:
+    raise NoReward(f'reward.txt holds no number: {text[:40]!r}') from error
+  return {'reward': _finite(number, 'reward')}
 
 
 def of_json(data: bytes) -> dict[str, float]:

@@ -67,8 +67,13 @@ class HarborTasks(environments.TaskFamily):
       except folders.TaskRefused as error:
         refused.append(f'{error.reason}: {error}')
         continue
+      # One odd directory must not end the others.
+      except (ValueError, OSError, RecursionError) as error:
+        refused.append(f'malformed: {path} cannot be read: {error!r:.300}')
+        continue
       if task.task_id in tasks:
-        raise ValueError(f'Two tasks of {root} are named {task.task_id!r}.')
+        refused.append(f'malformed: {path} has the name of another task.')
+        continue
       tasks[task.task_id] = (task, path.parent)
     for line in refused:
       logging.warning('A task is left out. %s', line)

@@ -103,6 +103,10 @@ def test_floats_differ_by_what_the_tests_allow():
   assert plain.same(0.1 + 0.2, 0.3, held_out.tolerance_of(exact))
   assert plain.same(0.3, 0.3000001, held_out.tolerance_of(loose))
   assert plain.same(3.0, 3.002, held_out.tolerance_of(stated))
+  # As a relative difference it would take any number for any other.
+  coarse = {'t.py': 'assert f(1) == pytest.approx(9000, abs=10)'}
+  assert not plain.same(-1e9, 9000.0, held_out.tolerance_of(coarse))
+  assert plain.same(9000.0000001, 9000.0, held_out.tolerance_of(coarse))
 
 
 @pytest.mark.parametrize('seed', range(5))

@@ -132,6 +132,8 @@ artifacts = ["/app/x"]
     ({}, f'a = {"[" * 3000}', 'malformed', 'no TOML'),
     ({'task.toml': 'x = 1\n' * 11_000}, '', 'too_large', 'larger than'),
     ({}, f'x = {"9" * 5000}', 'malformed', 'no TOML'),
+    ({}, f'{"a." * 3000}a = 1', 'malformed', 'key of over 100 parts'),
+    ({}, f'[{"a." * 3000}a]', 'malformed', 'key of over 100 parts'),
     ({}, 'schema_version = "2.0"', 'malformed', "is '2.0'"),
     ({}, 'schema_version = 1.4', 'malformed', 'must be a text'),
     ({}, '[task]\nname = "../../etc"', 'malformed', 'ORGANISATION/NAME'),

@@ -26,6 +26,8 @@ def test_a_number_alone_is_the_reward(text, value):
     b'1e400',
     b'1e10',
     b'.',
+    b'e5',
+    b'.e-3',
   ]
   + [b'1' * 40, '٣'.encode()],
 )
