@@ -57,7 +57,7 @@ def start(tmp_path):
       [sys.executable, '-c', TRAINER, str(tmp_path), json.dumps(orders)],
       place or hosts.Hosts(processes=2),
       supervisor.SupervisorOptions(
-        **{'stall_s': 20.0, 'start_s': 20.0, **options}
+        **{'stall_s': 20.0, 'start_s': 120.0, **options}
       ),
       workdir=tmp_path,
       own_identity=config or {'config.seed': 0},

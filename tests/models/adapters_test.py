@@ -136,6 +136,7 @@ def _frozen(engine):
   return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(trees)]
 
 
+@pytest.mark.slow
 def test_an_engine_takes_adapters_and_keeps_its_frozen_weights():
   config = adapted(CONFIGS['small'])
   variables = jax.tree.map(jnp.asarray, on_mesh.initial(config))
@@ -156,6 +157,7 @@ def test_an_engine_takes_adapters_and_keeps_its_frozen_weights():
     assert (now.logprobs_T != before.logprobs_T).any()
 
 
+@pytest.mark.slow
 def test_an_engine_serves_the_frozen_arrays_of_its_caller():
   config = adapted(CONFIGS['invariant'])
   variables = jax.tree.map(jnp.asarray, on_mesh.initial(config))

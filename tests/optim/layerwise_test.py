@@ -69,7 +69,10 @@ def trained(state, offload):
   return params, dict(moments), updates
 
 
-@pytest.mark.parametrize('state', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize(
+  'state',
+  ['float32', pytest.param('bfloat16', marks=pytest.mark.slow), 'int8'],
+)
 def test_bits_are_those_of_state_on_the_device(state):
   params, moments, updates = trained(state, offload=True)
   want_params, want_moments, want_updates = trained(state, offload=False)
