@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import types
 
 import numpy as np
 import pytest
@@ -160,21 +162,30 @@ def test_a_long_schema_is_refused_unread(tokenizer):
 
 def test_a_schema_that_takes_long_holds_up_no_other(tokenizer, monkeypatch):
   made = guides.Grammars(tokenizer, 400, (tokenizer.END,))
-  known = grammars.whole('"a"')
+  known, other = grammars.whole('"a"'), grammars.whole('"b"')
   made.matcher(known)
-  monkeypatch.setattr(guides, '_LONGEST_S', 0.1)
-  for prime in (100003, 100019):
-    schema = {'type': 'integer', 'multipleOf': prime}
-    rules = [f'value: {grammars.of_schema(schema)}']
-    with pytest.raises(errors.ApiError, match='more than 0.1 s to prepare'):
-      made.matcher(grammars.whole('value', rules))
+  library, vocabulary = made._vocabulary
+  freed = threading.Event()
+
+  def slow(*arguments, **named):
+    freed.wait()
+    return library.LLMatcher(*arguments, **named)
+
+  limits = library.LLParserLimits
+  blocking = types.SimpleNamespace(LLMatcher=slow, LLParserLimits=limits)
+  made._vocabulary = (blocking, vocabulary)
+  monkeypatch.setattr(guides, '_LONGEST_S', 0.01)
+  for word in '"c"', '"d"':
+    with pytest.raises(errors.ApiError, match='more than 0.01 s to prepare'):
+      made.matcher(grammars.whole(word))
   # Both compilers are still at it; what is known needs none.
   with pytest.raises(errors.ApiError, match='try again') as caught:
-    made.matcher(grammars.whole('"b"'))
+    made.matcher(other)
   assert caught.value.status == 503
   made.matcher(known)
+  freed.set()
   monkeypatch.undo()
-  made.matcher(grammars.whole('"b"'))
+  made.matcher(other)
 
 
 def test_a_chain_of_references_overflows_no_stack(tokenizer):
