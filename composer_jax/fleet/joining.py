@@ -17,9 +17,8 @@ from typing import Any
 
 from composer_jax.core import files
 from composer_jax.delta.format import keys
-from composer_jax.delta.store import objects
 from composer_jax.fleet import identity
-from composer_jax.fleet.leases import documents, holder
+from composer_jax.fleet.leases import documents, fleet_store, holder
 
 KEY = 'delta.key'  # Where `delta.transport` looks for it in a folder.
 _LOOK_S = 0.2
@@ -39,8 +38,8 @@ def open_documents(
   Args:
     writes: URL of the store behind one that can only be read; '' for itself.
   """
-  place = objects.Store(store)
-  behind = objects.Store(writes) if writes else None
+  place = fleet_store.FleetStore(store)
+  behind = fleet_store.FleetStore(writes) if writes else None
   (behind or place).check_writable()
   with contextlib.suppress(FileExistsError):
     if not key.exists():

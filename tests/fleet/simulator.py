@@ -15,8 +15,8 @@ import json
 import numpy as np
 
 from composer_jax.core import files, seams
-from composer_jax.delta.store import objects as stores
 from composer_jax.fleet.leases import documents, reconciler
+from composer_jax.fleet.leases import fleet_store as stores
 from tests.fleet import worlds
 
 
@@ -65,7 +65,7 @@ class _Store(worlds.Store):
     self._told = told
 
   def put_at(self, key, data):
-    stores.Store.put_at(self, key, data)
+    stores.FleetStore.put_at(self, key, data)
     if '/orders/' in key:
       self._told(key.rpartition('/')[2])
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from composer_jax.delta.store import folder
-from composer_jax.delta.store import objects as stores
 from composer_jax.fleet.leases import documents
+from composer_jax.fleet.leases import fleet_store as stores
 from tests.delta import s3_server
 from tests.fleet import worlds
 
@@ -23,7 +23,7 @@ def bucket():
 def store_of(kind, tmp_path):
   where = {'folder': f'{tmp_path}/store', 's3': f's3://{s3_server.BUCKET}/a'}
   options = {'retry_config': {'max_retries': 2}} if kind == 's3' else {}
-  return stores.Store(where[kind], options=options)
+  return stores.FleetStore(where[kind], options=options)
 
 
 @pytest.mark.parametrize('kind', ['folder', 's3'])
@@ -46,7 +46,7 @@ def test_a_worker_reads_by_http_and_writes_behind(tmp_path):
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
   threading.Thread(target=server.serve_forever, args=(0.01,)).start()
   try:
-    cache = stores.Store(f'http://127.0.0.1:{server.server_port}')
+    cache = stores.FleetStore(f'http://127.0.0.1:{server.server_port}')
     docs = documents.RunDocuments(cache, worlds.KEY, 'policy', writes=behind)
     world.run([world.worker('far', docs=docs)])
   finally:

@@ -12,8 +12,8 @@ import numpy as np
 from composer_jax.core import group_bytes, seams
 from composer_jax.delta.format import keys
 from composer_jax.delta.store import folder
-from composer_jax.delta.store import objects as stores
 from composer_jax.fleet.leases import documents, exchange, holder
+from composer_jax.fleet.leases import fleet_store as stores
 from composer_jax.fleet.leases import ledger as ledgers
 from tests.fleet import groups
 
@@ -84,7 +84,7 @@ class _Backend:
     return list(keys)
 
 
-class Store(stores.Store):
+class Store(stores.FleetStore):
   """A store in memory.
 
   Attributes:

@@ -37,7 +37,6 @@ _URL = re.compile(
   f'|({"|".join(remote.KINDS)})://[^/]+(/[^/]+)*/*'
 )
 # What was meant as a URL must not become a folder of that name.
-_FLEET = re.compile(r'fleet(/[A-Za-z0-9][\w.-]*)+/?', re.A)
 _MEANT_AS_URL = re.compile('(s3a?|gc?s|az|https?|file|direct):|.*://')
 
 
@@ -214,39 +213,3 @@ class Store:
     top, writer = f'messages/{run_id}/', self._writer()
     found = [key for key in writer.find(top) if not key.startswith(top + but)]
     writer.delete(found, 0.0)
-
-  # What a fleet keeps here; its documents are sealed by those who write them.
-
-  def put_at(self, key: str, data: bytes) -> None:
-    """Writes a key below fleet/, which this process alone writes."""
-    self._writer().put(_fleet(key), data)
-
-  def read_at(self, key: str, most: int) -> bytes | None:
-    """Reads a key past caches; None for none, ValueError if it is longer."""
-    try:
-      data = self._backend.read(_fleet(key), 0, most + 1, fresh=True)
-    except FileNotFoundError:
-      return None
-    if len(data) > most:
-      raise ValueError(f'{self.url}/{key}: has more than {most} bytes.')
-    return data
-
-  def read_tagged_at(self, key: str, most: int) -> tuple[bytes, str] | None:
-    """Reads a key that several write, and its tag; see `read_pointer`."""
-    return self._backend.read_tagged(_fleet(key), most)
-
-  def swap_at(self, key: str, data: bytes, tag: str | None, most: int) -> str:
-    """Replaces what has this tag, else Conflict; returns the new tag."""
-    return self._writer().swap(_fleet(key), data, tag, most)
-
-  def find_at(self, top: str) -> list[str]:
-    return sorted(self._writer().find(_fleet(top)))
-
-  def delete_at(self, keys: Iterable[str]) -> None:
-    self._writer().delete([_fleet(key) for key in keys], 0.0)
-
-
-def _fleet(key: str) -> str:
-  if not _FLEET.fullmatch(key):
-    raise ValueError(f'{key!r} is no key of a fleet.')
-  return key

@@ -19,7 +19,7 @@ from typing import Any
 
 from composer_jax.core import files, seams
 from composer_jax.delta.format import identity, keys, manifest
-from composer_jax.delta.store import objects
+from composer_jax.fleet.leases import fleet_store
 
 MAX_DOCUMENT_BYTES = 2**20
 # Of ten thousand groups under way some 3 MB.
@@ -133,11 +133,11 @@ class RunDocuments:
 
   def __init__(
     self,
-    store: objects.Store,
+    store: fleet_store.FleetStore,
     key: keys.Hmac,
     run_id: str,
     *,
-    writes: objects.Store | None = None,
+    writes: fleet_store.FleetStore | None = None,
   ):
     """Opens them; nothing is asked yet.
 
