@@ -288,6 +288,19 @@ async def timed(
     yield index, event
 
 
+async def ends_of(
+  job: jobs.SampleJob, figures: metrics.Metrics, count: int
+) -> dict[int, records.Completion]:
+  """Returns the completions of `count` requests by index, once all ended."""
+  ends: dict[int, records.Completion] = {}
+  unfinished = set(range(count))
+  async for index, event in timed(job, figures, unfinished):
+    if isinstance(event, records.Completion):
+      ends[index] = event
+      unfinished.discard(index)
+  return ends
+
+
 async def play(
   job: jobs.SampleJob,
   choices: Sequence[GrowingAnswer],

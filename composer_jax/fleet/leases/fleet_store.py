@@ -1,7 +1,4 @@
-"""The keys of a store below fleet/, beside those of its bundles.
-
-Bounds and hashes are checked by `documents`, which also seals what it writes.
-"""
+"""The keys of a store below fleet/, of which `documents` seals the values."""
 
 import re
 from collections.abc import Iterable

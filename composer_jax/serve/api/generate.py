@@ -98,15 +98,9 @@ class GenerateApi:
       max_tokens=params.max_tokens,
       param='token_ids',
     )
-    ends: dict[int, records.Completion] = {}
     async with self._service.open(sampled) as job:
       self._figures.prompt_tokens.inc(len(prompt_T))
-      unfinished = set(range(len(sampled)))
-      events = generation.timed(job, self._figures, unfinished)
-      async for index, event in events:
-        if isinstance(event, records.Completion):
-          ends[index] = event
-          unfinished.discard(index)
+      ends = await generation.ends_of(job, self._figures, len(sampled))
     # In a thread: the routes of long windows are megabytes.
     answer = await asyncio.to_thread(
       lambda: self._answer(len(prompt_T), ends, params)

@@ -98,15 +98,9 @@ class TokensApi:
       keep=bool(session),
       session_length=asked.session_length if session else None,
     )
-    ends: dict[int, records.Completion] = {}
     async with opened as job:
       self._figures.prompt_tokens.inc(len(prompt_T))
-      unfinished = set(range(len(sampled)))
-      events = generation.timed(job, self._figures, unfinished)
-      async for index, event in events:
-        if isinstance(event, records.Completion):
-          ends[index] = event
-          unfinished.discard(index)
+      ends = await generation.ends_of(job, self._figures, len(sampled))
     length = None
     if session:
       length = asked.session_length + len(prompt_T) + len(ends[0].tokens_T)

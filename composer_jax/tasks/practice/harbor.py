@@ -7,15 +7,14 @@ import io
 import json
 import logging
 import pathlib
-import random
 import tarfile
 from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum
 from composer_jax.tasks.harbor import environment, folders, manifest, prepared
+from composer_jax.tasks.practice import splits
 from composer_jax.tasks.repository import scripts
 from composer_jax.text import tool_calls
 
@@ -107,11 +106,8 @@ class HarborTasks(environments.TaskFamily):
     return chosen
 
   def _of_split(self, split: str) -> list[manifest.HarborTask]:
-    def is_held_out(name: str) -> bool:
-      return hashlib.sha256(name.encode()).digest()[0] % 10 == 0
-
-    tasks = self._read.values()
-    return [t for t in tasks if is_held_out(t.task_id) == (split != 'train')]
+    is_wanted = lambda name: splits.is_held_out(name) == (split != 'train')
+    return [t for t in self._read.values() if is_wanted(t.task_id)]
 
   def identity(self) -> str:
     digest = hashlib.sha256()
@@ -140,26 +136,11 @@ class HarborTasks(environments.TaskFamily):
     self, tokenizer: Any, *, split: str, seed: int
   ) -> environments.TaskSource:
     """Returns a split's tasks; more groups than tasks play them again."""
-    chosen = self._enough(split)
-    random.Random(f'{seed}/{split}').shuffle(chosen)
-    candidates = [
-      curriculum.Candidate(task_id=t.task_id, labels=()) for t in chosen
-    ]
-    return environments.TaskSource(
-      of_group=lambda group: chosen[group % len(chosen)],
-      of_id=self._read.__getitem__,
-      pool=lambda step: candidates,
-    )
+    return splits.source_of(self._enough(split), split=split, seed=seed)
 
   def listed(self, split: str, count: int) -> list[manifest.HarborTask]:
-    tasks = self._of_split(split)
-    random.Random(f'{self._spec.seed}/{split}').shuffle(tasks)
-    if len(tasks) < max(count, 1):
-      raise ValueError(
-        f'{self._options.folder} has {len(tasks)} {split} tasks; --tasks asks '
-        f'for {count or "all"}.'
-      )
-    return tasks[: count or None]
+    fixed = dict(split=split, seed=self._spec.seed, place=self._options.folder)
+    return splits.listed(self._of_split(split), count, **fixed)
 
   def gold(
     self, task: manifest.HarborTask, tokenizer: Any

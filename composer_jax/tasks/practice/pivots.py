@@ -4,15 +4,14 @@ import functools
 import hashlib
 import logging
 import pathlib
-import random
 from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.agent import summarize
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum
 from composer_jax.tasks.pivots import environment, recorded
+from composer_jax.tasks.practice import splits
 from composer_jax.tasks.repository import scripts
 from composer_jax.text import tool_calls
 
@@ -49,13 +48,10 @@ class Pivots(environments.TaskFamily):
     return found
 
   def _of_split(self, split: str) -> list[recorded.Pivot]:
-    def is_held_out(source: str) -> bool:
-      return hashlib.sha256(source.encode()).digest()[0] % 10 == 0
-
     return [
       pivot
       for pivot in self._recorded.pivots
-      if is_held_out(pivot.source) == (split != 'train')
+      if splits.is_held_out(pivot.source) == (split != 'train')
     ]
 
   def check_files(self) -> None:
@@ -112,26 +108,14 @@ class Pivots(environments.TaskFamily):
         *(len(chosen) - len(fitting), len(chosen), split),
       )
     self._some(split, fitting)
-    random.Random(f'{seed}/{split}').shuffle(fitting)
-    candidates = [
-      curriculum.Candidate(task_id=p.task_id, labels=(f'tool:{p.call.name}',))
-      for p in fitting
-    ]
-    return environments.TaskSource(
-      of_group=lambda group: fitting[group % len(fitting)],
-      of_id={p.task_id: p for p in fitting}.__getitem__,
-      pool=lambda step: candidates,
+    fixed = dict(split=split, seed=seed)
+    return splits.source_of(
+      fitting, **fixed, labels_of=lambda p: (f'tool:{p.call.name}',)
     )
 
   def listed(self, split: str, count: int) -> list[recorded.Pivot]:
-    pivots = self._of_split(split)
-    random.Random(f'{self._spec.seed}/{split}').shuffle(pivots)
-    if len(pivots) < max(count, 1):
-      raise ValueError(
-        f'{self._file} has {len(pivots)} {split} tasks; --tasks asks for '
-        f'{count or "all"}.'
-      )
-    return pivots[: count or None]
+    fixed = dict(split=split, seed=self._spec.seed, place=self._file)
+    return splits.listed(self._of_split(split), count, **fixed)
 
   def gold(self, task: recorded.Pivot, tokenizer: Any) -> environments.Policy:
     """Returns a policy that makes the expert's call."""
