@@ -94,7 +94,8 @@ def main() -> None:
     try:
       _serve(pathlib.Path(name))
     except (ValueError, OSError, RuntimeError, FloatingPointError):
-      traceback.print_exc()  # For the log of who started it.
+      if _FOLDER.value:
+        traceback.print_exc()  # For the log of the run that started it.
       raise
 
 
