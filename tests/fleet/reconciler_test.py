@@ -55,6 +55,23 @@ def test_leases_go_to_who_has_least_and_never_above_what_is_wanted(world):
   assert sorted(starts[0] + starts[1]) == [(0, 0), (0, 2), (1, 0), (1, 2)]
 
 
+def test_who_had_something_refused_comes_after_all_others(world):
+  workers = [world.worker('junk', 4), world.worker('sound', 4)]
+  world.trainer._reconciler.distrust('junk')
+  for _ in range(3):
+    world.time += 1
+    for worker in workers:
+      worker.take()
+    world.trainer.tick()
+  for worker in workers:
+    worker.take()
+  first = [min((h.order.group, h.first) for h in w.holds) for w in workers]
+  assert first == [(1, 0), (0, 0)]
+  part = world.ledger().entries[0].parts[0]
+  world.trainer._refuse(0, part, 'It is junk.')
+  assert part.worker in world.trainer._reconciler._distrusted
+
+
 def test_a_worker_that_stops_loses_its_leases_and_what_it_says_then(world):
   slow, other = world.worker('slow'), world.worker('other')
   world.turn([slow])

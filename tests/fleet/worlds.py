@@ -4,6 +4,7 @@ The trainer's door, the workers' doors and the reconciler are the real ones.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 
@@ -184,11 +185,10 @@ class World:
 
   def turn(self, workers, seconds=1.0):
     self.time += seconds
-    try:
+    # The thread of the fleet waits for its store; the trainer must not end.
+    with contextlib.suppress(OSError):
       self.trainer.tick()
-      self.train()
-    except OSError:
-      pass
+    self.train()
     for worker in workers:
       worker.turn()
 

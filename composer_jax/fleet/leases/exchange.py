@@ -163,9 +163,14 @@ class StoredGroups:
     self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
   ) -> list[records.Group] | None:
     self._raise_failure()
-    with self._lock:
-      wanted = [g for g in groups if not self._is_lost(g)]
-      whole = [self._whole(g, fault_of) for g in wanted]
+    try:
+      with self._lock:
+        wanted = [g for g in groups if not self._is_lost(g)]
+        whole = [self._whole(g, fault_of) for g in wanted]
+    except OSError as error:
+      # As in the thread: the caller waits, and asks again.
+      self._say(f'the trainer waits for its store: {error}')
+      return None
     return [g for g in whole if g] if all(whole) else None
 
   def unfinished(self, version: int) -> int:

@@ -257,3 +257,12 @@ def test_a_solution_may_refuse_a_few_inputs_more(
   agreement = held_out.compare(task, mine, None, random.Random(0))
   assert agreement.calls[0] == agreement.agreed[0] == 5
   assert agreement.disagrees(0.9) is disagrees
+
+
+def test_no_container_is_larger_than_any_that_is_written():
+  """Else sets whose hashes collide would keep the host busy for long."""
+  numbers = [*range(2001)]
+  for large in ({'set': numbers}, {'dict': [[n, n] for n in numbers]}):
+    with pytest.raises(plain.NotPlain, match='more than 2000 items'):
+      plain.decode_result(large)
+  assert not plain.same({'set': numbers}, {'set': numbers[::-1]})

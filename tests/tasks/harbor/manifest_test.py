@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from composer_jax import wiring
 from composer_jax.tasks.harbor import folders, manifest, prepared
+from configs.composer import deletion
 from tests.tasks.harbor import conftest
 
 FULL = """
@@ -283,3 +285,19 @@ def test_many_files_are_too_many(directory, monkeypatch):
   files = {f'tests/{i}': '' for i in range(4)}
   with pytest.raises(folders.TaskRefused, match='more than 3 files'):
     _read(directory(files))
+
+
+def test_an_odd_directory_is_left_out_and_ends_no_others(
+  directory, tmp_path, caplog
+):
+  directory(name='good')
+  directory(name='same')  # Both have the name of no task: they are told apart.
+  directory(toml=f'[verifier]\ntimeout_sec = 0x{"f" * 4000}', name='large')
+  folder = directory({'instruction.md': None}, name='odd')
+  (folder / 'instruction.md').mkdir()
+  config = deletion.get_config()
+  config.tasks.family, config.tasks.folder = 'harbor', str(tmp_path)
+  config.tasks.harbor = {'bases': conftest.BASES}
+  family = wiring.family_of(wiring.spec_of(config.to_dict()))
+  assert len(family._read) == 2
+  assert caplog.text.count('A task is left out') == 2
