@@ -120,6 +120,9 @@ def test_prices_change_without_playing_again(calls):
   assert rescored.reward_terms == second.reward_terms
   assert rescored.reward_version == 4
   assert rewards.rescored(second, PRICES).reward == first.reward
+  left = dataclasses.replace(first, open_todos=2)
+  priced = rewards.RewardOptions(open_todo_penalty=0.5)
+  assert rewards.rescored(left, priced).reward_terms['open_todo'] == -1
   assert sum(rescored.reward_terms.values()) == pytest.approx(rescored.reward)
 
 
