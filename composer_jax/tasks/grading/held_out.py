@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base, results
 from composer_jax.tasks import source as python_source
-from composer_jax.tasks.grading import memory, plain, suites, variations
+from composer_jax.tasks.grading import equality, memory, suites, variations
 from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # of each kind
@@ -331,7 +331,7 @@ def _key(outcome: list) -> str:
 def _agree(outcome: list, wanted: list, tolerance: float) -> bool:
   """True if values are equal, or errors of one class."""
   kept = 3 if wanted[0] == 'ok' else 2
-  return plain.same(outcome[:kept], wanted[:kept], tolerance)
+  return equality.same(outcome[:kept], wanted[:kept], tolerance)
 
 
 def answers(
@@ -352,9 +352,9 @@ def answers(
 def tolerance_of(tests: Mapping[str, str]) -> float:
   """The relative difference of floats that a task's tests allow.
 
-  That of `pytest.approx` unless they state one; hardly any if they compare
-  exactly, since another order of additions may be as right. A larger one, often
-  absolute and of large numbers, would take any number for any other.
+  That of `pytest.approx` unless they state one; none if they compare exactly
+  (`equality.same` allows for rounding). A larger one, often absolute and of
+  large numbers, would take any number for any other.
   """
   stated = [
     float(number)
@@ -365,24 +365,22 @@ def tolerance_of(tests: Mapping[str, str]) -> float:
   ]
   is_loose = any(re.search(_APPROXIMATE, text) for text in tests.values())
   stated = [number for number in stated if number <= _MAX_TOLERANCE]
-  return max([1e-6, *stated]) if is_loose else 1e-12
+  return max([1e-6, *stated]) if is_loose else 0.0
 
 
 def _is_required(outcome: list, is_recorded: bool) -> bool:
   """True if every right implementation must give this outcome.
 
   A varied input may fail in any way, and an error of the replay is no property
-  of the code. An object of which only the class is known says too little.
+  of the code. A result that holds an object of which only the class is known
+  says too little.
   """
   if outcome[0] == 'raised':
     return is_recorded and outcome[1] not in _REPLAYED
   if outcome[0] != 'ok':
     return False
   _, value, after = outcome
-  if isinstance(value, dict) and 'object' in value:
-    shown = any(value.get(key) for key in ('text', 'items', 'attributes'))
-    return shown or after is not None
-  return value is not None or after is not None
+  return after is not None or (value is not None and equality.shows(value))
 
 
 def _call(

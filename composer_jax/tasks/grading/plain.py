@@ -7,14 +7,17 @@ public, and no more (`encode_result`).
 
 The text of this file also runs inside boxes (see `tasks.grading.suite_plugin`),
 so it imports the standard library alone. Code in a box is not trusted: the host
-compares the JSON that comes out, and decodes only what it encoded itself. It
-never builds an object.
+compares the JSON that comes out (`tasks.grading.equality`), and decodes only
+what it encoded itself. It never builds an object.
 """
 
 import collections.abc
 import contextlib
 import copyreg
+import decimal
+import fractions
 import functools
+import hashlib
 import importlib
 import itertools
 import math
@@ -22,23 +25,26 @@ import operator
 import sys
 import types
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 _MAX_DEPTH = 16
 _MAX_ITEMS = 2000
-_MAX_DRAWN = 50  # of an iterator, which may have no end
+_ENDLESS = 200  # items that are seen of an iterator with more than _MAX_ITEMS
 _MAX_TEXT = 20_000
-_MAX_BITS = 4096
+_MAX_BITS, _MAX_DIGITS = 4096, 1000
 _MAX_OBJECTS = 250  # in the arguments of a call
-# Of a result: objects and lists within each other, and values in all.
+# Of a result: objects and lists within each other, and in all.
 _MAX_SEEN_DEPTH, _MAX_SEEN = 8, 400
-_MAX_ITEMS_SEEN = 50  # of a collection that is no list or dict
+_MAX_SHOWN = 100  # characters of an object's text; a hash stands for more
 _MAKERS = {
     'float': float, 'complex': complex, 'bytes': bytes.fromhex,
     'bytearray': bytearray.fromhex, 'module': importlib.import_module,
 }  # fmt: skip
-_CONTAINERS = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
+_CONTAINERS = {
+  'tuple': tuple, 'set': set, 'frozenset': frozenset, 'iterator': iter,
+}  # fmt: skip
 _COLLECTION = (collections.abc.Sized, collections.abc.Iterable)
+_SET_VIEWS = (collections.abc.KeysView, collections.abc.ItemsView)
 # How the value of an instance is read without code of its class.
 _READ: dict[type, Any] = {
     int: int.__index__, float: float.__float__, str: str.__str__,
@@ -46,6 +52,7 @@ _READ: dict[type, Any] = {
     tuple: lambda value: tuple(tuple.__iter__(value)),
     list: lambda value: list(list.__iter__(value)),
     dict: lambda value: dict(dict.items(value)),
+    types.MappingProxyType: dict,
     set: lambda value: set(set.__iter__(value)),
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
 }  # fmt: skip
@@ -267,104 +274,26 @@ def _set_state(made: Any, state: Any) -> None:
     object.__setattr__(made, name, value)
 
 
-class _SeenObject(NamedTuple):
-  """What a result shows of an object."""
-
-  kind: str
-  text: str
-  items: list
-  attributes: dict
-
-
-def decode_result(data: Any, *, objects: bool = False) -> Any:
+def decode_result(data: Any) -> Any:
   """The value of a result; unlike `decode` it imports nothing.
-
-  Args:
-    data: the encoding.
-    objects: true to give a record of what was seen of each object.
 
   Raises:
     NotPlain: the encoding is of no plain value.
   """
-  decoded = functools.partial(decode_result, objects=objects)
-  sizes = (
-    [len(v) for v in data.values() if isinstance(v, list | dict)]
-    if (isinstance(data, dict))
-    else []
-  )
-  if max(sizes, default=0) > _MAX_ITEMS:
-    # No `encode` writes so many, and equal hashes cost their square.
-    raise NotPlain(f'A container has more than {_MAX_ITEMS} items.')
   if isinstance(data, list):
-    return [decoded(item) for item in data]
+    return [decode_result(item) for item in data]
   if not isinstance(data, dict):
     return data
   kind, content = next(iter(data.items()), ('', None))
   if kind in _MAKERS and kind != 'module' and isinstance(content, str):
     return _MAKERS[kind](content)
   if isinstance(content, list) and kind == 'dict':
-    return {decoded(k): decoded(v) for k, v in content}
+    return {decode_result(k): decode_result(v) for k, v in content}
   if isinstance(content, list) and kind == 'range':
     return range(*content)
   if isinstance(content, list) and kind in _CONTAINERS:
-    return _CONTAINERS[kind](decoded(item) for item in content)
-  if (
-    kind == 'iterator'
-    and isinstance(content, list)
-    and len(content) < _MAX_DRAWN
-  ):
-    return iter([decoded(item) for item in content])
-  match data:
-    case {
-      'object': str(name), 'text': str(text), 'items': list(items),
-      'attributes': dict(attributes),
-    } if objects:  # fmt: skip
-      values = {name: decoded(value) for name, value in attributes.items()}
-      return _SeenObject(name, text, decoded(items), values)
+    return _CONTAINERS[kind]([decode_result(item) for item in content])
   raise NotPlain(f'There is no plain value of {str(data)[:80]}.')
-
-
-def same(first: Any, second: Any, tolerance: float = 0.0) -> bool:
-  """True if two encoded results are equal as Python's `==` has it.
-
-  Floats may differ by a relative or absolute tolerance. Objects are equal if
-  they show the same; the first may have attributes that the second lacks. Total
-  for any JSON.
-  """
-  if first == second:
-    return True
-  if isinstance(first, list) and isinstance(second, list):
-    return len(first) == len(second) and all(
-      same(a, b, tolerance) for a, b in zip(first, second)
-    )
-  if isinstance(first, dict) and isinstance(second, dict):
-    drawn = first.get('iterator'), second.get('iterator')
-    if None not in drawn:
-      return same(*drawn, tolerance)
-  try:
-    values = [decode_result(data, objects=True) for data in (first, second)]
-    return _close(values[0], values[1], tolerance)
-  except (ValueError, TypeError, OverflowError):
-    return False
-
-
-def _close(first: Any, second: Any, tolerance: float) -> bool:
-  if isinstance(first, _SeenObject) and isinstance(second, _SeenObject):
-    known = {
-      n: v for n, v in first.attributes.items() if n in second.attributes
-    }
-    return _close([*first[:3], known], list(second), tolerance)
-  if isinstance(first, list | tuple) and type(first) is type(second):
-    return len(first) == len(second) and all(
-      _close(a, b, tolerance) for a, b in zip(first, second)
-    )
-  if isinstance(first, dict) and isinstance(second, dict):
-    return first.keys() == second.keys() and all(
-      _close(value, second[key], tolerance) for key, value in first.items()
-    )
-  if float in (type(first), type(second)):
-    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance)
-  return first == second
 
 
 def _base(value: Any) -> Any:
@@ -381,12 +310,12 @@ def encode_result(
   """JSON of a result; unlike `encode` it accepts every value.
 
   An instance of a subclass becomes the value that it compares as: an `IntEnum`
-  an int, a namedtuple a tuple. An iterator becomes its first items.
+  an int, a namedtuple a tuple. An iterator becomes its items.
 
   Another object becomes its class, its text unless that holds an address, its
   items if it is a collection, and, for a class of the package, its public
-  attributes: less than the object, but never more. Of objects that are too
-  deep, or too many, the class alone remains.
+  attributes: less than the object, but never more. Of objects that are around
+  themselves, too deep, or too many, the class alone remains, as 'cut'.
 
   Args:
     value: result of a call.
@@ -405,25 +334,27 @@ class _View:
     self._around: list[Any] = []  # objects that hold this one
 
   def see(self, value: Any) -> Any:
-    self._left -= 1
     if isinstance(value, collections.abc.Iterator):
       if not self._draws:
         return _shown(value)
-      drawn = [item for item, _ in zip(value, range(_MAX_DRAWN))]
+      drawn = list(itertools.islice(value, _MAX_ITEMS + 1))
+      if len(drawn) > _MAX_ITEMS:
+        return {'endless': [self.see(item) for item in drawn[:_ENDLESS]]}
       return {'iterator': [self.see(item) for item in drawn]}
-    try:
+    with contextlib.suppress(NotPlain):
       return encode(value, exact=False)
-    except NotPlain:
-      if len(self._around) >= _MAX_SEEN_DEPTH or self._left < 0:
-        return _shown(value)
-    if any(value is other for other in self._around):
-      return _shown(value)
+    self._left -= 1
+    is_around = any(value is other for other in self._around)
+    if is_around or self._left < 0 or len(self._around) >= _MAX_SEEN_DEPTH:
+      return {'cut': type(value).__name__}
     self._around.append(value)
     base = _base(value)
-    if type(base) in (list, tuple, set, frozenset, dict):
-      seen = _container(type(base), base, self.see)
+    # These views are equal to sets, also where their items have no hash.
+    kind = set if isinstance(base, _SET_VIEWS) else type(base)
+    if kind in (list, tuple, set, frozenset, dict):
+      seen = _container(kind, base, self.see)
     else:
-      seen = self._object(value)
+      seen = _ratio(value) or self._object(value)
     self._around.pop()
     return seen
 
@@ -431,23 +362,38 @@ class _View:
     kind = type(value)
     if kind.__name__ in self._opaque:
       return _shown(value)
-    items: list[Any] = []
+    items: Any = []
     attributes: dict[str, Any] = {}
-    if str(kind.__module__).partition('.')[0] in PACKAGES:
-      # Both are any code, which may fail.
-      with contextlib.suppress(Exception):
-        if all(isinstance(value, k) for k in _COLLECTION):
-          items = list(itertools.islice(iter(value), _MAX_ITEMS_SEEN))
-      items = [self.see(item) for item in items]
-      for name in _public(value):
-        with contextlib.suppress(Exception):
-          attributes[name] = getattr(value, name)
-      attributes = {n: self.see(v) for n, v in attributes.items()}
-    # Text tells of all that is inside, so that it is asked once.
-    is_asked = len(self._around) == 1 or not (items or attributes)
-    text = str(value)[:_MAX_TEXT] if is_asked else ''
+    text = ''
+    # All of this is any code, which may fail.
+    with contextlib.suppress(Exception):
+      text = str(value)
     text = '' if ' at 0x' in text else text
+    is_ours = str(kind.__module__).partition('.')[0] in PACKAGES
+    if is_ours or not text:
+      with contextlib.suppress(Exception):
+        if isinstance(value, collections.abc.Mapping):
+          items = [_container(dict, value, self.see)]
+        elif all(isinstance(value, k) for k in _COLLECTION):
+          items = list(itertools.islice(iter(value), _MAX_ITEMS))
+          items = [self.see(item) for item in items]
+    for name in _public(value) if is_ours else ():
+      with contextlib.suppress(Exception):
+        attributes[name] = getattr(value, name)
+    attributes = {n: self.see(v) for n, v in attributes.items()}
+    if len(text) > _MAX_SHOWN:
+      text = hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()
     return _shown(value, text, items, attributes)
+
+
+def _ratio(value: Any) -> Any:
+  """A number that is equal to others; None for what is none, or too long."""
+  if isinstance(value, fractions.Fraction) or (
+    isinstance(value, decimal.Decimal) and abs(value.adjusted()) < _MAX_DIGITS
+  ):
+    with contextlib.suppress(ValueError, OverflowError):  # NaN, infinities
+      return {'ratio': [encode(n) for n in value.as_integer_ratio()]}
+  return None
 
 
 def _shown(value: Any, text: str = '', items=(), attributes=()) -> Any:

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from composer_jax.tasks.grading import held_out, plain, variations
+from composer_jax.tasks.grading import equality, held_out, plain, variations
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
 
@@ -56,7 +56,7 @@ def seen(kind, text='', items=(), **attributes):
 def test_a_result_tells_no_more_than_it_is():
   assert plain.encode_result(iter([1, 2])) == {'iterator': [1, 2]}
   endless = plain.encode_result(iter(int, 1))
-  assert len(endless['iterator']) == 50
+  assert endless == {'endless': [0] * 200}
   known = plain.encode_result(random.Random())
   assert known == seen('Random')  # its text is an address
   path = plain.encode_result(pathlib.PurePosixPath('a'))
@@ -85,28 +85,28 @@ def test_a_subclass_is_the_value_that_it_compares_as():
   ]:
     assert value == equal
     encoded = [plain.encode_result(x) for x in (value, equal)]
-    assert plain.same(*json.loads(json.dumps(encoded))), encoded
+    assert equality.same(*json.loads(json.dumps(encoded))), encoded
   for value, other in [
     ([1], (1,)), ({'a': 1}, {'a': 2}), ('a', b'a'), ({1}, [1]), (None, False),
     (1, '1'), ([1, 2], [2, 1]), ({1: 'a', 2: 'b'}, {1: 'b', 2: 'a'}),
   ]:  # fmt: skip
     assert value != other
     encoded = [plain.encode_result(x) for x in (value, other)]
-    assert not plain.same(*json.loads(json.dumps(encoded))), encoded
+    assert not equality.same(*json.loads(json.dumps(encoded))), encoded
 
 
 def test_floats_differ_by_what_the_tests_allow():
   exact = {'t.py': 'assert f(1) == 0.3'}
   loose = {'t.py': 'assert f(1) == pytest.approx(0.3)'}
   stated = {'t.py': 'assert math.isclose(f(1), 3.0, rel_tol=1e-3)'}
-  assert not plain.same(0.3, 0.3000001, held_out.tolerance_of(exact))
-  assert plain.same(0.1 + 0.2, 0.3, held_out.tolerance_of(exact))
-  assert plain.same(0.3, 0.3000001, held_out.tolerance_of(loose))
-  assert plain.same(3.0, 3.002, held_out.tolerance_of(stated))
+  assert not equality.same(0.3, 0.3000001, held_out.tolerance_of(exact))
+  assert equality.same(0.1 + 0.2, 0.3, held_out.tolerance_of(exact))
+  assert equality.same(0.3, 0.3000001, held_out.tolerance_of(loose))
+  assert equality.same(3.0, 3.002, held_out.tolerance_of(stated))
   # As a relative difference it would take any number for any other.
   coarse = {'t.py': 'assert f(1) == pytest.approx(9000, abs=10)'}
-  assert not plain.same(-1e9, 9000.0, held_out.tolerance_of(coarse))
-  assert plain.same(9000.0000001, 9000.0, held_out.tolerance_of(coarse))
+  assert not equality.same(-1e9, 9000.0, held_out.tolerance_of(coarse))
+  assert equality.same(9000.0000001, 9000.0, held_out.tolerance_of(coarse))
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -257,12 +257,3 @@ def test_a_solution_may_refuse_a_few_inputs_more(
   agreement = held_out.compare(task, mine, None, random.Random(0))
   assert agreement.calls[0] == agreement.agreed[0] == 5
   assert agreement.disagrees(0.9) is disagrees
-
-
-def test_no_container_is_larger_than_any_that_is_written():
-  """Else sets whose hashes collide would keep the host busy for long."""
-  numbers = [*range(2001)]
-  for large in ({'set': numbers}, {'dict': [[n, n] for n in numbers]}):
-    with pytest.raises(plain.NotPlain, match='more than 2000 items'):
-      plain.decode_result(large)
-  assert not plain.same({'set': numbers}, {'set': numbers[::-1]})

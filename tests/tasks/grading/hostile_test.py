@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from composer_jax.sandbox import base, results
 from composer_jax.sandbox.inside import wire
 from composer_jax.tasks.deletion import leaks
-from composer_jax.tasks.grading import held_out, plain, suites
+from composer_jax.tasks.grading import equality, held_out, suites
 from composer_jax.tasks.monitors import watch
 
 KEY = bytes(32)
@@ -49,13 +49,14 @@ def read_suite(data, sign=True):
 
 def read_answers(data):
   outcomes = results.read_json(data)
-  plain.same(outcomes, [1, {'dict': [['a', 1.5]]}], 1e-6)
-  plain.same({'dict': outcomes}, {'dict': outcomes})
-  plain.same(outcomes, OUTCOMES, 1e-6)
+  equality.same(outcomes, [1, {'dict': [['a', 1.5]]}], 1e-6)
+  equality.same({'dict': outcomes}, {'dict': outcomes})
+  equality.same(outcomes, OUTCOMES, 1e-6)
   for outcome in outcomes if isinstance(outcomes, list) else ():
-    plain.same(outcome, OUTCOMES[-1])
+    equality.same(outcome, OUTCOMES[-1])
   if isinstance(outcomes, list):
     [held_out._is_outcome(o) for o in outcomes if isinstance(o, list)]
+  assert type(equality.shows(outcomes)) is bool
 
 
 def read_message(data):
@@ -81,6 +82,7 @@ OUTCOMES = [
   ['ok', {'object': 'A', 'text': '', 'items': [{'tuple': [2.5]}], 'attributes':
           {'b': {'object': 'B', 'text': 'c', 'items': [], 'attributes': {}}}},
    None],
+  ['ok', {'dict': [[{'ratio': [3, 2]}, {'complex': '1j'}]]}, [{'range': [9]}]],
 ]  # fmt: skip
 READERS = {
   'report': (read_suite, json.dumps(EVENTS).encode()),

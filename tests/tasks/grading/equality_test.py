@@ -1,0 +1,204 @@
+"""Results are the same where `==` says so, and prove only what they show."""
+
+import cmath
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import itertools
+import json
+import math
+import random
+import threading
+import types
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from composer_jax.tasks.grading import equality, held_out, plain
+
+Colour = enum.Enum('Colour', ['RED', 'BLUE'])
+DAYS = [datetime.date(2026, 1, day) for day in (1, 2)]
+
+
+def crossed(value):
+  return json.loads(json.dumps(plain.encode_result(value)))
+
+
+def same(first, second, tolerance=0.0):
+  return equality.same(crossed(first), crossed(second), tolerance)
+
+
+numbers = st.sampled_from([
+  0, 1, -1, 2, True, False, 0.0, -0.0, 1.0, 0.5, 2.0, 1 + 0j, 2j, 10**400,
+  decimal.Decimal('1.0'), decimal.Decimal('1.00'), decimal.Decimal('0.5'),
+  fractions.Fraction(1, 2), fractions.Fraction(1, 3), math.inf,
+])  # fmt: skip
+hashable = st.recursive(
+  numbers | st.sampled_from([None, '1', 'a', b'a', *Colour, *DAYS, range(2)]),
+  lambda inner: (
+    st.frozensets(inner, max_size=3) | st.lists(inner, max_size=2).map(tuple)
+  ),
+  max_leaves=4,
+)
+values = st.recursive(
+  hashable,
+  lambda inner: (
+    st.lists(inner, max_size=2)
+    | st.lists(inner, max_size=2).map(tuple)
+    | st.dictionaries(hashable, inner, max_size=2).flatmap(
+      lambda made: st.sampled_from(
+        [
+          made,
+          dict([*made.items()][::-1]),
+          collections.OrderedDict(made),
+          types.MappingProxyType(made),
+          made.keys(),
+          made.items(),
+        ]
+      )  # fmt: skip
+    )
+  ),
+  max_leaves=6,
+)
+
+
+def test_values_are_the_same_where_they_are_equal():
+  @hypothesis.settings(max_examples=200, deadline=None, database=None)
+  @hypothesis.seed(0)
+  @hypothesis.given(st.lists(values, min_size=2, max_size=4))
+  def check(some):
+    for first, second in itertools.combinations_with_replacement(some, 2):
+      assert same(first, second) == (first == second), (first, second)
+
+  check()
+
+
+@pytest.mark.parametrize(
+  'first, second',
+  [
+    ({Colour.RED: 1, Colour.BLUE: 2}, {Colour.BLUE: 2, Colour.RED: 1}),
+    (dict(zip(DAYS, 'ab')), dict(zip(DAYS[::-1], 'ba'))),
+    ([decimal.Decimal('1.0')], [decimal.Decimal('1.00')]),
+    (types.MappingProxyType({1: 2, 3: 4}), {3: 4, 1: 2}),
+    ({1: [2], 3: [4]}.items(), {3: [4], 1: [2]}.items()),
+    ({1: 0, 3: 0}.keys(), {3, 1}),
+    ({(Colour.RED, 1): 0.1 + 0.2}, {(Colour.RED, True): 0.3}),
+  ],
+)
+def test_another_order_and_another_form_are_no_mistake(first, second):
+  assert same(first, second) and same(second, first)
+  # What is in them counts.
+  assert not same(first, [*second, 1]) and not same([first], [])
+
+
+def test_nan_is_the_same_wherever_it_stands():
+  one = {Colour.RED: math.nan, Colour.BLUE: (1, math.nan)}
+  assert same(one, dict([*one.items()][::-1]))
+  assert same({math.nan: cmath.nan}, {math.nan: math.nan})
+  assert not same(one, {**one, Colour.RED: 1.0})
+  assert not same(math.nan, 1.0, 1e-3) and not same(math.inf, 1e300, 1e-3)
+
+
+def test_values_of_a_dict_keep_their_order():
+  assert same({1: 2, 3: 4}.values(), {5: 2, 6: 4}.values())
+  assert not same({1: 2, 3: 4}.values(), {3: 4, 1: 2}.values())
+
+
+def test_a_whole_number_is_no_number_near_it():
+  assert same(3, 3.0) and same(0.1 + 0.2, 0.3)
+  assert not same(3, 3.0000000000001)
+  assert not same(10**15 + 1, 1e15)
+  assert not same(decimal.Decimal('0.3'), 0.3)
+  # Unless tests say that it is.
+  assert same(3, 3.0000000000001, 1e-6)
+  assert same(decimal.Decimal('0.3'), fractions.Fraction(3, 10))
+  assert same(decimal.Decimal('0.3'), 0.3, 1e-6)
+  # Neither is expanded.
+  huge = decimal.Decimal('1e999999999')
+  assert same(huge, huge) and not same(huge, 1, 1e-6)
+
+
+def test_every_item_of_an_iterator_counts():
+  items = [*range(1000)]
+  for at in (0, 49, 50, 999):
+    changed = [*items[:at], -1, *items[at + 1 :]]
+    assert not same(iter(items), iter(changed))
+  assert not same(iter(items), iter(items[:-1]))
+  assert same(iter(items), map(float, items))
+  assert same(itertools.count(), itertools.count())
+  assert not same(itertools.count(), iter(range(200)))
+  with pytest.raises(plain.NotPlain):  # a stand-in cannot give it
+    plain.decode_result(crossed(itertools.count()))
+
+
+class Money:
+  """Shows its amount in its text alone."""
+
+  def __init__(self, amount):
+    self._amount, self.currency = amount, 'EUR'
+
+  def __str__(self):
+    return f'{self._amount} EUR' + ' and nothing else' * 9
+
+
+class Rates(collections.abc.Mapping):
+  """Shows what it maps to as a mapping alone."""
+
+  def __init__(self, **rates):
+    self._rates, self.base = rates, 'EUR'
+
+  __getitem__ = lambda self, key: self._rates[key]
+  __iter__ = lambda self: iter(self._rates)
+  __len__ = lambda self: len(self._rates)
+
+
+class Wallet:
+  def __init__(self, inner):
+    self.inner = inner
+
+
+@pytest.mark.parametrize(
+  'around', [lambda v: v, lambda v: [v], lambda v: {1: (v,)}, Wallet]
+)
+def test_what_an_object_holds_counts_wherever_it_stands(monkeypatch, around):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  for one, another, other in [
+    (Money(1), Money(1), Money(2)),
+    (Rates(a=1, b=2), Rates(b=2, a=1), Rates(a=1, b=3)),
+    (
+      collections.deque([Wallet(1), Wallet(2)]),
+      collections.deque([Wallet(1), Wallet(2)]),
+      collections.deque([Wallet(1), Wallet(3)]),
+    ),
+  ]:
+    assert same(around(one), around(another))
+    assert not same(around(one), around(other))
+
+
+def test_what_shows_only_its_class_proves_nothing(monkeypatch):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  for hidden in (threading.Lock(), random.Random(), lambda: 0, object()):
+    for value in (hidden, [1, hidden], (hidden,), {1: hidden}, Wallet(hidden)):
+      outcome = ['ok', crossed(value), None]
+      assert not held_out._is_required(outcome, is_recorded=True), value
+      assert held_out._is_required([*outcome[:2], [1]], is_recorded=True)
+  both = Wallet(object())
+  both.name = 'a'
+  for shown in (Wallet(1), [both], Money(1), [DAYS[0]], [], {}, Rates(a=1)):
+    assert held_out._is_required(['ok', crossed(shown), None], True), shown
+  both.inner = both  # stands where it stands
+  assert held_out._is_required(['ok', crossed([both]), None], True)
+
+
+def test_equal_hashes_cost_nothing():
+  """A set of these numbers takes the square of their count to build."""
+  numbers = [number * (2**61 - 1) for number in range(20_000)]
+  assert {hash(number) for number in numbers} == {0}
+  for kind in ('set', 'frozenset'):
+    assert equality.same({kind: numbers}, {kind: numbers[::-1]})
+  pairs = [[number, number] for number in numbers]
+  assert equality.same({'dict': pairs}, {'dict': pairs[::-1]})
+  assert not equality.same({'dict': pairs}, {'dict': [[1, 1], *pairs[1:]]})
