@@ -2,7 +2,8 @@
 
   python -m experiments.studies.deletion.validate --tasks=runs/tasks
 
-Adds a line to --results for each task that it does not hold yet: tests of the
+Adds a line to --results for each task that it does not hold yet, or holds as it
+was in another set, so that the same command resumes after a kill: tests of the
 feature that fail without it ('null') and pass with the original ('gold'), other
 tests that pass without and with it, files with a copy of what was deleted, by
 windows of tokens ('leaks') and by the shape of definitions ('shapes'), the
@@ -12,13 +13,17 @@ listed at the end.
 """
 
 import collections
+import dataclasses
+import functools
 import json
 import pathlib
 import random
 import time
+from collections.abc import Iterable
 
 from absl import flags
 
+from composer_jax.core import files
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks.deletion import candidates, edit, leaks
@@ -32,7 +37,7 @@ _TASKS = flags.DEFINE_string(
 _RESULTS = flags.DEFINE_string(
   'results',
   str(pathlib.Path(__file__).parent / 'validity.jsonl'),
-  'File of one line a task; tasks that it holds are left out.',
+  'File of one line a task; a task that it holds is not asked again.',
 )
 _MOST = flags.DEFINE_integer(
   'most', 0, 'Number of tasks to ask, drawn at random; 0 asks all.'
@@ -47,14 +52,25 @@ _LIMITS = base.Limits(
 )
 
 
-def _definitions(data: bytes) -> set[str]:
-  """Shapes of the definitions of a file, none if it does not parse."""
+def _digest(task: task_set.RepositoryTask) -> str:
+  text = json.dumps(dataclasses.asdict(task), sort_keys=True)
+  return files.sha256(text.encode())[:16]
+
+
+# The tasks of a package change few of its files.
+@functools.lru_cache(maxsize=4000)
+def _definitions(data: bytes) -> frozenset[str]:
+  """Hashes of the definitions' shapes, none if the file does not parse."""
   try:
     text = data.decode()
     names = [s.name for s in edit.symbols('', text)]
   except ValueError:
-    return set()
-  return {edit.shape(text, name) for name in names}
+    return frozenset()
+  return _hashes(edit.shape(text, name) for name in names)
+
+
+def _hashes(shapes: Iterable[str]) -> frozenset[str]:
+  return frozenset(files.sha256(shape.encode()) for shape in shapes)
 
 
 def _check(
@@ -63,6 +79,7 @@ def _check(
   image = root / task.image
   row: dict = {
     'task_id': task.task_id,
+    'digest': _digest(task),
     'package': task.package,
     'held_out': task.held_out,
     'proved_by': task.provenance['proved_by'],
@@ -86,14 +103,14 @@ def _check(
       len(task.pass_to_pass),
     ]
     row[f'{name}_status'] = result.status
-  files = {
+  contents = {
     p.relative_to(image).as_posix(): p.read_bytes()
     for p in image.rglob('*')
     if p.is_file()
   }
-  view = {**files, **task.view()}
+  view = {**contents, **task.view()}
   visible = {p: d for p, d in view.items() if d is not None}
-  shapes = candidates.shapes(task.deleted, task.solution)
+  shapes = _hashes(candidates.shapes(task.deleted, task.solution))
   row['shapes'] = sorted(
     p
     for p, d in visible.items()
@@ -119,6 +136,7 @@ def main() -> None:
   path = pathlib.Path(_RESULTS.value)
   lines = path.read_text().splitlines() if path.exists() else []
   rows = {row['task_id']: row for row in map(json.loads, lines)}
+  digests = {task.task_id: _digest(task) for task in tasks.tasks}
   requires = {
     r for p in tasks.packages.values() for r in p.facts.get('requires', ())
   }
@@ -130,7 +148,8 @@ def main() -> None:
     chosen = random.Random(0).sample(chosen, min(_MOST.value, len(chosen)))
   with path.open('a') as file:
     for task in chosen:
-      if task.task_id not in rows:
+      known = rows.get(task.task_id, {})
+      if known.get('digest') != digests[task.task_id]:
         begin = time.monotonic()
         row = _check(task, tasks.root, sandbox)
         rows[task.task_id] = row
