@@ -67,8 +67,8 @@ SPINE_LINES = 23_140
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 2,400 leases of a fleet and its simulator, 3,300 other people's harnesses,
 # task directories and environments, 1,500 rubrics, re-scoring and suites over
-# versions, 500 objects in values of tasks.
-LIBRARY_LINES = 69_525
+# versions, 575 objects in values of tasks and what makes them equal.
+LIBRARY_LINES = 69_597
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.
@@ -84,6 +84,7 @@ BY_NAME = {
   'tasks.grading.held_out': ('tasks.grading.call_plugin',),
   'tasks.harbor.export': ('tasks.harbor.provider',),
   'tasks.grading.suites': (
+    'tasks.grading.plain',
     'tasks.grading.stand_ins',
     'tasks.grading.suite_plugin',
   ),

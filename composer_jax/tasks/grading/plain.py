@@ -362,7 +362,7 @@ class _View:
     kind = type(value)
     if kind.__name__ in self._opaque:
       return _shown(value)
-    items: Any = []
+    items: list[Any] = []
     attributes: dict[str, Any] = {}
     text = ''
     # All of this is any code, which may fail.
@@ -373,10 +373,10 @@ class _View:
     if is_ours or not text:
       with contextlib.suppress(Exception):
         if isinstance(value, collections.abc.Mapping):
-          items = [_container(dict, value, self.see)]
+          items = [dict(value.items())]
         elif all(isinstance(value, k) for k in _COLLECTION):
           items = list(itertools.islice(iter(value), _MAX_ITEMS))
-          items = [self.see(item) for item in items]
+      items = [self.see(item) for item in items]
     for name in _public(value) if is_ours else ():
       with contextlib.suppress(Exception):
         attributes[name] = getattr(value, name)
