@@ -74,7 +74,7 @@ def _same(first: Any, second: Any, tolerance: float) -> bool:
           for name, value in named.items()
         )
       )
-  return _key(first) == _key(second)
+  return type(first) is type(second) and _key(first) == _key(second)
 
 
 def _number(data: Any) -> Any:

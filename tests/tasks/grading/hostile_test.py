@@ -56,6 +56,7 @@ def read_answers(data):
     equality.same(outcome, OUTCOMES[-1])
   if isinstance(outcomes, list):
     [held_out._is_outcome(o) for o in outcomes if isinstance(o, list)]
+  equality.same({'set': outcomes}, {'set': [1]})
   assert type(equality.shows(outcomes)) is bool
 
 
@@ -178,6 +179,7 @@ BOMBS = {
   'digits': lambda: b'[' + b'9' * (4 << 20) + b']',
   'quotes': lambda: b'["' + b'\\"' * (2 << 20),
   'commands': lambda: b'git log ' * 8000,
+  'numbers': lambda: json.dumps([n * 1e-300 for n in range(199_000)]).encode(),
   'brackets of code': lambda: b'x = ' + b'[' * 90_000,
   'names of code': lambda: b'a,' * 400_000,
 }
