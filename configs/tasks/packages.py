@@ -65,6 +65,10 @@ def _packages() -> dict:
     )
 
   return {
+    'algorithms': pin(
+      '1.0.1',
+      'e2d140bc315eb1e106f2ab8c1f2ec595e01cb1ef0aa1506d20f93f75cf9fd8b1',
+    ),
     'blinker': pin(
       '1.9.0',
       'b4ce2265a7abece45e7cc896e98dbebe6cead56bcf805a3d23136d145f5445bf',
@@ -101,6 +105,10 @@ def _packages() -> dict:
     'docutils': pin(
       '0.23',
       '746f5060322511280a1e50eb76846ed6bf2342984b2ac04dc42caa1a8d78799e',
+    ),
+    'funcy': pin(
+      '2.1',
+      '8979feb3de7120afd1d00e5a8eae810c1942e4bfbc91697151e9ee1e49f79284',
     ),
     'humanize': pin(
       '4.17.0',
@@ -208,6 +216,11 @@ def _packages() -> dict:
       '0.6.5',
       '6b11616a6bcf3a40e635f082bb232fa57b5e0dd7f517bd7ddd69ec3794508a47',
     ),
+    'pydash': pin(
+      '8.1.0',
+      '30914c3e9d377ea2cd0d3c0a4f252889b08392f730a5eb4d117e5b598cdf1d52',
+      'typing_extensions',
+    ),
     'pyjwt': pin(
       '2.15.1',
       '4f259e80cdfb6b3fc18a7de51fd1ef9ec79652f25019bae68975ca2468a34df8',
@@ -287,6 +300,10 @@ def _packages() -> dict:
     'voluptuous': pin(
       '0.16.0',
       '006535e22fed944aec17bef6e8725472476194743c87bd233e912eb463f8ff05',
+    ),
+    'w3lib': pin(
+      '2.5.0',
+      'a7ddf714508ddc1b8563bd19ace2feb28080bbaca39326cbc964359f6754f615',
     ),
     'webcolors': pin(
       '25.10.0',

@@ -21,7 +21,7 @@ from composer_jax.tasks.deletion import (
   prompt,
   workspace,
 )
-from composer_jax.tasks.grading import solution, suites
+from composer_jax.tasks.grading import outside, solution, suites
 from composer_jax.tasks.repository import task_set
 
 # Boilerplate is alike everywhere; more than this share is a copy.
@@ -104,7 +104,10 @@ def attempt(
         'described_by': described.by,
       },
   )  # fmt: skip
-  evidence = solution.evidence(task, sandbox)
+  try:
+    evidence = solution.evidence(task, sandbox)
+  except outside.NotEnded as error:
+    raise Rejected('timeout') from error
   if not evidence:
     raise Rejected('unproven')
   graded = (*failing, *collateral, *passing)

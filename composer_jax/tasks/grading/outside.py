@@ -26,6 +26,10 @@ Answers = dict[str, list]
 Ask = Callable[[Sequence[Any]], tuple[list | None, str]]
 
 
+class NotEnded(base.SandboxLost):
+  """Tests of the original did not end, which says nothing of a solution."""
+
+
 def replaced(task: task_set.RepositoryTask) -> list[list[str]]:
   """Public functions of modules that were deleted, as [module, name]."""
   functions = []
@@ -99,12 +103,13 @@ def reference(
   """Tests that pass on values of the original, found once per task.
 
   Raises:
-    base.SandboxLost: the sandbox failed, or its machine is too busy.
+    NotEnded: they take too long, or the machine is too busy.
+    base.SandboxLost: the sandbox failed.
   """
   facts = memory.of(task)
   if 'outside' not in facts:
     good, is_whole = passed(task, sandbox, ask, {})
     if not is_whole:
-      raise base.SandboxLost('tests of the original did not end')
+      raise NotEnded('tests of the original did not end')
     facts['outside'] = good
   return facts['outside']

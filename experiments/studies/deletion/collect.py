@@ -1,11 +1,11 @@
-"""Records what a set of tasks holds, and the results of its candidates.
+"""Records what sets of tasks hold, and the results of their candidates.
 
   python -m experiments.studies.deletion.collect --tasks=runs/tasks \
       --cpu_s=SECONDS
 
-Replaces results/. Three kinds of rows: 'setup' once, 'package' for each
-package,
-'task' for each task.
+Packages of these sets replace what results/ has of them; others stay as they
+are, with their processor time. Three kinds of rows: 'setup' once, 'package' for
+each package, 'task' for each task.
 """
 
 import os
@@ -18,8 +18,8 @@ from composer_jax.telemetry import machine
 from experiments import start
 from experiments.studies import results
 
-_TASKS = flags.DEFINE_string(
-  'tasks', 'runs/tasks', 'Folder that make_tasks wrote.'
+_TASKS = flags.DEFINE_list(
+  'tasks', ['runs/tasks'], 'Folders that make_tasks wrote.'
 )
 _CPU_S = flags.DEFINE_float(
   'cpu_s',
@@ -29,25 +29,16 @@ _CPU_S = flags.DEFINE_float(
 _RESULTS = flags.DEFINE_string(
   'results',
   str(pathlib.Path(__file__).parent / 'results'),
-  'Folder to replace.',
+  'Folder of the results.',
 )
 
 
-def main() -> None:
-  tasks = task_set.load(_TASKS.value)
-  rows: list[results.Row] = [
-    {
-      'stage': 'setup',
-      'step': 0,
-      'machine': machine.describe(),
-      'cores': os.cpu_count(),
-      'cpu_s': _CPU_S.value,
-    }
-  ]
-  rows += [
+def rows_of(root: str) -> list[results.Row]:
+  """Returns the rows of one set's packages and tasks, without steps."""
+  tasks = task_set.load(root)
+  packages = [
     {
       'stage': 'package',
-      'step': number,
       'name': package.name,
       'version': package.version,
       'licence': package.licence,
@@ -56,12 +47,11 @@ def main() -> None:
       'detail': package.detail,
       **package.facts,
     }
-    for number, package in enumerate(tasks.packages.values())
+    for package in tasks.packages.values()
   ]
-  rows += [
+  return packages + [
     {
       'stage': 'task',
-      'step': number,
       'task_id': task.task_id,
       'package': task.package,
       'tier': task.tier,
@@ -73,8 +63,35 @@ def main() -> None:
       'pass_to_pass': len(task.pass_to_pass),
       'collateral': len(task.collateral),
     }
-    for number, task in enumerate(tasks.tasks)
+    for task in tasks.tasks
   ]
+
+
+def _package(row: results.Row) -> str:
+  return row.get('package', row.get('name'))
+
+
+def main() -> None:
+  known = results.read(_RESULTS.value)
+  made = [row for root in _TASKS.value for row in rows_of(root)]
+  again = {_package(row) for row in made}
+  before = sum(r['cpu_s'] for r in known if r['stage'] == 'setup')
+  setup = {
+    'stage': 'setup',
+    'machine': machine.describe(),
+    'cores': os.cpu_count(),
+    'cpu_s': before + _CPU_S.value,
+  }
+  kept = [
+    {k: v for k, v in row.items() if k != 'step'}
+    for row in known
+    if row['stage'] != 'setup' and _package(row) not in again
+  ]
+  rows: list[results.Row] = []
+  for stage in ('setup', 'package', 'task'):
+    group = [r for r in [setup, *kept, *made] if r['stage'] == stage]
+    group.sort(key=lambda r: (_package(r) or '', r.get('task_id', '')))
+    rows += [{**row, 'step': step} for step, row in enumerate(group)]
   results.write(_RESULTS.value, rows, by=('stage',))
 
 
