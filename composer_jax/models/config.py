@@ -398,8 +398,8 @@ class ModelConfig:
     if c.enabled and c.first + c.last >= self.num_moe_layers:
       raise ValueError(
         f'precision.first ({c.first}) and precision.last ({c.last}) leave none '
-        f'of {self.num_moe_layers} mixture layers in {c.experts!r}. Lower them, '
-        "or set precision.experts='bf16'."
+        f'of {self.num_moe_layers} mixture layers in {c.experts!r}. Lower '
+        "them, or set precision.experts='bf16'."
       )
 
   def is_precise(self, moe_layer: int) -> bool:

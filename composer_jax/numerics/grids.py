@@ -55,11 +55,11 @@ def e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
   """
   x = x.astype(jnp.float32)
   size = jnp.abs(x)
-  code = 0 * size  # NaN stays.
+  code = jnp.zeros_like(size)
   for tie, step, goes_up in _E2M1_STEPS:
     is_past = size >= tie * scale if goes_up else size > tie * scale
     code += jnp.where(is_past & (scale > 0), step, 0.0)
-  return jnp.copysign(code, x)
+  return jnp.where(jnp.isnan(x), x, jnp.copysign(code, x))
 
 
 def scale_up(top: jax.Array, most: float) -> jax.Array:

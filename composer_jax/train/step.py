@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches, checks, trees
+from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import router
 from composer_jax.optim import groups, layerwise

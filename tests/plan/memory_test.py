@@ -1,7 +1,7 @@
 """Counted bytes against the compiler's, and refusals."""
 
-import functools
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
