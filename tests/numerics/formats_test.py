@@ -12,6 +12,9 @@ from composer_jax.numerics import formats
 
 E2M1, E4M3 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn
 
+# Op by op it would take seconds to compile.
+_rounded = jax.jit(formats.rounded, static_argnames=('name', 'axes'))
+
 
 def _power_above(x):
   """Returns the smallest power of two from x on, at least 2^-126."""
@@ -94,7 +97,7 @@ def test_rounding_is_quantising_and_back(name):
   axes = _axes(name)
   array = formats.quantise(x, name, axes)
   got = formats.dequantise(array, name, axes)
-  rounded = formats.rounded(jnp.asarray(x), name, axes)
+  rounded = _rounded(jnp.asarray(x), name, axes)
   np.testing.assert_array_equal(got, rounded)
   if name != 'int4':
     # Exact in bfloat16, so that a policy can hold it.
@@ -121,7 +124,7 @@ def test_values_of_a_format_stay(name):
     row[0], row[1 : len(piece) + 1] = largest, piece
   scales = np.float32([2**-7, 1, 2**9])
   x = (rows * scales[:, None, None]).reshape(-1, size)
-  got = formats.rounded(jnp.asarray(x), name, formats.last(x))
+  got = _rounded(jnp.asarray(x), name, formats.last(x))
   np.testing.assert_array_equal(got, x)
 
 
@@ -130,7 +133,7 @@ def test_values_of_a_format_stay(name):
 def test_a_number_that_is_not_finite_makes_its_block_nan(name, odd):
   x = np.ones((2, 256), np.float32)
   x[0, 130] = odd
-  got = np.asarray(formats.rounded(jnp.asarray(x), name, formats.last(x)))
+  got = np.asarray(_rounded(jnp.asarray(x), name, formats.last(x)))
   size = 256 if name == 'nvfp4' else formats.BLOCKS[name]  # NVFP4: the row
   start = 130 // size * size
   assert np.isnan(got[0, start : start + size]).all()
@@ -159,7 +162,7 @@ def test_a_reciprocal_would_change_codes():
 def test_a_row_does_not_depend_on_others(name):
   """The control, one scale for all rows, fails: it tells of later tokens."""
   x = _hard(64, 128, 3)
-  rounded = functools.partial(formats.rounded, name=name)
+  rounded = functools.partial(_rounded, name=name)
   alone = rounded(jnp.asarray(x[:5]), axes=formats.last(x))
   changed = np.concatenate([x[:5], 1e3 * x[5:] + 7])
   together = rounded(jnp.asarray(changed), axes=formats.last(x))
@@ -175,5 +178,5 @@ def test_a_row_does_not_depend_on_others(name):
 def test_the_gradient_passes():
   x = jnp.asarray(_hard(4, 64, 4))
   weight = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
-  loss = lambda x: (formats.rounded(x, 'nvfp4', formats.last(x)) * weight).sum()
+  loss = lambda x: (_rounded(x, 'nvfp4', formats.last(x)) * weight).sum()
   np.testing.assert_array_equal(jax.grad(loss)(x), weight)

@@ -14,11 +14,14 @@ SIZES = (5, 0, 40, 1, 33)
 E, D, F = len(SIZES), 48, 32
 Y = sum(SIZES) + 6  # Six rows belong to no expert.
 
+# Op by op it would take seconds to compile.
+_rounded = jax.jit(formats.rounded, static_argnames=('name', 'axes'))
+
 
 def _arrays(name):
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-  rounded = functools.partial(formats.rounded, name=name)
+  rounded = functools.partial(_rounded, name=name)
   weights = {
     'gate_up': rounded(
       jnp.asarray(draw(E, D, 2, F) / 7), axes=formats.Axes((1,), (1, 2))
@@ -35,7 +38,7 @@ def _reference(name, weights, rows_YD):
   """Returns outputs expert by expert, through rounding with gradient 1."""
 
   def rounded(x):
-    return formats.rounded(x, name, formats.last(x))
+    return _rounded(x, name, formats.last(x))
 
   parts, start = [], 0
   for e, size in enumerate(SIZES):
@@ -99,7 +102,7 @@ def test_the_backward_pass_in_mxfp8_rounds_what_each_product_contracts():
     functools.partial(products.mlp_gradient, config)
   )(flat, (rows_YD, d_out_YD, gates_Y), sizes_E, None)
   last = lambda x: np.asarray(
-    formats.rounded(jnp.asarray(x), 'mxfp8', formats.last(x))
+    _rounded(jnp.asarray(x), 'mxfp8', formats.last(x))
   )
   group_Y = np.repeat(np.arange(E), SIZES)
   real = slice(0, len(group_Y))
@@ -118,7 +121,7 @@ def test_the_backward_pass_in_mxfp8_rounds_what_each_product_contracts():
     )
 
   narrow = lambda x: np.asarray(
-    formats.rounded(jnp.asarray(x), 'nvfp4', formats.last(x))
+    _rounded(jnp.asarray(x), 'nvfp4', formats.last(x))
   )
   x_YD = narrow(rows_YD)
   both_YX = np.zeros((Y, 2 * F), np.float32)
