@@ -11,8 +11,8 @@ from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 _HEAD = (
-  '| routes | forward | backward | held-out loss, by seed | gap to bf16 in nats: '
-  'mean | by seed |',
+  '| routes | forward | backward | held-out loss, by seed '
+  '| gap to bf16 in nats: mean | by seed |',
   '| --- | --- | --- | --- | --- | --- |',
 )
 
