@@ -52,7 +52,13 @@ def test_only_routed_experts_of_the_named_layers_are_rounded(name):
       np.testing.assert_array_equal(after[1, e], wanted)
 
 
-@pytest.mark.parametrize('name', FORMATS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    'nvfp4',
+    *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS if n != 'nvfp4'),
+  ],
+)
 def test_trainer_and_rollout_round_alike_on_every_mesh(name):
   """Six experts over eight devices, and whole ones: the same bits."""
   config = _config('mla_sigmoid', experts=name)
