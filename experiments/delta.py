@@ -14,6 +14,7 @@ server or a cache (configs/delta/nginx.conf), which need not be trusted. publish
 makes a secret key when there is none; apply needs the same file.
 """
 
+import pathlib
 import sys
 
 from absl import flags
@@ -77,12 +78,33 @@ def _run(command: str) -> None:
   from composer_jax.delta import commands
 
   values = {flag.name: flag.value for flag in (*needed, *optional)}
+  if 'source' in values:
+    _check_format(values['source'])
   if values['key'] is None:
     store = _STORE.value or _OUT.value or ''
     if '://' in store:
       raise ValueError(f'{command} needs --key for {store}; see --help.')
     values['key'] = f'{store.rstrip("/")}.key'
   print(getattr(commands, command)(**values))
+
+
+def _check_format(source: str) -> None:
+  """Refuses masters of a run whose policy has rounded weights."""
+  from composer_jax.core import files
+  from composer_jax.train import workdir
+
+  place = pathlib.Path(source.rpartition(':')[0] or source)
+  for folder in (place, *place.parents)[:4]:
+    if (folder / workdir.CONFIG).is_file():
+      model = files.read_json(folder / workdir.CONFIG).get('model', {})
+      name = model.get('precision', {}).get('experts', 'bf16')
+      if name != 'bf16':
+        raise ValueError(
+          f'{source} holds float32 masters, and the run serves their experts '
+          f'in {name!r}, to which this command does not round. Follow the '
+          'bundles that the run has published.'
+        )
+      return
 
 
 if __name__ == '__main__':

@@ -20,6 +20,7 @@ PACKAGE = ROOT / 'composer_jax'
 FLOORS = (
   ('core',),
   ('parallel', 'kernels', 'telemetry', 'text'),
+  ('numerics',),
   ('models', 'optim', 'data', 'agent'),
   ('rollout', 'train'),
   ('rl',),

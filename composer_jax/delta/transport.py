@@ -9,6 +9,7 @@ otherwise, the bundles themselves in `store`.
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 import queue
@@ -80,10 +81,6 @@ def memory_of(workdir: pathlib.Path, store: str) -> pathlib.Path:
 
 # The trainer's side.
 
-# Compiled, since nothing that it returns is its argument then, not even what is
-# no parameter: the train step that comes next donates the state.
-_policy = jax.jit(decoder.policy)
-
 
 class Publication:
   """What the trainer publishes: each version once and on record.
@@ -98,7 +95,11 @@ class Publication:
     writer: writers.Writer,
     workdir: pathlib.Path,
     first: int,
+    model: model_config.ModelConfig,
   ):
+    # Compiled, since nothing that it returns is its argument then: the train
+    # step that comes next donates the state.
+    self._policy = jax.jit(functools.partial(decoder.policy, config=model))
     sender.rewind(first)
     writer.truncate(PUBLISHED, first)
     # By one of several processes: its rollout worker writes there, too.
@@ -115,7 +116,7 @@ class Publication:
 
   def publish(self, state: train_state.TrainState, version: int) -> None:
     """Begins to publish a state's policy; the state may be donated then."""
-    policy = _policy(state.variables())
+    policy = self._policy(state.variables())
     self._publisher.publish(policy, version, owned=True)
     self.check()
 
@@ -452,7 +453,7 @@ class PolicyTransport:
         for path in self._workdir.glob(f'{WORKERS}/*/{inside}'):
           path.unlink()
         self._memory.unlink(missing_ok=True)
-    return Publication(sender, writer, self._workdir, first)
+    return Publication(sender, writer, self._workdir, first, self._model)
 
   def receiver(self, *, in_background: bool) -> seams.WeightReceiver:
     receiving = self._direct or Receiver(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_jax.core import checks
+from composer_jax.numerics import formats
 
 NUMERICS = ('fast', 'batch_invariant')
 
@@ -22,6 +23,7 @@ _RETIRED = ('dispatched', 'combined')
 FREE = (
   *(f'adapters.{name}' for name in (*ADAPTED, 'alpha')),
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
+  *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
 
@@ -287,6 +289,39 @@ class AdapterConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+  """Formats of the routed experts' products; all else is `compute_dtype`.
+
+  Masters stay float32. The policy, which rollout serves and the forward pass
+  uses, has weights rounded to the format, and each product rounds its
+  activations, so that sampler and trainer multiply the same numbers.
+
+  Attributes:
+    experts: format of weights and activations in the forward pass, one of
+      `numerics.formats`; 'bf16' rounds nothing, and 'int4' weights alone.
+    backward: 'dequantised' multiplies gradients by the rounded weights and
+      activations of the forward pass; 'mxfp8' rounds all operands to MXFP8
+      along the contracted axis.
+    first: number of first mixture layers that stay in bf16.
+    last: number of last ones.
+  """
+
+  experts: str = 'bf16'
+  backward: str = 'dequantised'
+  first: int = 0
+  last: int = 0
+
+  def __post_init__(self):
+    checks.one_of(self, 'experts', ('bf16', *formats.NAMES))
+    checks.one_of(self, 'backward', ('dequantised', 'mxfp8'))
+    checks.at_least(self, 0, 'first', 'last')
+
+  @property
+  def enabled(self) -> bool:
+    return self.experts != 'bf16'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
@@ -304,6 +339,7 @@ class ModelConfig:
     adapters: low-rank adapters, which a run may choose.
     numerics: 'fast', or 'batch_invariant', in which prefill, decode and
       training give bitwise equal results for any batch, at a price.
+    precision: formats of few bits, which a run may choose.
     remat_saves: tensors of REMAT_NAMES that are not recomputed. By default only
       weights are gathered again; with 'weights' no collective is repeated.
   """
@@ -321,6 +357,7 @@ class ModelConfig:
   rope: RopeConfig
   moe: MoEConfig
   adapters: AdapterConfig = AdapterConfig()
+  precision: PrecisionConfig = PrecisionConfig()
   numerics: str = 'fast'
   remat_saves: tuple[str, ...] = ('keys', 'routes')
 
@@ -341,6 +378,7 @@ class ModelConfig:
     checks.one_of(self, 'numerics', NUMERICS)
     checks.positive(self, 'norm_eps')
     checks.boolean(self, 'tie_embeddings', 'remat')
+    self._check_precision()
     is_gqa = isinstance(self.attention, GQAConfig)
     if is_gqa and self.rope.yarn and self.rope.yarn.mscale_all_dim:
       raise ValueError(
@@ -348,6 +386,30 @@ class ModelConfig:
         'latent attention: transformers scales the softmax by it there alone. '
         'Set mscale and mscale_all_dim to None.'
       )
+
+  def _check_precision(self):
+    c = self.precision
+    if c.enabled and self.adapters.enabled:
+      raise ValueError(
+        f'precision.experts is {c.experts!r} and the model has adapters, whose '
+        "frozen experts stay as they are. Set precision.experts='bf16', or all "
+        'ranks of adapters to 0.'
+      )
+    if c.enabled and c.first + c.last >= self.num_moe_layers:
+      raise ValueError(
+        f'precision.first ({c.first}) and precision.last ({c.last}) leave none '
+        f'of {self.num_moe_layers} mixture layers in {c.experts!r}. Lower '
+        "them, or set precision.experts='bf16'."
+      )
+
+  def is_precise(self, moe_layer: int) -> bool:
+    """Returns whether a mixture layer, counted from 0, stays in bf16."""
+    c, end = self.precision, self.num_moe_layers
+    return not (c.enabled and c.first <= moe_layer < end - c.last)
+
+  def precise(self) -> 'ModelConfig':
+    """Returns the config of a layer that stays in bf16."""
+    return dataclasses.replace(self, precision=PrecisionConfig())
 
   @property
   def num_moe_layers(self) -> int:
@@ -382,6 +444,7 @@ _SECTIONS = {
   'yarn': YarnConfig,
   'moe': MoEConfig,
   'adapters': AdapterConfig,
+  'precision': PrecisionConfig,
 }
 
 

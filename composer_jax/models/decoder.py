@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches, trees
-from composer_jax.models import adapters, attention, parameters, router, stacks
+from composer_jax.models import (
+  adapters,
+  attention,
+  experts,
+  parameters,
+  router,
+  stacks,
+)
 from composer_jax.models import config as model_config
 from composer_jax.models import layer as layer_stages
 from composer_jax.parallel import exchange, shards
@@ -199,13 +206,18 @@ def abstract(config: model_config.ModelConfig) -> tuple[Variables, Variables]:
   return nn.meta.unbox(boxed), nn.get_partition_spec(boxed)
 
 
-def policy(variables: Variables) -> Variables:
+def policy(
+  variables: Variables, config: model_config.ModelConfig | None = None
+) -> Variables:
   """Returns the policy's variables: the bfloat16 cast of the masters.
 
   Rollout serves it and bundles carry it. The selection bias stays float32.
-  Frozen parameters are left out.
+  Frozen parameters are left out. Experts are rounded to the format of the
+  config first; None takes variables that are so already.
   """
   name = trained(variables)
   masters = trees.on_device(variables[name])
+  if config is not None:
+    masters = experts.in_format(masters, config)
   cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
   return {**without_base(variables), name: cast}

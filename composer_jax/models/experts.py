@@ -1,6 +1,12 @@
-"""Feed-forward layers: one dense MLP, and a mixture of routed ones."""
+"""Feed-forward layers: one dense MLP, and a mixture of routed ones.
 
-from typing import Any
+The routed ones may have a format of few bits (`numerics.products`); `in_format`
+rounds their weights, for sampler and trainer alike.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +15,16 @@ from jax import ad_checkpoint
 from composer_jax.core import rounding
 from composer_jax.kernels import linear, rows, swiglu
 from composer_jax.kernels.grouped import blocked, matmul
+from composer_jax.models import config as model_config
+from composer_jax.numerics import formats, products
 from composer_jax.parallel import dispatch
+
+# Axes of [M, E, D, 2, F] and [M, E, F, D]: those of square blocks in 'fp8',
+# and of an outer scale, which gate and up share.
+_WEIGHTS = {
+  'gate_up': formats.Axes((2, 4), (2, 3)),
+  'down': formats.Axes((2, 3), (2,)),
+}
 
 
 def expert_mlp(
@@ -75,12 +90,12 @@ def expert_mlp_gradient(
 
 
 def _zeros(weights: dict[str, Any]) -> dict[str, Any]:
-  def zeros(weight):
+  def sums(weight):
     if isinstance(weight, linear.Adapted):
-      return linear.Adapted(None, zeros(weight.a), zeros(weight.b))
+      return linear.Adapted(None, sums(weight.a), sums(weight.b))
     return jnp.zeros(weight.shape, jnp.float32)
 
-  return {name: zeros(weight) for name, weight in weights.items()}
+  return {name: sums(weight) for name, weight in weights.items()}
 
 
 MLP = dispatch.Experts(expert_mlp, expert_mlp_kept, expert_mlp_gradient, _zeros)
@@ -124,6 +139,50 @@ def dense_mlp(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
   """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
   both_BTX = linear.linear(x_BTD, _joined(params['gate_up'], 1))
   return linear.linear(swiglu.swiglu(both_BTX), params['down'])
+
+
+class Forms(NamedTuple):
+  """The feed-forward of experts.
+
+  Attributes:
+    sorted: of rows sorted by expert.
+    tiled: the same, whose bits depend on a row and its expert only.
+    single: of one expert's rows.
+  """
+
+  sorted: dispatch.Experts
+  tiled: dispatch.ExpertFunction
+  single: Callable[[Any, jax.Array], jax.Array]
+
+
+@functools.cache
+def forms(config: model_config.PrecisionConfig) -> Forms:
+  """Returns the feed-forward of experts in the formats of a config."""
+  if not config.enabled:
+    return Forms(MLP, expert_mlp_in_tiles, dense_mlp)
+  pair = products.Formats(config.experts, config.backward)
+  bind = lambda fn: functools.partial(fn, pair)
+  parts = map(bind, (products.mlp, products.mlp_kept, products.mlp_gradient))
+  mlp = dispatch.Experts(*parts, _zeros)
+  return Forms(mlp, bind(products.tiled), bind(products.single))
+
+
+def in_format(params: Any, config: model_config.ModelConfig) -> Any:
+  """Returns parameters with the experts' weights rounded to their format."""
+  name = config.precision.experts
+  if not config.precision.enabled:
+    return params
+  stack = params['moe_layers']
+  moe = dict(stack['moe'])
+  layers = range(config.num_moe_layers)
+  is_precise_M = jnp.array([config.is_precise(layer) for layer in layers])
+  for leaf, axes in _WEIGHTS.items():
+    if name != 'fp8':
+      axes = axes._replace(blocks=axes.blocks[:1])
+    rounded = formats.rounded(moe[leaf], name, axes)
+    kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
+    moe[leaf] = jnp.where(kept, moe[leaf], rounded)
+  return {**params, 'moe_layers': {**stack, 'moe': moe}}
 
 
 def _joined(weight: Any, num_kept: int) -> Any:

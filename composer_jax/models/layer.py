@@ -245,12 +245,13 @@ def mixture(
     x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
     return x_BTD, routes, MixtureStats(sums, None)
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
+  forms = experts.forms(config.precision)
   with jax.named_scope('experts'):
     if isinstance(weights['down'], tuple):
-      y_BTD, count = _one_by_one(weights, *routed_BT), None
+      y_BTD, count = _one_by_one(forms.single, weights, *routed_BT), None
     else:
       y_BTD, count = exchange.exchange(
-        experts.MLP, weights, *routed_BT, plan=plan, keeps=not config.remat
+        forms.sorted, weights, *routed_BT, plan=plan, keeps=not config.remat
       )
   x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
   return x_BTD, routes, MixtureStats(sums, count)
@@ -262,12 +263,12 @@ def _add_experts(shared, x_BTD, h_BTD, y_BTD):
   return rounding.rounded(x_BTD + y_BTD)
 
 
-def _one_by_one(weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
+def _one_by_one(mlp, weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
   """Applies experts that are separate arrays, for serving on a CPU."""
   num_active = ids_BTA.shape[-1]
   each = zip(weights['gate_up'], weights['down'], strict=True)
   y_ZD = expert_rows.expert_rows(
-    experts.dense_mlp,
+    mlp,
     [{'gate_up': gate_up, 'down': down} for gate_up, down in each],
     h_BTD.reshape(-1, h_BTD.shape[-1]),
     ids_BTA.reshape(-1, num_active),
@@ -279,9 +280,10 @@ def _one_by_one(weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
 
 def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
   """Adds the experts' outputs, with the gated sum of each row by itself."""
+  tiled = experts.forms(config.precision).tiled
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
-      experts.expert_mlp_in_tiles, weights, h_BTD, choice.ids_BTA, valid_BT
+      tiled, weights, h_BTD, choice.ids_BTA, valid_BT
     )
 
   def after(shared, rows_BT):

@@ -38,7 +38,8 @@ def exchange_plan(
   Tokens of batches must be in its `sequence_order` (`parallel.sequence`).
 
   Raises:
-    ValueError: the numerics are batch-invariant.
+    ValueError: the numerics are batch-invariant, or rows of experts in a format
+      of few bits would be spread over devices.
   """
   if mesh.size == 1:
     return None
@@ -50,6 +51,7 @@ def exchange_plan(
     )
   shapes, axes = decoder.abstract(config)
   specs = shardings.specs(shapes, axes, layout=layout, mesh=mesh)
+  _check_whole_rows(config, specs, layout, mesh)
   return exchange.ExchangePlan(
     mesh=mesh,
     batch_axes=layout.batch,
@@ -60,6 +62,18 @@ def exchange_plan(
     room=room,
     sequence_order=sequence_order,
   )
+
+
+def _check_whole_rows(config, specs, layout, mesh):
+  spec = specs['params']['moe_layers']['moe']['down']
+  if config.precision.enabled and not layout.batch and any(spec[2:]):
+    count = config.moe.num_experts
+    raise ValueError(
+      f"precision.experts {config.precision.experts!r} rounds a token's hidden "
+      f'units together, and {mesh.size} devices for {count} experts would each '
+      'hold a part of them. Decode on a number of devices that divides '
+      f"{count}, or set precision.experts='bf16'."
+    )
 
 
 def _experts(specs: Any) -> Any:

@@ -77,11 +77,15 @@ def run(
   )
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
 
-  def layer(variables, x_BTD, context, given):
+  def layer(variables, x_BTD, context, given, is_precise):
     variables = owned(variables)
     whole = layer_stages.whole(variables, specs, config, plan)
     variables = {**variables, 'params': whole}
-    return _layer(variables, x_BTD, context, given, config, plan)
+    run = lambda c: _layer(variables, x_BTD, context, given, c, plan)
+    if is_precise is None:
+      return run(config)
+    precise = config.precise()
+    return jax.lax.cond(is_precise, lambda: run(precise), lambda: run(config))
 
   if config.remat:
     # A recomputed choice of experts could differ by rounding.
@@ -95,16 +99,25 @@ def run(
   per_shard = shards.per_shard(
     layer,
     plan,
-    in_specs=(in_specs, where, where, where),
+    in_specs=(in_specs, where, where, where, P()),
     out_specs=(where, output),
   )
 
   def body(x_BTD, sliced):
-    variables, given = sliced
-    return per_shard(variables, x_BTD, context, given)
+    variables, given, is_precise = sliced
+    return per_shard(variables, x_BTD, context, given, is_precise)
 
-  xs = (stacked, given)
+  xs = (stacked, given, _precise(name, config))
   return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
+
+
+def _precise(name, config):
+  """Returns which layers of a stack stay in bf16; None if all are alike."""
+  if name != 'moe_layers' or not (
+    config.precision.first or config.precision.last
+  ):
+    return None
+  return jnp.array([config.is_precise(i) for i in range(config.num_moe_layers)])
 
 
 def _unroll(name, config, plan):

@@ -311,7 +311,10 @@ def evaluate(job: jobs.Job, stage: str) -> None:
     variables = load_variables(job, stage, job.single)
     if processes.is_first():
       trained = decoder.trained(variables)
-      values = jax.jit(train_state.policy_values)(variables[trained])
+      rounded = functools.partial(
+        train_state.policy_values, config=job.spec.model
+      )
+      values = jax.jit(rounded)(variables[trained])
       variables |= {trained: values}
       shares = job.spec.shares_base
       engine = make_engine(job.spec, variables, 0, shares_base=shares)

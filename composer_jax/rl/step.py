@@ -235,7 +235,10 @@ def build(
   @jit
   def rounded(variables):
     name = decoder.trained(variables)
-    return {**variables, name: train_state.policy_values(variables[name])}
+    return {
+      **variables,
+      name: train_state.policy_values(variables[name], model.config),
+    }
 
   def policy(state):
     # Frozen parameters are handed on: no step donates them.

@@ -233,7 +233,7 @@ def forward(
       params,
       variables.get('selection_bias', {}).get('moe', {}).get('bias'),
       (x_BTD, out_BTN, valid_BT, None),
-      c,
+      c.precise() if c.is_precise(i - c.num_dense_layers) else c,
       is_paged=True,
       plan=plan,
     )

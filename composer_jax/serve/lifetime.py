@@ -1,6 +1,7 @@
 """Loads a policy, warms an engine and serves it until a signal."""
 
 import dataclasses
+import functools
 import pathlib
 import signal
 from collections.abc import Callable
@@ -212,7 +213,7 @@ def load(
       )
     like = decoder.without_base(_like(model, mesh))
     masters = export.load(folder, stage, like)
-    variables = jax.jit(decoder.policy, donate_argnums=0)(masters)
+    variables = _policy_of(model, masters)
   if decoder.trained(variables) == 'adapters':
     kept = {k: v for k, v in _like(model, mesh).items() if k != 'adapters'}
     imported.check_identity(config['initial'], config['imported'], folder)
@@ -255,8 +256,13 @@ def _imported(
     tokenizer=tokenizer,
     stop_tokens=_ends(tokenizer, *language.ends_of(folder)),
     chats=tokenizer.language is not None,
-    variables=jax.jit(decoder.policy, donate_argnums=0)(masters),
+    variables=_policy_of(model, masters),
   )
+
+
+def _policy_of(model, masters):
+  policy = functools.partial(decoder.policy, config=model)
+  return jax.jit(policy, donate_argnums=0)(masters)
 
 
 def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def negative_logprob_sum(
 
 
 def loss(
-  params: Any,
+  values: Any,
   selection_bias: Any,
   batch: batches.LMBatch,
   *,
@@ -109,15 +109,15 @@ def loss(
   means over a microbatch, weighted by its tokens: the z-loss adds up to that of
   the batch, while each microbatch is balanced by itself.
 
-  The forward pass uses the policy's values. A batch without a weighted token, a
-  bug of the stream, has a loss of NaN, which stops the run.
+  A batch without a weighted token, a bug of the stream, has a loss of NaN,
+  which stops the run.
 
   Args:
+    values: the policy's values of the parameters (`state.policy_values`).
     with_max_logits: true to measure the attention logits that QK-clip needs.
     whole: totals of the batch; None if `batch` is no microbatch.
-    base: frozen parameters, if `params` are adapters.
+    base: frozen parameters, if `values` are adapters.
   """
-  values = train_state.policy_values(params)
   total, output = negative_logprob_sum(
     train_state.variables(values, selection_bias, base),
     batch,
@@ -160,7 +160,7 @@ def heldout_sums(
 
   def sums(variables, batch):
     name = decoder.trained(variables)
-    values = {name: train_state.policy_values(variables[name])}
+    values = {name: train_state.policy_values(variables[name], model)}
     total, _ = negative_logprob_sum(
       variables | values, batch, model=model, plan=plan
     )

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
-from composer_jax.models import decoder
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, experts
 
 
 class TrainState(flax.struct.PyTreeNode, kw_only=True):
@@ -71,14 +72,16 @@ def _rounded_jvp(primals, tangents):
   return _rounded(*primals), tangents[0]
 
 
-def policy_values(params: Any) -> Any:
-  """Rounds each master to the bfloat16 grid, keeping dtype and gradient.
+def policy_values(params: Any, config: model_config.ModelConfig) -> Any:
+  """Rounds masters to the policy's grids, keeping dtype and gradient.
 
-  The trainer's forward pass must use the values that rollout serves; gradient
-  and updates act on the masters (straight-through).
+  Experts are rounded to the config's format, and all else to bfloat16. The
+  trainer's forward pass must use the values that rollout serves; gradient and
+  updates act on the masters (straight-through).
   """
   with jax.named_scope('policy_values'):
-    return jax.tree.map(_rounded, trees.on_device(params))
+    params = experts.in_format(trees.on_device(params), config)
+    return jax.tree.map(_rounded, params)
 
 
 def create(

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches, checks, trees
+from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import router
 from composer_jax.optim import groups, layerwise
@@ -100,10 +100,10 @@ def make(
     places: shardings in which gradients add up; None leaves them to XLA.
   """
 
-  def gradient(params, state, batch, whole=None):
+  def gradient(values, state, batch, whole=None):
     function = jax.value_and_grad(lm_loss.loss, has_aux=True)
     (_, stats), gradients = function(
-      params,
+      values,
       state.selection_bias,
       batch,
       model=model,
@@ -115,14 +115,15 @@ def make(
     return gradients, stats
 
   def step(state, batch):
-    params = trees.on_device(state.params)
+    # Once a step. The gradient of the rounding is 1.
+    values = train_state.policy_values(state.params, model)
     if accumulate == 1:
-      gradients, loss_stats = gradient(params, state, batch)
+      gradients, loss_stats = gradient(values, state, batch)
     else:
       whole = lm_loss.totals(batch)
       gradients, stats = _sum_gradients(
-        lambda params, piece: gradient(params, state, piece, whole),
-        params,
+        lambda values, piece: gradient(values, state, piece, whole),
+        values,
         split(batch, accumulate, plan),
         places,
       )

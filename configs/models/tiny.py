@@ -34,6 +34,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     out_bias=False,
   )
   c.adapters = {}  # ranks by role, beside the frozen weights of an import
+  c.precision = {}  # formats of few bits of the experts, 'bf16' of all if empty
   c.rope = dict(theta=10000.0, interleaved=False, yarn=None)
   c.moe = dict(
     num_experts=8,

@@ -4,13 +4,21 @@ import dataclasses
 import re
 import types
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from composer_jax.core import trees
 from composer_jax.delta import chain, transport
+from composer_jax.models import config as model_config
 from composer_jax.telemetry import writer as writers
+from composer_jax.train import state as train_state
 from tests.fleet import groups
+from tests.rl import replayed
+
+MODEL = replayed.CONFIGS['gqa_softmax']
+NVFP4 = model_config.PrecisionConfig(experts='nvfp4')
 
 
 class Sender:
@@ -56,7 +64,12 @@ def info(version, encode_s):
 
 
 def state(value):
-  masters = {'params': {'w': jnp.float32(value)}, 'bias': {'b': jnp.ones(2)}}
+  moe = {'gate_up': jnp.full((2, 1, 4, 2, 3), value), 'down': jnp.ones(12)}
+  moe['down'] = moe['down'].reshape(2, 1, 3, 2)
+  masters = {
+    'params': {'w': jnp.float32(value), 'moe_layers': {'moe': moe}},
+    'bias': {'b': jnp.ones(2)},
+  }
   return types.SimpleNamespace(variables=lambda: masters)
 
 
@@ -68,7 +81,10 @@ def run(tmp_path):
   def start(first=0):
     sender, writer = Sender(), writers.Writer(tmp_path, tensorboard=False)
     opened.append(writer)
-    return transport.Publication(sender, writer, tmp_path, first), sender
+    config = dataclasses.replace(MODEL, precision=NVFP4)
+    return transport.Publication(
+      sender, writer, tmp_path, first, config
+    ), sender
 
   yield start
   for writer in opened:
@@ -77,6 +93,19 @@ def run(tmp_path):
 
 def lines(workdir):
   return {row['step']: row for row in writers.read(workdir)}
+
+
+def test_a_version_has_the_weights_that_the_trainer_multiplies(run):
+  published, sender = run()
+  config = dataclasses.replace(MODEL, precision=NVFP4)
+  variables = replayed.variables(config)
+  published.publish(types.SimpleNamespace(variables=lambda: variables), 0)
+  values = train_state.policy_values(variables['params'], config)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(x.astype(jnp.float32), y),
+    sender.trees[0]['params'],
+    jax.tree.map(np.asarray, values),
+  )
 
 
 def test_a_version_is_on_record_before_the_next_one_is_handed_over(

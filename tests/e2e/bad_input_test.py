@@ -237,7 +237,7 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
       spec.systems['delta'],
     )
     with contextlib.closing(sender):
-      published = transport.Publication(sender, job.writer, copy, 4)
+      published = transport.Publication(sender, job.writer, copy, 4, spec.model)
       sender.publish(decoder.policy(variables), 4)
       published.wait()
   policy = receiver.poll()

@@ -398,7 +398,7 @@ def auditor_of(config, policies, shape, where=None):
   )
   auditor = audit.Auditor(functions, shape, max_staleness=len(policies))
   for version, policy in enumerate(policies):
-    values = {**policy, 'params': state.policy_values(policy['params'])}
+    values = {**policy, 'params': state.policy_values(policy['params'], config)}
     if where:
       values = jax.device_put(values, where.variables)
     auditor.keep(version, values)

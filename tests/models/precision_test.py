@@ -1,163 +1,135 @@
-"""Operations that stay float32 in a model that computes in bfloat16."""
+"""Experts in formats of few bits: which weights, on which meshes, for whom."""
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.core import trees
-from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, head, layer, norm, rope
-from tests.kernels.attention import reference
-from tests.models import decoder_test, routing
+from composer_jax.models import decoder, experts, placement
+from composer_jax.numerics import formats
+from composer_jax.parallel import layouts, topology
+from composer_jax.train import state as train_state
+from tests.rl import replayed
 
-BF16 = ml_dtypes.bfloat16
-FAST = {'xla_backend_optimization_level': 0}  # to compile
+FORMATS = ('mxfp8', 'nvfp4', 'fp8', 'int4')
 
-
-def normal(seed, *shape):
-  return np.random.default_rng(seed).normal(size=shape).astype(BF16)
-
-
-def test_norm_is_rounded_once():
-  x, scale = normal(0, 7, 96), normal(1, 96)
-  wide, wide_scale = x.astype(np.float64), scale.astype(np.float64)
-  want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * wide_scale
-  have = norm.rms_norm(jnp.asarray(x), jnp.asarray(scale), 1e-6)
-  assert have.dtype == jnp.bfloat16
-  # All but ties and near-ties of the one rounding.
-  assert (np.asarray(have) == want.astype(BF16)).mean() > 0.99
+# Op by op it would take seconds to compile.
+_rounded = jax.jit(formats.rounded, static_argnames=('name', 'axes'))
 
 
-def test_rotation_is_rounded_once_at_far_positions():
-  x = normal(2, 1, 5, 8, 8)
-  positions_BT = jnp.array([[0, 1, 77, 1000, 9999]])
-  config = model_config.RopeConfig(theta=1e4, interleaved=False, yarn=None)
-  have = rope.rotate(
-    jnp.asarray(x), rope.angles(positions_BT, 8, config), config
-  )
-  angle = np.asarray(positions_BT)[0, :, None] / 1e4 ** (np.arange(4) / 4)
-  turned = (
-    x[..., :4].astype(np.float64) + 1j * x[..., 4:].astype(np.float64)
-  ) * np.exp(1j * angle)[:, None]
-  want = np.concatenate([turned.real, turned.imag], -1)
-  assert have.dtype == jnp.bfloat16
-  # A float32 angle of 9,999 is 5e-4 off, an eighth of a rounding.
-  assert (np.asarray(have) == want.astype(BF16)).mean() > 0.95
+def _config(name='gqa_softmax', **fields):
+  precision = model_config.PrecisionConfig(**fields)
+  return dataclasses.replace(replayed.CONFIGS[name], precision=precision)
 
 
-@pytest.mark.parametrize('backend', [reference.whole, 'blocked'])
-def test_softmax_sees_float32_scores(backend):
-  # Scores of 256 and 257 are one number in bfloat16.
-  q = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16)
-  k = jnp.asarray([[[[16.0, 0.0]], [[16.0, 1.0]]]], jnp.bfloat16)
-  v = jnp.asarray([[[[1.0]], [[0.0]]]], jnp.bfloat16)
-  visible = grouped_query.Visible(
-    jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 2, jnp.int32)
-  )
-  share, _ = grouped_query.attend(q, k, v, visible, scale=1.0, backend=backend)
-  np.testing.assert_allclose(float(share[0, 0, 0, 0]), 0.2689, rtol=0.01)
-
-
-@pytest.fixture(scope='module', params=sorted(decoder_test.CONFIGS))
-def config(request):
-  plain = decoder_test.CONFIGS[request.param]
-  return dataclasses.replace(plain, compute_dtype='bfloat16')
-
-
-def test_logits_and_hidden_states_have_their_dtypes(config):
-  shapes, _ = decoder.abstract(config)
-  ints_BT = jax.ShapeDtypeStruct((2, 3), jnp.int32)
-  out = jax.eval_shape(decoder.Decoder(config).apply, shapes, *[ints_BT] * 3)
-  assert out.hidden_BTD.dtype == jnp.bfloat16
-  logits = jax.eval_shape(
-    lambda variables, hidden: head.logits(variables, hidden, config),
-    shapes,
-    out.hidden_BTD,
-  )
-  assert logits.dtype == jnp.float32
-
-
-def test_norms_and_the_router_multiply_with_float32(config):
-  for stack in ('dense_layers', 'moe_layers'):
-    params = decoder.abstract(config)[0]['params'][stack]
-    prepared = jax.eval_shape(
-      functools.partial(layer.prepare, config=config), {'params': params}
+@pytest.mark.parametrize('name', FORMATS)
+def test_only_routed_experts_of_the_named_layers_are_rounded(name):
+  config = _config(experts=name, first=1)
+  params = replayed.variables(config)['params']
+  moe = params['moe_layers']['moe']
+  # So small that scales of their own would keep them better.
+  moe['gate_up'] = moe['gate_up'] * np.float32([1, 2**-18])[:, None]
+  rounded = jax.jit(functools.partial(experts.in_format, config=config))(params)
+  flat = lambda tree: dict(jax.tree_util.tree_leaves_with_path(tree))
+  changed = {
+    jax.tree_util.keystr(path, simple=True, separator='/')
+    for path, x in flat(rounded).items()
+    if (x != flat(params)[path]).any()
+  }
+  assert changed == {'moe_layers/moe/gate_up', 'moe_layers/moe/down'}
+  for leaf in ('gate_up', 'down'):
+    before, after = (
+      params['moe_layers']['moe'][leaf],
+      rounded['moe_layers']['moe'][leaf],
     )
-    for name, x in trees.flatten_names(prepared).items():
-      is_wide = 'norm' in name or name.endswith('router')
-      assert x.dtype == (jnp.float32 if is_wide else jnp.bfloat16), name
+    np.testing.assert_array_equal(after[0], before[0])
+    # Along the contracted axis, expert by expert; gate and up share scales.
+    row = (0, 1) if leaf == 'gate_up' else (0,)
+    blocks = (0, before.ndim - 3) if name == 'fp8' else (0,)
+    for e in range(config.moe.num_experts):
+      wanted = _rounded(before[1, e], name, formats.Axes(blocks, row))
+      np.testing.assert_array_equal(after[1, e], wanted)
 
 
-def mixture_shapes(config):
-  """Returns the parameters of a layer of experts as shapes."""
-  layers = decoder.abstract(config)[0]['params']['moe_layers']
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
+@pytest.mark.parametrize(
+  'name',
+  [
+    'nvfp4',
+    *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS if n != 'nvfp4'),
+  ],
+)
+def test_trainer_and_rollout_round_alike_on_every_mesh(name):
+  """Six experts over eight devices, and whole ones: the same bits."""
+  config = _config('mla_sigmoid', experts=name)
+  variables = replayed.variables(config)
+  policy = decoder.policy(jax.tree.map(jnp.asarray, variables), config)
+  values = functools.partial(train_state.policy_values, config=config)
+  for shape in ((1, 8, 1), (2, 2, 2)):
+    mesh = topology.make_mesh(*shape)
+    places = placement.variable_shardings(
+      config, layout=layouts.TRAIN, mesh=mesh
+    )
+    sharded = jax.device_put(variables, places)['params']
+    jax.tree.map(
+      lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.float32)),
+      jax.jit(values)(sharded),
+      policy['params'],
+    )
+
+
+def test_later_tokens_change_no_bit_of_earlier_ones():
+  config = dataclasses.replace(
+    _config(experts='nvfp4'), numerics='batch_invariant'
   )
-
-
-def mixture(params, x_BTD, config):
-  bias_E = None
-  if config.moe.router == 'sigmoid':
-    bias_E = jnp.zeros(config.moe.num_experts)
-  params = layer.prepare({'params': params}, config)
-  a = config.attention
-  width = getattr(a, 'value_dim', None) or a.head_dim
-  shape = (*x_BTD.shape[:2], a.num_heads, width)
-  out_BTNH = jnp.zeros(shape, x_BTD.dtype)
-  valid_BT = jnp.ones(x_BTD.shape[:2], bool)
-  return layer.mixture(
-    params, bias_E, (x_BTD, out_BTNH, valid_BT, None), config
+  variables = decoder.policy(
+    jax.tree.map(jnp.asarray, replayed.variables(config)), config
   )
+  rng = np.random.default_rng(0)
+  tokens_BT = rng.integers(0, replayed.V, (1, 24))
+  others_BT = tokens_BT.copy()
+  others_BT[0, 10:] = rng.integers(0, replayed.V, 14)
+
+  @functools.partial(jax.jit, static_argnames='config')
+  def run(tokens_BT, config=config):
+    places = jnp.ones_like(tokens_BT), jnp.arange(24)[None]
+    return decoder.Decoder(config).apply(variables, tokens_BT, *places)
+
+  one, two = run(jnp.asarray(tokens_BT)), run(jnp.asarray(others_BT))
+  np.testing.assert_array_equal(one.hidden_BTD[:, :10], two.hidden_BTD[:, :10])
+  assert (one.hidden_BTD[:, 10:] != two.hidden_BTD[:, 10:]).any()
+  # Both numerics round alike.
+  fast = run(
+    jnp.asarray(tokens_BT), dataclasses.replace(config, numerics='fast')
+  )
+  np.testing.assert_allclose(fast.hidden_BTD, one.hidden_BTD, atol=1e-4)
 
 
-def test_router_logits_are_float32_products_of_bfloat16_values(config):
-  groups = config.moe.num_groups
-  moe = dataclasses.replace(
-    config.moe, router='softmax', num_active_groups=groups
-  )
-  config = dataclasses.replace(config, moe=moe)
-  x_BTD = normal(3, 1, 64, config.embed_dim)
-  router_DE = normal(4, config.embed_dim, moe.num_experts)
-  params = jax.tree.map(
-    lambda a: np.zeros(a.shape, a.dtype), mixture_shapes(config)
-  )
-  # Without attention, and with a norm of scale one.
-  norm_of = np.asarray(x_BTD, np.float32)
-  x_BTD = (norm_of / np.sqrt((norm_of**2).mean(-1, keepdims=True))).astype(BF16)
-  params['ffw_norm']['scale'] = np.ones(config.embed_dim, np.float32)
-  params['moe']['router'] = router_DE.astype(np.float32)
-  *_, stats = jax.jit(
-    functools.partial(mixture, config=config), compiler_options=FAST
-  )(params, jnp.asarray(x_BTD))
-  h_BTD = norm.rms_norm(
-    jnp.asarray(x_BTD), jnp.ones(config.embed_dim), config.norm_eps
-  )
-  exact_ZE = np.asarray(h_BTD[0], np.float64) @ router_DE.astype(np.float64)
-  z_loss = (np.log(np.exp(exact_ZE).sum(-1)) ** 2).mean()
-  # Logits rounded to bfloat16 are 1e-4 off in this mean.
-  stats = routing.statistics(stats.router, moe)
-  np.testing.assert_allclose(stats.z_loss, z_loss, rtol=1e-6)
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    (dict(experts='fp4'), "experts.*'bf16', 'mxfp8', 'nvfp4', 'fp8', 'int4'"),
+    (dict(backward='bf16'), "backward.*'dequantised', 'mxfp8'"),
+    (dict(first=-1), 'first.*at least 0'),
+    (dict(experts='nvfp4', first=1, last=1), 'leave none of 2 mixture layers'),
+  ],
+)
+def test_what_is_no_precision_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    _config(**fields)
 
 
-def test_discrete_choices_ask_accelerators_for_whole_float32(config):
-  x_BTD = jnp.zeros((1, 4, config.embed_dim), jnp.bfloat16)
-  lowered = jax.jit(functools.partial(mixture, config=config)).lower(
-    mixture_shapes(config), x_BTD
-  )
-  dots = [
-    line
-    for line in lowered.as_text().splitlines()
-    if 'dot_general' in line and re.search(r'f32>, tensor<[^>]*f32>\)', line)
-  ]
-  # The router and the weights of the chosen.
-  assert len(dots) == 2
-  for dot in dots:
-    assert 'precision = [HIGHEST, HIGHEST]' in dot, dot
+def test_adapters_and_parts_of_rows_are_refused():
+  config = _config(experts='nvfp4')
+  with pytest.raises(ValueError, match="has adapters.*experts='bf16'"):
+    dataclasses.replace(
+      config, adapters=model_config.AdapterConfig(attention=2)
+    )
+  uneven = _config('mla_sigmoid', experts='nvfp4')
+  mesh = topology.make_mesh(1, 8, 1)
+  with pytest.raises(ValueError, match='8 devices for 6 experts'):
+    placement.exchange_plan(uneven, layout=layouts.DECODE, mesh=mesh)
+  placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)

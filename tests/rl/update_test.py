@@ -88,7 +88,7 @@ def make_state(variables):
 
 def rounded(variables):
   """Returns the policy's values, which the engine serves."""
-  params = train_state.policy_values(variables['params'])
+  params = train_state.policy_values(variables['params'], MODEL)
   return {**variables, 'params': params}
 
 

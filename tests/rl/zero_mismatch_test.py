@@ -40,16 +40,20 @@ OPTIONS = engines.EngineOptions(
 NUM_SESSIONS = 9
 
 
-NO_ADAPTERS = model_config.AdapterConfig()
-
-
-def _config(name, dtype, adapters=NO_ADAPTERS):
-  return dataclasses.replace(
-    replayed.CONFIGS[name],
-    numerics='batch_invariant',
-    compute_dtype=dtype,
-    adapters=adapters,
+def _config(name, dtype, variant=''):
+  """Returns a model; a variant is 'adapted' or a format of experts."""
+  config = dataclasses.replace(
+    replayed.CONFIGS[name], numerics='batch_invariant', compute_dtype=dtype
   )
+  if variant == 'adapted':
+    return dataclasses.replace(config, adapters=adapters_test.ALL)
+  if not variant:
+    return config
+  # In one layer; the others stay in bf16.
+  precision = model_config.PrecisionConfig(
+    experts=variant, backward='mxfp8', first=1, last=config.num_moe_layers - 2
+  )
+  return dataclasses.replace(config, precision=precision)
 
 
 @functools.cache
@@ -57,7 +61,7 @@ def _policy(config):
   variables = replayed.variables(config)
   # Frozen parameters, which `policy` leaves out, have the same cast.
   frozen = decoder.policy({'params': variables['params']})
-  return {**frozen, **decoder.policy(variables)}
+  return {**frozen, **decoder.policy(variables, config)}
 
 
 def _turns(index):
@@ -137,8 +141,14 @@ SLOW = pytest.mark.slow
 @pytest.fixture(
   scope='module',
   params=[
-    'gqa_softmax-float32',
+    # One layer with codes and one without.
+    'gqa_softmax-float32-nvfp4',
+    pytest.param('gqa_softmax-float32', marks=SLOW),
     pytest.param('gqa_softmax-float32-adapted', marks=SLOW),
+    pytest.param('mla_sigmoid-float32-mxfp8', marks=SLOW),
+    pytest.param('mla_sigmoid-bfloat16-nvfp4', marks=SLOW),
+    pytest.param('gqa_softmax-float32-fp8', marks=SLOW),
+    pytest.param('gqa_softmax-bfloat16-int4', marks=SLOW),
     pytest.param('mla_sigmoid-float32', marks=SLOW),
     pytest.param('mla_sigmoid-bfloat16-adapted', marks=SLOW),
     pytest.param('gqa_softmax-bfloat16', marks=SLOW),
@@ -146,10 +156,7 @@ SLOW = pytest.mark.slow
   ],
 )
 def config(request):
-  name, dtype, *adapted = request.param.split('-')
-  if not adapted:
-    return _config(name, dtype)
-  return _config(name, dtype, adapters_test.ALL)
+  return _config(*request.param.split('-'))
 
 
 def test_the_workload_meets_what_it_is_for(config):

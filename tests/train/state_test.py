@@ -1,5 +1,7 @@
 """Arrays of the optimizer are sharded as their parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.models import decoder
 from composer_jax.parallel import topology
 from composer_jax.train import state as train_state
+from tests.train import loop_test
 
 
 @pytest.fixture(scope='module')
@@ -55,9 +58,12 @@ def test_values_are_the_policy_and_the_gradient_is_not_rounded():
   weight = rng.normal(size=(64,)).astype(np.float32)
 
   def loss(params):
-    return (train_state.policy_values(params)['w'] * weight).sum()
+    return (policy_values(params)['w'] * weight).sum()
 
-  rounded = jax.jit(train_state.policy_values)(masters)
+  policy_values = functools.partial(
+    train_state.policy_values, config=loop_test.MODEL
+  )
+  rounded = jax.jit(policy_values)(masters)
   served = decoder.policy({'params': masters})['params']
   np.testing.assert_array_equal(rounded['w'], served['w'].astype(jnp.float32))
   assert (rounded['w'] != masters['w']).any()

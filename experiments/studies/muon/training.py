@@ -285,9 +285,8 @@ def costs(data: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
         train_step.apply_gradients, optimizer=transform, bias_rate=BIAS_RATE
       )
     )
-    back = functools.partial(
-      gradients, state.params, state.selection_bias, batch
-    )
+    values = train_state.policy_values(state.params, model())
+    back = functools.partial(gradients, values, state.selection_bias, batch)
     direction, stats = back()
     programs[name, 'step'] = functools.partial(whole_step, state, batch)
     programs[name, 'gradients'] = back

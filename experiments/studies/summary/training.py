@@ -328,7 +328,7 @@ def evaluate(
     amnesic: true if summaries are replaced by random facts.
 
   """
-  params = train_state.policy_values(variables['params'])
+  params = train_state.policy_values(variables['params'], MODEL)
   streams_seed = 2_000_003 + seed
   groups = collect.groups(
     collector_of(

@@ -1,0 +1,1 @@
+"""Numbers of few bits: their grids, and formats of blocks with scales."""

@@ -1,0 +1,20 @@
+"""The main job with the experts' forward pass in NVFP4 and backward in MXFP8.
+
+  ./run.sh --config=configs/composer/nvfp4.py
+
+All else is as in tiny.py. Sampler and trainer multiply the same rounded
+numbers (`numerics.products`); a CPU emulates them, which takes longer than
+bfloat16, not shorter.
+
+Argument after a colon: `nvfp4.py:smoke`, as of tiny.py.
+"""
+
+import ml_collections
+
+from configs.composer import tiny
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  c = tiny.get_config(arg)
+  c.model.precision = dict(experts='nvfp4', backward='mxfp8')
+  return c
