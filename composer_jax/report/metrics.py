@@ -175,6 +175,7 @@ received
 
 fleet
   workers: number of rollout workers that report
+  taken: ids of the groups that the step took, those given up included
   fates: list of [fate, task family, number of groups] so far; see
       docs/concepts/fleet.md
   lost: list of [reason, number] of leases so far that brought nothing

@@ -13,7 +13,7 @@ import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from composer_jax.core import group_bytes, records, seams
@@ -100,13 +100,16 @@ class StoredGroups:
     self._whole_groups: dict[int, records.Group] = {}
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
+    self._told = ''
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._thread: threading.Thread | None = None
     self._reconciler: Any = None
 
   # The trainer.
 
-  def begin(self, version: int, first_group: int) -> tuple[int, int]:
+  def begin(
+    self, version: int, first: int, ahead: Collection[int] = ()
+  ) -> tuple[int, int]:
     shared = {
       path.name: self._docs.put_file(path.read_bytes())
       for path in self._shared
@@ -124,12 +127,14 @@ class StoredGroups:
 
     def rewind(ledger: ledgers.LeaseLedger) -> None:
       nonlocal counts
-      counts = ledger.rewind(version, first_group, self._is_void(version))
+      is_void = self._is_void(version)
+      counts = ledger.rewind(version, first, is_void, ahead)
 
     self._version = version
     self._reconciler.move(rewind)
     ledger = self._reconciler.ledger
     self._orders = {g: e.order for g, e in ledger.entries.items()}
+    self._fates = dict.fromkeys(ahead, ledgers.TRAINED)
     self._rows = append.AppendFile(
       self._workdir / writers.RECEIVED, 'a line of received policies'
     )
@@ -159,6 +164,15 @@ class StoredGroups:
       self._version = max(self._version, version)
     self._wake.set()
 
+  def finished(self, groups: Sequence[int]) -> list[int]:
+    with self._lock:
+      entries = self._reconciler.ledger.entries
+      return [
+        g
+        for g in groups
+        if self._is_lost(g) or (g in entries and self._is_whole(g, entries[g]))
+      ]
+
   def ready(
     self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
   ) -> list[records.Group] | None:
@@ -168,10 +182,15 @@ class StoredGroups:
         wanted = [g for g in groups if not self._is_lost(g)]
         whole = [self._whole(g, fault_of) for g in wanted]
     except OSError as error:
-      # As in the thread: the caller waits, and asks again.
-      self._say(f'the trainer waits for its store: {error}')
+      self._wait_for_store(error)
       return None
     return [g for g in whole if g] if all(whole) else None
+
+  def _wait_for_store(self, error: OSError) -> None:
+    """Says, once, that a caller waits, and asks again, as the thread does."""
+    if str(error) != self._told:
+      self._say(f'the trainer waits for its store: {error}')
+    self._told = str(error)
 
   def unfinished(self, version: int) -> int:
     with self._lock:
@@ -257,7 +276,14 @@ class StoredGroups:
         for e in entries
       ]
 
-  def read(self, plan: Sequence[Any]) -> list[records.Group]:
+  def read(self, plan: Sequence[Any]) -> list[records.Group] | None:
+    try:
+      return self._read_plan(plan)
+    except OSError as error:
+      self._wait_for_store(error)
+      return None
+
+  def _read_plan(self, plan: Sequence[Any]) -> list[records.Group]:
     groups = []
     for order, parts in plan:
       entry = ledgers.GroupEntry(order=seams.GroupOrder(**order), parts=[])

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import heapq
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from composer_jax.core import checks, seams
@@ -214,13 +214,15 @@ class LeaseLedger:
     version: int,
     first: int,
     is_void: Callable[[int, GroupPart], bool],
+    ahead: Collection[int] = (),
   ) -> tuple[int, int]:
-    """Goes back to a version that trains on the groups from `first` on.
+    """Goes back to a version that has trained on the groups below `first`.
 
     Later fates never were. Leases end if the version had been surpassed, since
     what they sample may be of a policy that is void.
 
     Args:
+      ahead: groups above, on which the version has trained, too.
       is_void: (group, finished part) -> whether its result may not be kept.
 
     Returns:
@@ -232,13 +234,15 @@ class LeaseLedger:
       self._leased.clear()
       self._held.clear()
     for group in self.entries:
-      if group < first:
+      if group < first or group in ahead:
         # The checkpoint has them, though nobody came to say so.
         self.settle(group, TRAINED)
     self.fold(first)
     self._waiting.clear()
     kept = voided = 0
     for group, entry in sorted(self.entries.items()):
+      if group in ahead:
+        continue
       entry.fate, was_finished = '', entry.is_finished
       for part in entry.parts:
         if part.is_leased and version < self.version:
