@@ -278,8 +278,10 @@ class Spec:
 
   def batch_shape(self) -> batching.BatchShape:
     """Returns the shape of a microbatch of RL."""
+    rl = self.rl
+    shards = rl.mesh.replica * rl.mesh.fsdp
     return batching.shape_of(
-      self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
+      self.model, rows=rl.rows, seq_len=rl.seq_len, shards=shards
     )
 
   def engine_options(self) -> rollout_options.EngineOptions:
