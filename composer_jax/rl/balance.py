@@ -4,8 +4,8 @@ A step waits for the device with the most tokens. Dealing out first-fit rows in
 order gives the first devices the full ones. Here every device gets the longest
 trajectory that is left, while it has the fewest tokens (LPT, Graham 1969), and
 then single trajectories change places while that lowers the most. No row is
-overfilled, and there are no more microbatches than first-fit needs. A device in
-each microbatch counts as one here; those that come out alike share a microbatch.
+overfilled, and there are no more microbatches than first-fit needs. A device
+counts once in each microbatch; those that come out alike share a microbatch.
 
 The fullest differs from another by at most its shortest trajectory, where that
 one has room for it. So with some ten trajectories on a device the difference is

@@ -77,7 +77,8 @@ class RowSpan(NamedTuple):
 def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
   """Places trajectories of these lengths, first-fit decreasing.
 
-  Several shards then get rows of about as many tokens (`rl.balance`). Ties and the trajectories of a row keep the given order.
+  Several shards then get rows of about as many tokens (`rl.balance`). Ties and
+  the trajectories of a row keep the given order.
   """
   aligned = [-(-n // shape.align) * shape.align for n in lengths]
   rows: list[list[int]] = []

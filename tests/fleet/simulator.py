@@ -1,9 +1,10 @@
 """A fleet in virtual time: the real reconciler, workers and boxes by numbers.
 
 Events are ordered by a heap. The trainer's reconciler, ledger and documents are
-those of a run, as is what a step trains on; workers read real orders and write real reports, after the
-latency of their region. What is simulated are durations: of episodes, each of
-which needs a box of its region, of training steps, and of lives.
+those of a run, as is the choice of the groups of a step; workers read real
+orders and write real reports, after the latency of their region. What is
+simulated are durations: of episodes, each of which needs a box of its region,
+of training steps, and of lives.
 """
 
 import collections
@@ -300,7 +301,6 @@ class Simulator:
         self._free[worker.region] -= size
         assert self._free[worker.region] >= 0
         worker.begun[epoch] = size
-        s = self.setting
         seconds = self.seconds(lease['order']['group']) / worker.speed
         self.at(seconds, self._finish, worker, epoch, worker.version)
 

@@ -1,4 +1,4 @@
-"""Devices get as many tokens, whatever the lengths and the number of devices."""
+"""Devices get as many tokens, whatever the lengths and the devices."""
 
 import collections
 import itertools
