@@ -10,8 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-
 from composer_jax.core import group_bytes, records, seams
 from composer_jax.core.routes import codec
 from composer_jax.fleet.leases import ledger as ledgers
@@ -126,13 +124,3 @@ def join(parts: Sequence[records.Group]) -> records.Group:
 def encode(group: records.Group) -> bytes:
   """Returns the bytes of what a lease brought; equal groups are equal."""
   return group_bytes.to_bytes(group)
-
-
-def lengths(group: records.Group) -> np.ndarray:
-  """Returns the number of sampled tokens of each rollout."""
-  return np.array(
-    [
-      sum(int(t.loss_mask_T.sum()) for t in r.trajectories)
-      for r in group.rollouts
-    ]
-  )
