@@ -8,8 +8,10 @@ is deserved is not checked here: whoever runs the sandbox decides it.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 
+from composer_jax.agent import rewards
 from composer_jax.core import group_bytes, records, seams
 from composer_jax.core.routes import codec
 from composer_jax.fleet.leases import ledger as ledgers
@@ -17,6 +19,8 @@ from composer_jax.fleet.leases import ledger as ledgers
 # Of a rollout beside its arrays: turns, hints, names.
 _TEXT_BYTES = 2**18
 _ROUNDING = 1e-3
+# Of a monitor, a tool or a criterion: it is shown on the page of the run.
+_NAME = re.compile(r'[\w][\w .:/-]{0,99}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,24 @@ def read(
       raise ValueError(
         f'its rewards are of version {rollout.reward_version}, not {version}'
       )
+    _check_counts(rollout)
     _check_windows(rollout.trajectories, rules)
   return group
+
+
+def _check_counts(rollout: records.Rollout) -> None:
+  names = [*rollout.flags, *filter(None, rollout.tools), *rollout.scores]
+  if odd := [name for name in names if not _NAME.fullmatch(name)]:
+    raise ValueError(f'{odd[0]!r:.99} is no name of an alarm, tool or score')
+  if unknown := rollout.reward_terms.keys() - {*rewards.TERMS}:
+    raise ValueError(f'rewards have no term {min(unknown)!r:.99}')
+  calls, todos = rollout.num_turns, rollout.open_todos
+  seconds = rollout.sandbox_seconds
+  if not 0 <= rollout.num_invalid <= calls or min(todos, seconds) < 0:
+    raise ValueError(
+      f'it counts {rollout.num_invalid} of {calls} calls as invalid, {todos} '
+      f'to-dos as open and {seconds} s, which cannot be'
+    )
 
 
 def _check_windows(
