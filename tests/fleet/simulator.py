@@ -36,6 +36,7 @@ class Setting:
     wave_share: share of a region's workers that a wave takes, without a word.
     crash_s: mean life of a worker; 0 for no crashes.
     return_s: seconds after which a worker that was lost comes back.
+    speeds: between which workers have theirs.
   """
 
   workers: int = 60
@@ -57,6 +58,7 @@ class Setting:
   wave_share: float = 0.3
   crash_s: float = 0.0
   return_s: float = 300.0
+  speeds: tuple[float, float] = (0.5, 1.5)
   seed: int = 0
 
 
@@ -238,7 +240,7 @@ class Simulator:
 
   def _join(self, region):
     name = f'w{next(self._lives)}'
-    worker = _Worker(name, region, self.rng.uniform(0.5, 1.5))
+    worker = _Worker(name, region, self.rng.uniform(*self.setting.speeds))
     worker.version = self.version
     self.workers[name] = worker
     if self.setting.crash_s:
