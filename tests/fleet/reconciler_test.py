@@ -647,6 +647,13 @@ def test_a_plan_is_read_again_once_the_store_answers(world):
   assert world.said == ['the trainer waits for its store: no answer']
   failing.clear()
   again = world.trainer.read(plan)
+  # What was read while the trainer trained needs no store.
+  world.trainer.ready([0], lambda group: '')
+  world.trainer._whole_groups.clear()
+  world.trainer._read_ahead()
+  failing['/groups/'] = 'fail'
+  assert world.trainer.ready(ids[:1], lambda group: '') is not None
+  failing.clear()
   ready = world.trainer.ready(ids, lambda group: '')
   assert list(map(group_bytes.to_bytes, again)) == list(
     map(group_bytes.to_bytes, ready)

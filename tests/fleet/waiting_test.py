@@ -90,6 +90,7 @@ def run_with(spec, tokenizer, workdir, factor, **rl):
   print(f'staleness {ages.mean():.1f} on average, {ages.max()} at most')
   assert ages.max() <= spec.rl.max_staleness
   waits = [r['wait_s'] for r in rows]
+  print('waited', ' '.join(f'{wait:.2f}' for wait in waits))
   spans = np.diff([r['time'] for r in rows])
   return waits, [waiting.STEP_S, *(spans - waits[1:])]
 

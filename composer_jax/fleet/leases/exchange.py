@@ -7,6 +7,7 @@ Produces: validated groups; lines of metrics of the workers.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import pathlib
@@ -98,6 +99,9 @@ class StoredGroups:
     self._version = self._below = 0
     self._deleted = -1
     self._whole_groups: dict[int, records.Group] = {}
+    # Parts by group and epoch that are read and not judged; groups of a step.
+    self._parts: dict[tuple[int, int], records.Group] = {}
+    self._num_wanted = 0
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
     self._told = ''
@@ -179,6 +183,7 @@ class StoredGroups:
     self._raise_failure()
     try:
       with self._lock:
+        self._num_wanted = max(self._num_wanted, len(groups))
         wanted = [g for g in groups if not self._is_lost(g)]
         whole = [self._whole(g, fault_of) for g in wanted]
     except OSError as error:
@@ -228,7 +233,8 @@ class StoredGroups:
     parts = []
     for part in entry.parts:
       try:
-        read = self._read_part(entry, part)
+        read = self._parts.pop((group, part.epoch), None)
+        read = read or self._read_part(entry, part)
       except ValueError as error:
         self._refuse(group, part, str(error))
         return None
@@ -244,6 +250,24 @@ class StoredGroups:
         self._refuse(group, part, f'Group {group} is refused: {error}.')
       return None
     return self._whole_groups[group]
+
+  def _read_ahead(self) -> None:
+    """Reads what the next step may want, while the trainer trains."""
+    with self._lock:
+      known = self._whole_groups.keys() | self._fates.keys()
+      entries = self._reconciler.ledger.entries
+      wanted = (
+        (group, entries[group])
+        for group in sorted(entries.keys() - known)
+        if not entries[group].fate and self._is_whole(group, entries[group])
+      )
+      for group, entry in itertools.islice(wanted, self._num_wanted):
+        for part in entry.parts:
+          key = group, part.epoch
+          if key not in self._parts:
+            # Whoever wants the group says what is wrong with it.
+            with contextlib.suppress(ValueError):
+              self._parts[key] = self._read_part(entry, part)
 
   def _read_part(self, entry: Any, part: ledgers.GroupPart) -> records.Group:
     most, group = self._rules.max_bytes(part.size), entry.order.group
@@ -331,6 +355,7 @@ class StoredGroups:
       for group in [g for g in known if g < floor]:
         del known[group]
     self._refused = {key for key in self._refused if key[0] >= floor}
+    self._parts = {k: g for k, g in self._parts.items() if k[0] >= floor}
     numbers = ((n.partition('.')[0], n) for n in self._docs.names('groups'))
     old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
     self._docs.delete([self._docs.place('groups', name) for name in old])
@@ -391,6 +416,7 @@ class StoredGroups:
     while not self._stopping.is_set():
       try:
         self.tick()
+        self._read_ahead()
       except OSError as error:
         # Nobody is better off without a trainer: the store may come back.
         if str(error) != told:
