@@ -122,6 +122,13 @@ def test_whatever_the_lengths_the_excess_has_a_bound(
   )
 
 
+def test_devices_that_hold_more_share_a_microbatch():
+  """36 trajectories, two to a row, fill 4 rows of 5 microbatches unevenly."""
+  loads_MS = loads_of([102 + i % 12 for i in range(36)], shape_of(4, 1))
+  assert len(loads_MS) == 5 and excess(loads_MS) < 0.01
+  assert loads_MS.max() > 1.8 * loads_MS.min()
+
+
 def test_a_row_that_dominates_is_the_bound():
   loads_MS = loads_of([T, *[4] * 45], shape_of(4, 1))
   (loads_S,) = loads_MS
