@@ -299,6 +299,7 @@ class Spec:
 
   def __post_init__(self):
     checks.at_least(self, 0, 'seed')
+    self._check_rows('rl', 'rows', self.rl, self.rl.mesh, 1)
     # Build what each stage will need, to find an impossible value before
     # anything is trained.
     for name, make in (
@@ -400,7 +401,6 @@ class Spec:
       accumulate = stage.accumulate
       self._check_rows(name, 'batch_size', stage, self.mesh, accumulate)
     mesh = self.rl.mesh
-    self._check_rows('rl', 'rows', self.rl, mesh, 1)
     if mesh.size > 1 and self.model.numerics == 'batch_invariant':
       raise ValueError(
         f'--config.rl.mesh has {mesh.size} devices, but '
