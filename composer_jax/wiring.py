@@ -352,7 +352,7 @@ def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:
     tasks.pool,
     curriculum.Ledger(workdir / curriculum.LEDGER),
     prompts=spec.rl.prompts,
-    max_staleness=spec.rl.max_staleness,
+    lag=spec.rl.window.lag,
     seed=seed,
   )
 

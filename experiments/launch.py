@@ -81,6 +81,13 @@ def _fit(config: dict[str, Any], module: str) -> None:
       f'devices of {processes.count()} processes, which leave none to a '
       'rollout worker. Set --config.rl.placement=colocated.'
     )
+  elif divides and _num_workers(config) > 1:
+    raise ValueError(
+      '--config.fleet.workers must be at most 1 on a machine with an '
+      f'accelerator, not {_num_workers(config)}: every worker would take the '
+      'same devices. Set it to 1 or 0, and start the others where devices are '
+      'free: ./run.sh worker --store=... --key=...'
+    )
   elif divides and len(devices) == 1:
     # Each of two processes would preallocate the device.
     rl['placement'] = 'colocated'
@@ -89,6 +96,13 @@ def _fit(config: dict[str, Any], module: str) -> None:
       "(--config.rl.placement='colocated')",
       flush=True,
     )
+
+
+def _num_workers(config: dict[str, Any]) -> int:
+  """Returns how many workers the run starts; the spec refuses no number."""
+  fleet = config.get('fleet')
+  workers = fleet.get('workers', 1) if isinstance(fleet, dict) else 1
+  return workers if type(workers) is int else 1
 
 
 def _ask() -> None:

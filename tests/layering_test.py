@@ -61,10 +61,11 @@ DOORS = {
 # Lines of the spine, with adapters, moments of eight bits and a trainer of
 # several processes. Since then 270 are seams of leased groups and the bounds
 # within which bytes of a worker are read, 90 scores by a rubric, 60 guides of
-# sampling and 60 a loss over large vocabularies. Later work may add what its
-# issue states and no more: numerics 1,000, multi-token prediction and
-# speculation 900.
-SPINE_LINES = 23_140
+# sampling, 60 a loss over large vocabularies, 140 an order by readiness, 190
+# rows balanced over devices, 60 episodes by the engine's memory. Later work may
+# add what its issue states and no more: numerics 1,000, multi-token prediction
+# and speculation 900.
+SPINE_LINES = 23_530
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 2,400 leases of a fleet and its simulator, 3,300 other people's harnesses,
 # task directories and environments, 1,500 rubrics, re-scoring and suites over

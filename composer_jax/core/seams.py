@@ -8,7 +8,7 @@ environments and task families are in `agent.environment`.
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from composer_jax.core import records, turns
@@ -216,14 +216,24 @@ class GroupExchange(Protocol):
   upload is validated, and what is refused is sampled anew.
   """
 
-  def begin(self, version: int, first_group: int) -> tuple[int, int]:
-    """Goes on from a version; returns numbers of groups kept and voided."""
+  def begin(
+    self, version: int, first: int, ahead: Collection[int] = ()
+  ) -> tuple[int, int]:
+    """Goes on from a version; returns numbers of groups kept and voided.
+
+    Args:
+      first: number below which the version has trained on every group.
+      ahead: groups above, on which it has trained, too.
+    """
 
   def admit(self, orders: Sequence[GroupOrder]) -> None:
     """Lets groups be sampled; those known are left as they are."""
 
   def announce(self, version: int) -> None:
     """Tells that a version is being published, for which leases may wait."""
+
+  def finished(self, groups: Sequence[int]) -> list[int]:
+    """Returns those of the groups that are whole, unread, or given up."""
 
   def ready(
     self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
@@ -243,8 +253,11 @@ class GroupExchange(Protocol):
   def plan(self, groups: Sequence[int]) -> list[Any]:
     """Returns, as JSON has it, where the uploads of finished groups are."""
 
-  def read(self, plan: Sequence[Any]) -> list[records.Group]:
-    """Reads the groups of a plan in another process of the trainer."""
+  def read(self, plan: Sequence[Any]) -> list[records.Group] | None:
+    """Reads the groups of a plan in another process of the trainer.
+
+    Returns None while the store does not answer.
+    """
 
   def figures(self) -> dict[str, Any]:
     """Returns metrics of the fleet: workers, fates and leases lost so far."""

@@ -17,6 +17,7 @@ from composer_jax.core import files, processes, records, seams
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.pipeline import (
+  consumption,
   controller,
   rollout_worker,
   stages,
@@ -37,8 +38,9 @@ _WORKER_LOG = 'rollout_worker{}.log'
 # Seconds that a worker waits for the first policy before it gives up.
 _FIRST_POLICY_S = 300.0
 
-# Between two looks for the groups of a step.
-_LOOK_S = 0.005
+# Between two looks for the groups of a step, and two readings of a store that
+# does not answer.
+_LOOK_S, _RETRY_S = 0.005, 1.0
 
 # Function from a step to the groups that it trains on, which blocks.
 Wait = Callable[[int], list[records.Group]]
@@ -160,10 +162,11 @@ def _reinforce(job: jobs.Job) -> None:
     order, plan = stages.training_orders(job) if is_first else (None, None)
     if plan is not None:
       plan.truncate(first)
-    source = _Source(job, groups, published, order)
+    source = _Source(job, groups, published, order, first)
     stack.callback(source.close)
     if is_first:
-      kept, voided = groups.begin(first, first * rl.prompts)
+      queue = source.queue
+      kept, voided = groups.begin(first, queue.first, queue.ahead)
       if first or voided:
         say(
           f'going on from step {first}; {kept} finished groups kept, {voided} '
@@ -221,6 +224,8 @@ class _Source:
   Attributes:
     groups: exchange with the workers.
     published: publisher of the policies that sample them.
+    queue: groups that are not trained yet; used by process 0 alone.
+    taken: groups of the present step, those that were given up included.
     is_over: true once the last step is trained, so that workers may end.
   """
 
@@ -230,26 +235,19 @@ class _Source:
     groups: seams.GroupExchange,
     published: seams.WeightPublisher,
     order: Callable[[int], seams.GroupOrder] | None,
+    first: int = 0,
   ):
+    """Goes on at step `first`."""
     self.groups, self.published, self.is_over = groups, published, False
-    self._rl, self._order, self._num_admitted = job.spec.rl, order, 0
-
-  def ids(self, step: int) -> range:
-    return range(step * self._rl.prompts, (step + 1) * self._rl.prompts)
+    self._rl, self._order, self.taken = job.spec.rl, order, list[int]()
+    taken = () if order is None else _taken(job, first)
+    self.queue = consumption.GroupQueue(self._rl.window, taken)
 
   def admit(self, version: int) -> None:
     """Lets groups be sampled that this version, yet to come, may begin."""
-    rl = self._rl
-    limit = trainer_worker.admitted(
-      version,
-      prompts=rl.prompts,
-      max_staleness=rl.max_staleness,
-      steps=rl.steps,
-    )
-    begin = max(self._num_admitted, version * rl.prompts)
     assert self._order is not None
-    self.groups.admit([self._order(g) for g in range(begin, limit)])
-    self._num_admitted = limit
+    orders = map(self._order, self.queue.open(version))
+    self.groups.admit([*orders])
 
   def ready(self, step: int) -> list[records.Group] | None:
     """Returns the groups of a step once all are there and right."""
@@ -259,13 +257,19 @@ class _Source:
       late = trainer_worker.fault_of_staleness(group, step, bound)
       return late or self.published.fault_of(group)
 
-    ready = self.groups.ready(self.ids(step), fault_of)
-    if ready is not None and not ready:
+    # Those that are there are read while others are waited for.
+    picked = self.queue.pick(step, self.groups.finished)
+    ready = self.groups.ready(picked, fault_of)
+    if ready is None or len(picked) < self._rl.prompts:
+      return None
+    if not ready:
       raise ValueError(
         f'All groups of step {step} were given up: their members came back '
         'refused, or not at all, more often than --config.fleet.max_lost. See '
         'the logs of the workers.'
       )
+    self.taken = picked
+    self.queue.take(picked)
     return ready
 
   def is_done(self, version: int) -> bool:
@@ -274,6 +278,25 @@ class _Source:
 
   def close(self) -> None:
     self.groups.close(is_over=self.is_over)
+
+
+def _taken(job: jobs.Job, first: int) -> list[int]:
+  """Returns the groups that the steps before `first` took."""
+  rl = job.spec.rl
+  if not rl.overtake:
+    return [*range(first * rl.prompts)]
+  by_step = {
+    row['step'] - 1: row['taken']
+    for row in writer.read(job.workdir)
+    if row['stage'] == 'fleet' and 'taken' in row
+  }
+  if lacking := sorted(set(range(first)) - by_step.keys()):
+    raise ValueError(
+      f'{job.workdir / writer.METRICS} does not tell which groups step '
+      f'{lacking[0]} took, so that those of later steps would be trained again '
+      'or never. Put the file back, or begin a new --workdir.'
+    )
+  return [g for step in range(first) for g in by_step[step]]
 
 
 def _ports(
@@ -298,9 +321,9 @@ def _ports(
     if is_first:
       source.groups.announce(version)
 
-  def trained(step):
+  def trained(_):
     if is_first:
-      source.groups.trained(source.ids(step))
+      source.groups.trained(source.taken)
 
   def save(step, state, is_last):
     if step % rl.checkpoint_every == 0 or is_last:
@@ -310,14 +333,15 @@ def _ports(
       published.collect_garbage(2 * rl.checkpoint_every + 1, bar.message)
     if is_first:
       saved = max(checkpoints.steps()[:-1], default=0)
-      source.groups.collect(saved * rl.prompts)
+      source.groups.collect(rl.window.due(saved))
 
   def log(step, metrics, groups):
     if plan is not None:
       metrics |= plan.measure(step - 1)
     job.writer.write('rl', step, **metrics)
     if is_first:
-      job.writer.write('fleet', step, **source.groups.figures())
+      figures = source.groups.figures()
+      job.writer.write('fleet', step, taken=source.taken, **figures)
     for breach in metrics.get('gate', []):
       bar.message(f'step {step}: out of its band: {breach}')
     bar.update(
@@ -367,7 +391,12 @@ def _in_lockstep(wait: Any, source: _Source) -> Wait:
       return source.groups.plan([g.group for g in groups])
 
     plan = processes.lead(decide)
-    return groups or source.groups.read(plan)
+    if groups:
+      return groups
+    while (read := source.groups.read(plan)) is None:
+      processes.beat()
+      time.sleep(_RETRY_S)
+    return read
 
   return wait_for_plan
 
@@ -411,7 +440,7 @@ def _processes(job: jobs.Job, source: _Source) -> Iterator[Wait]:
           raise TimeoutError(
             f'No rollouts came in {rl.wait_timeout_s:.0f} s '
             f'(--config.rl.wait_timeout_s) while the trainer waits for groups '
-            f'{[*source.ids(step)]}. See {_WORKER_LOG.format("*")} in the '
+            f'{source.queue.open(step)}. See {_WORKER_LOG.format("*")} in the '
             'workdir, and the logs of workers elsewhere.'
           )
         time.sleep(_LOOK_S)

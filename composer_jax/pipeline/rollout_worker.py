@@ -155,6 +155,7 @@ def run(
         functools.partial(deliver, lease),
         range(lease.first, lease.stop),
       )
+    stream.make_room(engine.room(stream.num_playing))
     served.mark(stream.open_episodes, has_lease=leases.has_lease)
 
   try:

@@ -17,6 +17,7 @@ from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
+from composer_jax.pipeline import consumption
 from composer_jax.rl import batching, mismatch, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
@@ -123,6 +124,9 @@ class RLSection(OptimizerSection, update.LearningOptions):
     placement: 'processes', or 'colocated': trainer and engine take turns.
     max_staleness: largest number of optimizer steps that a sampling policy may
       lag behind the trainer; 0 equals the synchronous loop.
+    overtake: most groups that may be trained before an older one that is not
+      ready, at most max_staleness * prompts; 0 trains in order. So many fewer
+      are under way: (max_staleness + 1) * prompts - overtake.
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
     rows: rows of a microbatch.
@@ -140,6 +144,7 @@ class RLSection(OptimizerSection, update.LearningOptions):
   steps: int = 125
   placement: str = 'processes'
   max_staleness: int = 1
+  overtake: int = 0
   learning_rate: float = 3e-4
   warmup_steps: int = 3
   decay_steps: int = 95
@@ -156,11 +161,21 @@ class RLSection(OptimizerSection, update.LearningOptions):
   def __post_init__(self):
     checks.one_of(self, 'placement', ('processes', 'colocated'))
     zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
-    checks.at_least(self, 0, *zero)
+    checks.at_least(self, 0, *zero, 'overtake')
+    most = self.max_staleness * self.prompts
+    rule = f'be at most max_staleness * prompts ({most})'
+    checks.require(self, 'overtake', self.overtake <= most, rule)
     positive = ('checkpoint_every', 'episodes_every', 'rows', 'seq_len')
     checks.at_least(self, 1, *positive)
     checks.number(self, 1, 'wait_timeout_s')
     optim_groups.check_schedule(self, max(self.steps, 1))
+
+  @property
+  def window(self) -> consumption.GroupWindow:
+    fields = dataclasses.fields(consumption.GroupWindow)
+    return consumption.GroupWindow(
+      **{f.name: getattr(self, f.name) for f in fields}
+    )
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     decays = dict(b1=self.adam_b1, b2=self.adam_b2)
@@ -263,8 +278,10 @@ class Spec:
 
   def batch_shape(self) -> batching.BatchShape:
     """Returns the shape of a microbatch of RL."""
+    rl = self.rl
+    shards = rl.mesh.replica * rl.mesh.fsdp
     return batching.shape_of(
-      self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
+      self.model, rows=rl.rows, seq_len=rl.seq_len, shards=shards
     )
 
   def engine_options(self) -> rollout_options.EngineOptions:
@@ -282,6 +299,7 @@ class Spec:
 
   def __post_init__(self):
     checks.at_least(self, 0, 'seed')
+    self._check_rows('rl', 'rows', self.rl, self.rl.mesh, 1)
     # Build what each stage will need, to find an impossible value before
     # anything is trained.
     for name, make in (
@@ -383,7 +401,6 @@ class Spec:
       accumulate = stage.accumulate
       self._check_rows(name, 'batch_size', stage, self.mesh, accumulate)
     mesh = self.rl.mesh
-    self._check_rows('rl', 'rows', self.rl, mesh, 1)
     if mesh.size > 1 and self.model.numerics == 'batch_invariant':
       raise ValueError(
         f'--config.rl.mesh has {mesh.size} devices, but '

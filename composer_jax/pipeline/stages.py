@@ -275,7 +275,7 @@ def training_orders(
     return seams.GroupOrder(
       group=group,
       task_id=drawn,
-      min_version=max(0, group // rl.prompts - rl.max_staleness),
+      min_version=rl.window.min_version(group),
       rewards=dataclasses.asdict(prices.of_group(group)),
     )
 

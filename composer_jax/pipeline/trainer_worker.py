@@ -1,8 +1,6 @@
 """The training side of asynchronous RL: groups in, bundles out.
 
-Groups are consumed in the order of their ids: step `v` trains on groups `v * P`
-to `v * P + P - 1` only. Together with `admitted` this bounds staleness, and the
-step counter alone ensures that each group is trained exactly once.
+Which groups a step trains on is in `pipeline.consumption`.
 """
 
 import dataclasses
@@ -14,18 +12,6 @@ from composer_jax.core import records
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import mismatch
 from composer_jax.train import state as train_state
-
-
-def admitted(
-  version: int, *, prompts: int, max_staleness: int, steps: int
-) -> int:
-  """Number of groups that may be started in all once `version` is published.
-
-  Group g is trained at version g // prompts, so starting it no earlier than
-  version g // prompts - max_staleness bounds its staleness: the capacity rule
-  of Fireworks' recipe for asynchronous RL, for consumption in order.
-  """
-  return min(version + max_staleness + 1, steps) * prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +48,7 @@ def run(
 ) -> train_state.TrainState:
   """Trains until `rl.steps`, from whatever step `state` is at.
 
-  Consumes: finished Groups, in the order of their ids.
+  Consumes: finished Groups, each once.
   Waits for: all groups of the step.
   Woken by: rollout workers finishing.
   Produces: a published policy after each step, and checkpoints as often as the

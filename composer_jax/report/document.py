@@ -169,6 +169,7 @@ def build(run: run_data.RunData) -> str:
     workers=fleet.workers(run),
     worker_head=fleet.HEAD,
     leases=fleet.sentences(run),
+    histograms=fleet.histograms(run),
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
     alarms=reinforcement.alarms(run),

@@ -209,6 +209,20 @@ def curves(
   return Figure(title, svg[:end] + _tooltips(axes, lines) + svg[end:])
 
 
+def bars(
+  title: str, counts: Mapping[int, float], *, axis: str, unit: str
+) -> Figure:
+  """Draws a bar for each count, in the order of their numbers."""
+  if not counts:
+    return Figure(title, '')
+  figure, axes = _new_figure(title)
+  names, heights = zip(*sorted(counts.items()), strict=True)
+  axes.bar([f'{name:,}' for name in names], heights, color=COLORS[0])
+  axes.set_xlabel(axis, fontsize=8, color=_SOFT)
+  axes.set_ylabel(unit, fontsize=8, color=_SOFT)
+  return Figure(title, _svg(title, figure))
+
+
 def heat_map(title: str, load_ME: np.ndarray) -> Figure:
   """Draws loads over the even load; a layer without any shows as 0."""
   mean_M1 = load_ME.mean(-1, keepdims=True)

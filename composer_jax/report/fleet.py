@@ -4,7 +4,7 @@ import collections
 import math
 from typing import Any
 
-from composer_jax.report import run_data
+from composer_jax.report import figures, run_data
 from composer_jax.telemetry import writer
 
 HEAD = (
@@ -12,6 +12,11 @@ HEAD = (
   *('% waiting for policies', '% waiting for leases'),
 )
 _SECONDS = ('sample_s', 'wait_s', 'lease_wait_s')
+_OF_TRAINER = {
+  'wait_s': 'waiting for groups',
+  'train_s': 'training',
+  'publish_s': 'waiting for the publication before',
+}
 
 
 def workers(run: run_data.RunData) -> list[tuple[Any, ...]]:
@@ -27,18 +32,19 @@ def workers(run: run_data.RunData) -> list[tuple[Any, ...]]:
   return [_row(name, lines) for name, lines in sorted(by_name.items())]
 
 
+def _of(line: dict[str, Any], field: str) -> float:
+  value = run_data.number(line.get(field))
+  return value if value is not None and math.isfinite(value) else 0.0
+
+
 def _row(name: str, lines: list[dict[str, Any]]) -> tuple[Any, ...]:
-  def of(line: dict[str, Any], field: str) -> float:
-    value = run_data.number(line.get(field))
-    return value if value is not None and math.isfinite(value) else 0.0
-
   def total(field: str) -> float:
-    return sum(of(line, field) for line in lines)
+    return sum(_of(line, field) for line in lines)
 
-  spans = [sum(of(line, field) for field in _SECONDS) for line in lines]
+  spans = [sum(_of(line, field) for field in _SECONDS) for line in lines]
   seconds, tokens = max(sum(spans), 1e-9), int(total('tokens'))
   used = sum(
-    of(line, 'occupancy') * span
+    _of(line, 'occupancy') * span
     for line, span in zip(lines, spans, strict=True)
   )
   shares = (used, total('wait_s'), total('lease_wait_s'))
@@ -48,12 +54,40 @@ def _row(name: str, lines: list[dict[str, Any]]) -> tuple[Any, ...]:
   )
 
 
+def histograms(run: run_data.RunData) -> list[figures.Figure]:
+  """Draws how stale and how long what was trained is, over the whole run."""
+  drawings = []
+  for field, title, axis, unit in (
+    ('ages', 'Staleness', 'policy versions', 'trajectories'),
+    ('lengths', 'Lengths', 'sampled tokens, at most', 'episodes'),
+  ):
+    counts = collections.Counter[int]()
+    for row in run.rows('rl'):
+      entries = row.get(field)
+      for entry in entries if isinstance(entries, list) else ():
+        match entry:
+          case [int(value), int(count)]:
+            counts[value] += count
+    title = f'{title} of what was trained'
+    drawings.append(figures.bars(title, counts, axis=axis, unit=unit))
+  return drawings
+
+
 def sentences(run: run_data.RunData) -> list[str]:
-  """Says how groups ended and why leases did, up to the last step."""
+  """Says where time went, how groups ended, and why leases did."""
+  texts = []
+  rows = run.rows('rl')
+  seconds = {n: sum(_of(row, n) for row in rows) for n in _OF_TRAINER}
+  if total := sum(seconds.values()):
+    shares = (
+      f'{100 * seconds[n] / total:.1f} % {text}'
+      for n, text in _OF_TRAINER.items()
+    )
+    texts.append(f'Where the trainer was: {", ".join(shares)}.')
   rows = run.rows('fleet')
   if not rows:
-    return []
-  last, texts = rows[-1], []
+    return texts
+  last = rows[-1]
   for name, text in (
     ('fates', 'Groups by fate and task family'),
     ('lost', 'Leases that brought nothing, by reason'),

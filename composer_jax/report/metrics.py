@@ -74,6 +74,9 @@ rl
   staleness: largest staleness of a trajectory: trainer version minus the oldest
       policy version that sampled in it
   staleness_mean: mean staleness of the trajectories
+  ages: list of [staleness, number of trajectories]
+  lengths: list of [power of two, number of rollouts]: of those with at most so
+      many sampled tokens, and more than half
   sampled_tokens: * tokens that the policy sampled, which the loss covers
   microbatches: * number of packed microbatches
   loss: * loss of the policy gradient, per rollout of the step; its value says
@@ -175,6 +178,7 @@ received
 
 fleet
   workers: number of rollout workers that report
+  taken: ids of the groups that the step took, those given up included
   fates: list of [fate, task family, number of groups] so far; see
       docs/concepts/fleet.md
   lost: list of [reason, number] of leases so far that brought nothing

@@ -17,6 +17,7 @@ from composer_jax.core import batches, checks, records
 from composer_jax.core.routes import codec
 from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import config as model_config
+from composer_jax.rl import balance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class BatchShape:
     num_experts: E, the bound on recorded ids.
     align: number of tokens that divides every trajectory's start in its row, so
       that its tokens fall into the same tiles of a kernel in any row.
+    shards: groups of devices over which the rows are sharded.
   """
 
   rows: int
@@ -37,14 +39,17 @@ class BatchShape:
   num_active: int
   num_experts: int
   align: int = 1
+  shards: int = 1
 
   def __post_init__(self):
+    rule = f'divide the rows ({self.rows})'
+    checks.require(self, 'shards', self.rows % self.shards == 0, rule)
     divides = self.align >= 1 and self.seq_len % self.align == 0
     checks.require(self, 'align', divides, f'divide seq_len ({self.seq_len})')
 
 
 def shape_of(
-  model: model_config.ModelConfig, *, rows: int, seq_len: int
+  model: model_config.ModelConfig, *, rows: int, seq_len: int, shards: int = 1
 ) -> BatchShape:
   """The shape of the microbatches that a model trains on."""
   is_invariant = model.numerics == 'batch_invariant'
@@ -56,6 +61,7 @@ def shape_of(
     num_experts=model.moe.num_experts,
     # Keys are summed by blocks, which trajectories must not share.
     align=grouped_query.KEY_BLOCK if is_invariant else 1,
+    shards=shards,
   )
 
 
@@ -71,7 +77,8 @@ class RowSpan(NamedTuple):
 def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
   """Places trajectories of these lengths, first-fit decreasing.
 
-  Ties and the trajectories of a row keep the given order.
+  Several shards then get rows of about as many tokens (`rl.balance`). Ties and
+  the trajectories of a row keep the given order.
   """
   aligned = [-(-n // shape.align) * shape.align for n in lengths]
   rows: list[list[int]] = []
@@ -90,6 +97,15 @@ def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
       room.append(shape.seq_len)
     rows[row].append(i)
     room[row] -= aligned[i]
+  if shape.shards > 1:
+    rows = balance.balanced(
+      rows,
+      lengths,
+      aligned,
+      seq_len=shape.seq_len,
+      rows_per_batch=shape.rows,
+      shards=shape.shards,
+    )
   spans: dict[int, RowSpan] = {}
   for row, members in enumerate(rows):
     offset = 0

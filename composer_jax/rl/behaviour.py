@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,10 @@ def verdict_counts(rollouts: Sequence[records.Rollout]) -> dict[str, int]:
   }
 
 
+def _histogram(values: Iterable[int]) -> list[list[int]]:
+  return [list(item) for item in sorted(collections.Counter(values).items())]
+
+
 def measure(
   groups: Sequence[records.Group],
   advantages: Sequence[np.ndarray],
@@ -119,6 +123,10 @@ def measure(
     if t.loss_mask_T.any()
   ]
 
+  lengths = [
+    sum(int(t.loss_mask_T.sum()) for t in r.trajectories) for r in rollouts
+  ]
+
   def mean(value) -> float:
     return float(np.mean([value(r) for r in rollouts]))
 
@@ -128,6 +136,8 @@ def measure(
     **counts,
     'staleness': max(ages, default=0),
     'staleness_mean': float(np.mean(ages)) if ages else 0.0,
+    'ages': _histogram(ages),
+    'lengths': _histogram(1 << max(n - 1, 0).bit_length() for n in lengths),
     'invalid_rate': sum(r.num_invalid for r in rollouts) / max(calls, 1),
     'turns': calls / len(rollouts),
     'tokens': mean(lambda r: sum(len(t) for t in r.trajectories)),

@@ -103,10 +103,13 @@ class GroupStream:
 
   Consumes: group ids passed to `admit`, in increasing order.
   Waits for: a free episode thread; there are as many as engine slots, so that
-    the engine never queues a session.
-  Woken by: an episode that ends.
+    the engine never queues a session. And for memory: see `make_room`.
+  Woken by: an episode that ends; `make_room`.
   Produces: a Group as soon as the last of its members here ends, passed to
     `done` in that episode's thread.
+
+  Attributes:
+    num_playing: number of episodes that have begun and not ended.
   """
 
   def __init__(
@@ -115,9 +118,13 @@ class GroupStream:
     self._collector = collector
     self._policy = policy
     self._lock = threading.Lock()
+    self._is_closed = False
     self._failure: BaseException | None = None
     self._pool = futures.ThreadPoolExecutor(num_threads, 'episode')
     self._open = self._num_shares = 0
+    self._may_begin = threading.Condition(self._lock)
+    self._room: int | None = None
+    self.num_playing = 0
 
   def admit(
     self,
@@ -139,10 +146,39 @@ class GroupStream:
       future.add_done_callback(self._finished)
     return lambda: setattr(share, 'is_revoked', True)
 
+  def make_room(self, count: int | None) -> None:
+    """Lets so many further episodes begin; None, as before any call, all.
+
+    One plays in any case, so that the memory it has is some day free.
+    """
+    with self._may_begin:
+      self._room = count
+      self._may_begin.notify_all()
+
   def _play(self, share: _Share, member: int) -> None:
+    with self._may_begin:
+      self._may_begin.wait_for(
+        lambda: (
+          self._is_closed
+          or share.is_revoked
+          or self._room is None
+          or self._room > 0
+          or not self.num_playing
+        ),
+      )
+      if self._is_closed or share.is_revoked:
+        return
+      self._room = None if self._room is None else self._room - 1
+      self.num_playing += 1
+    try:
+      self._play_one(share, member)
+    finally:
+      with self._may_begin:
+        self.num_playing -= 1
+        self._may_begin.notify_all()
+
+  def _play_one(self, share: _Share, member: int) -> None:
     """Plays an episode, and hands over the group if it was the last member."""
-    if share.is_revoked:
-      return
     collector = self._collector
     task = collector.task_of_group(share.group)
     try:
@@ -177,6 +213,9 @@ class GroupStream:
       return self._open
 
   def close(self) -> None:
+    with self._may_begin:
+      self._is_closed = True
+      self._may_begin.notify_all()
     self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -194,9 +233,12 @@ def groups(
   try:
     for group in ids:
       stream.admit(group, finished.append)
-    policy.serve(
-      lambda: stream.open_episodes == 0, lambda: on_progress(len(finished))
-    )
+
+    def before_step():
+      stream.make_room(engine.room(stream.num_playing))
+      on_progress(len(finished))
+
+    policy.serve(lambda: stream.open_episodes == 0, before_step)
     _ = stream.open_episodes  # Raises the error of the last episode.
     on_progress(len(finished))
   finally:

@@ -139,6 +139,19 @@ class Engine:
       pages_cached=len(table.holdings.prefixes.held),
     )
 
+  def room(self, expected: int) -> int | None:
+    """Returns how many further sessions have pages for their whole length.
+
+    None means all that have slots. Sessions that are open count with the pages
+    that they have, and the others of `expected` with those of a whole one.
+    """
+    pages, whole = self.options.pages, self.options.table_len
+    if pages >= self.options.num_slots * whole:
+      return None
+    held = [s.pages for s in self._slots.sessions.values() if s.pages]
+    free = pages - len(set(itertools.chain(*held)))
+    return max(0, free // whole - max(0, expected - len(held)))
+
   def warm(self, *, guided: bool = False) -> None:
     """Compiles every program now rather than when it is first needed.
 

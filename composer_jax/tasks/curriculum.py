@@ -222,7 +222,7 @@ class DifficultyCurriculum:
     ledger: Ledger,
     *,
     prompts: int,
-    max_staleness: int,
+    lag: int,
     seed: int,
   ):
     """Begins at step 0, whatever the ledger holds.
@@ -230,10 +230,10 @@ class DifficultyCurriculum:
     Args:
       pool: step -> candidates for it; ids drawn before are left out.
       prompts: number of groups in a step.
-      max_staleness: number of steps by which groups may start before training.
+      lag: number of steps by which groups may start before training.
     """
     self._pool, self._ledger = pool, ledger
-    self._prompts, self._lag, self._seed = prompts, max_staleness, seed
+    self._prompts, self._lag, self._seed = prompts, lag, seed
     self._difficulty = Difficulty()
     self._num_known = 0
     self._drawn: list[list[Candidate]] = []
@@ -281,10 +281,11 @@ class DifficultyCurriculum:
     self._weights.append([by_id[c.task_id] for c in drawn])
 
   def _learn(self, step: int) -> None:
-    drawn = dict(enumerate(self._drawn[step], step * self._prompts))
+    drawn = [candidate for step in self._drawn for candidate in step]
     # A group that the fleet gave up has no outcome.
     for outcome in self._ledger.get(step):
-      expected = drawn.get(outcome.group)
+      is_drawn = 0 <= outcome.group < len(drawn)
+      expected = drawn[outcome.group] if is_drawn else None
       if expected is None or outcome.task_id != expected.task_id:
         raise ValueError(
           f'{self._ledger.path(step)} has group {outcome.group} on task '

@@ -22,7 +22,14 @@ assert fitted(rl={}) == {'placement': 'colocated'}
 assert fitted(rl={'placement': 'colocated'}) == {'placement': 'colocated'}
 assert fitted(rl={}, accelerator=True) == {'placement': 'colocated'}
 devices('gpu', 2)
-assert fitted(rl={}) == {}
+assert fitted(rl={}, fleet={'workers': 1}) == {}
+assert fitted(rl={'placement': 'colocated'}, fleet={'workers': 2})
+for count in (1, 2):
+  devices('gpu', count)
+  try:
+    fitted(rl={}, fleet={'workers': 3})
+  except ValueError as error:
+    print(error)
 processes._self.count = 2
 try:
   fitted(rl={})
@@ -31,7 +38,7 @@ except ValueError as error:
 assert fitted(rl={'placement': 'colocated'}) == {'placement': 'colocated'}
 assert fitted('experiments.pretrain', rl={}) == {}
 devices('cpu', 1)
-assert fitted(rl={}) == {}
+assert fitted(rl={}, fleet={'workers': 3}) == {}
 sys.stdin = types.SimpleNamespace(isatty=lambda: True, readline=lambda: 'y\\n')
 assert fitted(rl={}, accelerator=True) == {}
 sys.stdin = types.SimpleNamespace(isatty=lambda: True, readline=lambda: '\\n')
@@ -44,6 +51,8 @@ def test_one_device_is_taken_in_turns_and_a_cpu_is_asked_about():
   assert done.returncode == 1, done.stderr
   assert done.stderr.startswith('error: This config is for a GPU or TPU')
   assert done.stdout.count('take turns') == 2
+  few = '--config.fleet.workers must be at most 1 on a machine with an acc'
+  assert done.stdout.count(few) == 2 and ', not 3: every' in done.stdout
   assert (
     "--config.rl.placement must be 'colocated' where several processes "
     "(--launch) share accelerators; got 'processes', on 2 devices of 2 "

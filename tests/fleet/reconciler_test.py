@@ -1,6 +1,7 @@
 """Leases move as they must, whoever dies, hangs, lies or comes late."""
 
 import itertools
+import json
 
 import pytest
 
@@ -109,6 +110,15 @@ def test_a_late_result_is_no_ones_and_is_counted(world):
     world.docs().place('workers', 'slow'),
     worlds.dataclasses.asdict(worlds.dataclasses.replace(report, beat=99)),
   )
+  world.turn([other])
+  assert world.trainer._reconciler.late == len(held)
+  # Told once more, and with epochs that it never had.
+  results = [
+    (e, 'f' * 64, 9) for e in (*range(99), *(r[0] for r in report.results))
+  ]
+  later = worlds.dataclasses.replace(report, beat=100, results=tuple(results))
+  place = world.docs().place('workers', 'slow')
+  slow.door._docs.write(place, worlds.dataclasses.asdict(later))
   world.turn([other])
   assert world.trainer._reconciler.late == len(held)
   world.run([other])
@@ -575,3 +585,76 @@ def test_names_of_workers_are_plain():
 
 def test_the_family_is_what_a_task_begins_with():
   assert ledgers.family_of('list_functions/train/0/3') == 'list_functions'
+
+
+def test_counts_of_fates_are_those_of_the_checkpoint_gone_back_to():
+  """Though the groups were counted for good, and their entries are gone."""
+  ledger = ledgers.LeaseLedger()
+  order = lambda g: worlds.seams.GroupOrder(
+    group=g, task_id=f'{"ab"[g % 2]}/{g}', min_version=0, rewards={}
+  )
+  totals = []
+  for step in range(4):
+    totals.append(ledger.totals())
+    for group in (2 * step, 2 * step + 1):
+      ledger.admit(order(group), 2, 2)
+      ledger.settle(group, 'infrastructure' if group == 3 else 'trained')
+    ledger.fold(2 * step + 2)
+  assert ledger.totals() == {
+    'trained': {'a': 4, 'b': 3},
+    'infrastructure': {'b': 1},
+  }
+  for step in (3, 2, 1, 0):
+    ledger = ledgers.from_json(json.loads(json.dumps(ledger.to_json())))
+    ledger.rewind(step, 2 * step, lambda group, part: False)
+    assert ledger.totals() == totals[step] and ledger.floor == 2 * step
+
+
+def test_what_was_trained_ahead_stays_trained(tmp_path):
+  """A version may have trained on groups above one that it has not."""
+  ledger = ledgers.LeaseLedger()
+  for group in range(4):
+    fields = dict(task_id='a/0', min_version=0, rewards={})
+    ledger.admit(worlds.seams.GroupOrder(group=group, **fields), 2, 2)
+  for _ in range(3):
+    group, part = next(ledger.waiting())
+    ledger.lease(group, part, 'w')
+    ledger.accept('w', part.epoch, ('f' * 64, 1))
+  for group in (1, 2):
+    ledger.settle(group, 'trained')
+  # The checkpoint has 1; that 2 was trained, too, never was.
+  kept = ledger.rewind(1, 0, lambda group, part: False, ahead={1})
+  fates = {g: e.fate for g, e in ledger.entries.items()}
+  assert fates == {0: '', 1: 'trained', 2: '', 3: ''}
+  assert kept == (2, 0) and [g for g, _ in ledger.waiting()] == [3]
+
+
+def test_a_plan_is_read_again_once_the_store_answers(world):
+  """Another process of the trainer waits for its store, as the first does."""
+  worker = world.worker('w')
+  while not (ids := world.trainer.finished(range(4))):
+    world.time += 1
+    worker.turn()
+    world.trainer.tick()
+  assert world.trainer.finished([*ids, 99]) == ids
+  plan = json.loads(json.dumps(world.trainer.plan(ids)))
+  failing = {'/groups/': 'fail'}
+  world.store.trouble = lambda name, key: next(
+    (trouble for part, trouble in failing.items() if part in key), ''
+  )
+  world.said.clear()
+  assert [world.trainer.read(plan) for _ in range(3)] == [None] * 3
+  assert world.said == ['the trainer waits for its store: no answer']
+  failing.clear()
+  again = world.trainer.read(plan)
+  # What was read while the trainer trained needs no store.
+  world.trainer.ready([0], lambda group: '')
+  world.trainer._whole_groups.clear()
+  world.trainer._read_ahead()
+  failing['/groups/'] = 'fail'
+  assert world.trainer.ready(ids[:1], lambda group: '') is not None
+  failing.clear()
+  ready = world.trainer.ready(ids, lambda group: '')
+  assert list(map(group_bytes.to_bytes, again)) == list(
+    map(group_bytes.to_bytes, ready)
+  )

@@ -1,9 +1,10 @@
 """A fleet in virtual time: the real reconciler, workers and boxes by numbers.
 
 Events are ordered by a heap. The trainer's reconciler, ledger and documents are
-those of a run; workers read real orders and write real reports, after the
-latency of their region. What is simulated are durations: of episodes, each of
-which needs a box of its region, of training steps, and of lives.
+those of a run, as is the choice of the groups of a step; workers read real
+orders and write real reports, after the latency of their region. What is
+simulated are durations: of episodes, each of which needs a box of its region,
+of training steps, and of lives.
 """
 
 import collections
@@ -17,6 +18,7 @@ import numpy as np
 from composer_jax.core import files, seams
 from composer_jax.fleet.leases import documents, reconciler
 from composer_jax.fleet.leases import fleet_store as stores
+from composer_jax.pipeline import consumption
 from tests.fleet import worlds
 
 
@@ -26,6 +28,7 @@ class Setting:
 
   Attributes:
     boxes: number of sandboxes, over all regions.
+    overtake: groups that may be trained before an older one.
     episode_s: median of an episode's duration, which is lognormal.
     spread: deviation of its logarithm.
     train_s: seconds of a training step.
@@ -33,6 +36,7 @@ class Setting:
     wave_share: share of a region's workers that a wave takes, without a word.
     crash_s: mean life of a worker; 0 for no crashes.
     return_s: seconds after which a worker that was lost comes back.
+    speeds: between which workers have theirs.
   """
 
   workers: int = 60
@@ -40,6 +44,7 @@ class Setting:
   members: int = 8
   prompts: int = 16
   staleness: int = 3
+  overtake: int = 0
   steps: int = 30
   capacity: int = 16
   episode_s: float = 60.0
@@ -53,6 +58,7 @@ class Setting:
   wave_share: float = 0.3
   crash_s: float = 0.0
   return_s: float = 300.0
+  speeds: tuple[float, float] = (0.5, 1.5)
   seed: int = 0
 
 
@@ -91,7 +97,8 @@ class Simulator:
   Attributes:
     now: virtual seconds.
     idle_s: seconds in which the trainer waited for groups, by step.
-    staleness: largest staleness of a group of each step.
+    staleness: staleness of each group that was trained.
+    trained: groups of each step.
     sojourns: seconds from lease to result, of each accepted lease.
     leased_s: integral of the number of leased members over time.
     waits: seconds from admission to the first lease, by group.
@@ -117,7 +124,14 @@ class Simulator:
     self._queues = [collections.deque() for _ in range(num)]
     self._lives = itertools.count()
     self.workers = {}
-    self.version, self._admitted = 0, 0
+    self.version = 0
+    self.window = consumption.GroupWindow(
+      prompts=setting.prompts,
+      max_staleness=setting.staleness,
+      overtake=setting.overtake,
+      steps=setting.steps,
+    )
+    self.queue = consumption.GroupQueue(self.window)
     self._training = False
     self._waiting_since = 0.0
     self.idle_s, self.staleness, self.sojourns = [], [], []
@@ -149,17 +163,15 @@ class Simulator:
   # The trainer.
 
   def _admit(self):
-    s = self.setting
-    limit = min(self.version + s.staleness + 1, s.steps) * s.prompts
-    for group in range(self._admitted, limit):
-      self._orders[group] = seams.GroupOrder(
-        group=group,
-        task_id=f'family/{group}',
-        min_version=max(0, group // s.prompts - s.staleness),
-        rewards={'version': 0},
-      )
-      self._admitted_at[group] = self.now
-    self._admitted = limit
+    for group in self.queue.open(self.version):
+      if group not in self._orders:
+        self._orders[group] = seams.GroupOrder(
+          group=group,
+          task_id=f'family/{group}',
+          min_version=self.window.min_version(group),
+          rewards={'version': 0},
+        )
+        self._admitted_at[group] = self.now
 
   def _ask(self, ledger):
     ledger.announce(self.version)
@@ -168,28 +180,30 @@ class Simulator:
     for group, fate in self._fates.items():
       ledger.settle(group, fate)
 
+  def _finished(self, groups):
+    entries = self.reconciler.ledger.entries
+    return [g for g in groups if g in entries and entries[g].is_finished]
+
   def _tick(self):
     s = self.setting
-    first = self.version * s.prompts
+    first = self.window.due(self.version)
     self.reconciler.tick(self._ask, lambda ledger: ledger.fold(first))
     self._orders = {g: o for g, o in self._orders.items() if g >= first}
     self._fates = {g: f for g, f in self._fates.items() if g >= first}
     self._measure()
-    entries = self.reconciler.ledger.entries
-    ids = range(first, first + s.prompts)
-    is_ready = all(g in entries and entries[g].is_finished for g in ids)
-    if is_ready and not self._training:
-      self._training = True
-      self.idle_s.append(self.now - self._waiting_since)
-      self.at(s.train_s, self._trained)
+    if not self._training:
+      ids = self.queue.pick(self.version, self._finished)
+      if len(ids) == s.prompts:
+        self._training = True
+        self.queue.take(ids)
+        self.idle_s.append(self.now - self._waiting_since)
+        self.at(s.train_s, self._trained, ids)
     self.at(s.tick_s, self._tick)
 
-  def _trained(self):
+  def _trained(self, ids):
     s = self.setting
-    ids = range(self.version * s.prompts, (self.version + 1) * s.prompts)
-    oldest = min(self._sampled[g] for g in ids)
-    self.staleness.append(self.version - oldest)
-    self.trained += ids
+    self.staleness += [self.version - self._sampled[g] for g in ids]
+    self.trained.append(ids)
     self._fates |= dict.fromkeys(ids, 'trained')
     self.version += 1
     self._training, self._waiting_since = False, self.now
@@ -226,7 +240,7 @@ class Simulator:
 
   def _join(self, region):
     name = f'w{next(self._lives)}'
-    worker = _Worker(name, region, self.rng.uniform(0.5, 1.5))
+    worker = _Worker(name, region, self.rng.uniform(*self.setting.speeds))
     worker.version = self.version
     self.workers[name] = worker
     if self.setting.crash_s:
@@ -289,10 +303,14 @@ class Simulator:
         self._free[worker.region] -= size
         assert self._free[worker.region] >= 0
         worker.begun[epoch] = size
-        s = self.setting
-        longest = np.exp(self.rng.normal(0, s.spread, size)).max()
-        seconds = s.episode_s * longest / worker.speed
+        seconds = self.seconds(lease['order']['group']) / worker.speed
         self.at(seconds, self._finish, worker, epoch, worker.version)
+
+  def seconds(self, group):
+    """Returns a group's time at speed 1, the same for whoever samples it."""
+    s = self.setting
+    rng = np.random.default_rng((s.seed, group))
+    return s.episode_s * np.exp(rng.normal(0, s.spread, s.members)).max()
 
   def _release(self, region, size):
     self._free[region] += size

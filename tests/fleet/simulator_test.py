@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from tests.fleet import simulator
 
@@ -19,9 +20,10 @@ def idle_of(sim):
 def check_laws(sim):
   """What holds whatever happens."""
   s = sim.setting
-  assert sim.trained == list(range(s.steps * s.prompts))
+  assert sorted(sum(sim.trained, [])) == list(range(s.steps * s.prompts))
+  assert s.overtake or sim.trained == [sorted(ids) for ids in sim.trained]
   # The admission bound, and that on staleness, which it implies.
-  assert sim.most_open <= (s.staleness + 1) * s.prompts
+  assert sim.most_open <= (s.staleness + 1) * s.prompts - s.overtake
   assert 0 <= max(sim.staleness) <= s.staleness
   # Nobody waits while somebody has room, and no group is given up.
   assert sim.starved == 0
@@ -57,9 +59,56 @@ def test_enough_workers_keep_the_trainer_busy():
   assert idle_of(sim) < 0.05 and not sim.reconciler.ledger.lost
 
 
-@pytest.mark.parametrize(
-  'seed', [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))]
-)
+SEEDS = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))]
+# Half of the groups take 160 s or more, and one in twenty 500 s.
+UNEVEN = dict(workers=80, train_s=300.0, spread=0.8, tick_s=8.0, beat_s=40.0)
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_slow_groups_that_are_overtaken_hold_up_less(seed):
+  """Before and after, with about as many groups under way."""
+  before = simulator.simulate(**UNEVEN, staleness=1, steps=20, seed=seed)
+  after = simulator.simulate(
+    **UNEVEN, staleness=4, overtake=40, steps=20, seed=seed
+  )
+  for sim in (before, after):
+    check_laws(sim)
+  assert (before.most_open, after.most_open) == (32, 40)
+  print(f'{idle_of(before):.3f} {idle_of(after):.3f}')
+  assert idle_of(before) > 0.25 and idle_of(after) < 0.12
+  # The bound is for the few.
+  assert np.mean(after.staleness) < 1.5 and max(after.staleness) >= 3
+
+
+def lengths_differ(sim, groups):
+  """Returns the p-value that groups have the lengths of all, by chi-square."""
+  everyone = range(sim.setting.steps * sim.setting.prompts)
+  edges = np.quantile([sim.seconds(g) for g in everyone], [0.2, 0.4, 0.6, 0.8])
+  bins = np.searchsorted(edges, [sim.seconds(g) for g in groups])
+  return stats.chisquare(np.bincount(bins, minlength=5)).pvalue
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_long_groups_are_trained_as_often_as_short_ones(seed):
+  """Though long ones are lost with their workers more often, and overtaken."""
+  sim = simulator.simulate(
+    **UNEVEN, staleness=4, overtake=40, crash_s=3000.0, steps=24, seed=seed
+  )
+  check_laws(sim)
+  assert sim.reconciler.ledger.lost['silent'] > 20
+  # While the run goes on; in the end all are trained.
+  assert lengths_differ(sim, sum(sim.trained[4:-4], [])) > 0.01
+  # What was overtaken, and would otherwise be thrown away, is long.
+  overtaken = [
+    g
+    for step, ids in enumerate(sim.trained)
+    for g in ids
+    if step > g // sim.setting.prompts
+  ]
+  assert len(overtaken) > 20 and lengths_differ(sim, overtaken) < 1e-6
+
+
+@pytest.mark.parametrize('seed', SEEDS)
 def test_crashes_and_preemption_waves_break_no_bound(seed):
   sim = simulator.simulate(
     train_s=100.0, steps=8, crash_s=1500.0, wave_s=300.0, seed=seed

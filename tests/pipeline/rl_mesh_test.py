@@ -32,6 +32,12 @@ def test_its_mesh_is_of_the_first_devices(spec, tmp_path):
   assert [d.id for d in placed.mesh.devices.flat] == [0, 1, 2, 3]
   assert placed.expert_shards == 4
   assert placed.plan.sequence_order == 'zigzag'
+  # The packing balances what each block of rows holds.
+  shape = job.spec.batch_shape()
+  places = placed.batch.addressable_devices_indices_map((shape.rows, 4))
+  blocks = {(i.start, i.stop) for i, _ in places.values()}
+  half = shape.rows // 2
+  assert shape.shards == 2 and blocks == {(0, half), (half, shape.rows)}
   assert job.single.plan is None
   assert placed.lines[:2] == (
     'mesh: replica 1, fsdp 2, context 2; layout hsdp',

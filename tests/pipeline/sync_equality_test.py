@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import threading
+import time
 import types
 
 import jax
@@ -314,6 +315,68 @@ def test_a_hang_a_notice_and_a_newcomer_change_no_bit(
   assert ledger.lost['silent'] > 0
   for name, array in synchronous[0].items():
     np.testing.assert_array_equal(variables[name], array, err_msg=name)
+
+
+class Stopped(Exception):
+  """A run ended between the metrics of a step and its checkpoint."""
+
+
+class StoppingWriter(writers.Writer):
+  def write(self, stage, step, **metrics):
+    super().write(stage, step, **metrics)
+    if (stage, step) == ('fleet', 2):
+      raise Stopped
+
+
+def taken(workdir):
+  """Returns the groups of each step."""
+  rows = [r for r in writers.read(workdir) if r['stage'] == 'fleet']
+  assert [r['step'] for r in rows] == list(range(1, len(rows) + 1))
+  return [r['taken'] for r in rows]
+
+
+def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
+  spec, tokenizer, tmp_path
+):
+  shared = workers.spec_of(spec, members=0)
+  changes = dict(max_staleness=2, overtake=2, checkpoint_every=1)
+  rl = dataclasses.replace(shared.rl, **changes)
+  shared = dataclasses.replace(shared, rl=rl)
+
+  def act(_, group):
+    while group == 0 and not any(
+      r['stage'] == 'fleet' for r in writers.read(tmp_path)
+    ):
+      time.sleep(0.01)
+
+  with opened(tmp_path, shared, tokenizer):
+    pass
+  with StoppingWriter(tmp_path, tensorboard=False) as writer:
+    job = runs.job(shared, tmp_path, writer)
+    vars(job)['tokenizer'] = tokenizer
+    worker = workers.Worker(shared, tmp_path, tokenizer, 'w', act=act)
+    with pytest.raises(Stopped):
+      reinforce.reinforce(job)
+  before = taken(tmp_path)
+  # Group 0 was waited for by step 1, as far as it may be overtaken.
+  assert 0 not in before[0] and before[1][0] == 0
+  with opened(tmp_path, shared, tokenizer) as job:
+    reinforce.reinforce(job)
+  worker.end()
+  assert worker.failure is None, worker.failure
+  after = taken(tmp_path)
+  assert after[0] == before[0] and sorted(sum(after, [])) == list(range(6))
+  rows = lines_of_rl(tmp_path)
+  assert [rows[step]['groups'] for step in (1, 2, 3)] == after
+  assert all(row['staleness'] <= 2 for row in rows.values())
+  ledger = ledgers.from_json(wiring._documents('', tmp_path).read_ledger()[0])
+  assert ledger.totals() == {'trained': {'list_functions': 6}}
+  # Without its metrics nobody knows what was trained.
+  shutil.rmtree(tmp_path / 'exports' / 'rl')
+  (tmp_path / writers.METRICS).unlink()
+  with opened(tmp_path, shared, tokenizer) as job:
+    with pytest.raises(ValueError, match='which groups step 0 took'):
+      reinforce.reinforce(job)
 
 
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(

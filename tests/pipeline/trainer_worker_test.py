@@ -2,10 +2,8 @@
 
 import types
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from composer_jax.core import records
 from composer_jax.pipeline import trainer_worker
@@ -44,54 +42,6 @@ def make_group(group, *versions):
     for member, (before, last) in enumerate(versions)
   )
   return records.Group(group=group, task_id='t', rollouts=rollouts)
-
-
-@hypothesis.given(
-  prompts=st.integers(1, 5),
-  max_staleness=st.integers(0, 4),
-  steps=st.integers(1, 12),
-  data=st.data(),
-)
-@hypothesis.settings(max_examples=60, deadline=None)
-def test_staleness_is_bounded_and_every_group_trained_once(
-  prompts, max_staleness, steps, data
-):
-  # A simulated clock: at each tick either the worker starts or finishes some
-  # admitted group with whatever version it serves, or the trainer steps.
-  version, served, next_group = 0, 0, 0
-  running, finished, trained = {}, {}, []
-  ticks = 0
-  while version < steps:
-    ticks += 1
-    assert ticks < 10_000, 'deadlock'
-    limit = trainer_worker.admitted(
-      served, prompts=prompts, max_staleness=max_staleness, steps=steps
-    )
-    moves = []
-    if next_group < limit:
-      moves.append('start')
-    if running:
-      moves.append('finish')
-    if served < version:
-      moves.append('follow')
-    due = range(version * prompts, (version + 1) * prompts)
-    if all(g in finished for g in due):
-      moves.append('train')
-    move = data.draw(st.sampled_from(moves))
-    if move == 'start':
-      running[next_group] = served
-      next_group += 1
-    elif move == 'finish':
-      group = data.draw(st.sampled_from(sorted(running)))
-      finished[group] = running.pop(group)
-    elif move == 'follow':
-      served = data.draw(st.integers(served + 1, version))
-    else:
-      for group in due:
-        assert 0 <= version - finished[group] <= max_staleness
-        trained.append(group)
-      version += 1
-  assert trained == list(range(steps * prompts))
 
 
 def test_groups_within_the_bound_are_let_in():

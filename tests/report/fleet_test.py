@@ -46,3 +46,23 @@ def test_fates_and_lost_leases_are_said(tmp_path):
 def test_a_run_without_workers_says_so(tmp_path):
   (tmp_path / writer.RECEIVED).write_text('{"no": 1}\n[3]\n')
   assert 'Workers: not yet' in section(tmp_path)
+
+
+def test_histograms_are_sums_over_steps_and_time_is_divided(tmp_path):
+  seconds = dict(wait_s=1.0, train_s=2.0, publish_s=1.0)
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    out.write('rl', 1, ages=[[0, 5]], lengths=[[64, 3], [128, 2]], **seconds)
+    out.write(
+      'rl', 2, ages=[[0, 1], [3, 2]], lengths=[[64, 4], 'no'], **seconds
+    )
+    out.write('rl', 3, ages=7, lengths=[['x', 1]], wait_s='nan')
+  text = section(tmp_path)
+  trainer = '25.0 % waiting for groups, 50.0 % training, 25.0 % waiting for the'
+  assert f'Where the trainer was: {trainer} publication before.' in text
+  ages, lengths = fleet.histograms(run_data.load(tmp_path))
+  assert ages.title in text and ages.svg in text and lengths.svg in text
+  # Bars stand in order, with their numbers below.
+  assert ages.svg.index('>0<') < ages.svg.index('>3<')
+  assert lengths.svg.index('>64<') < lengths.svg.index('>128<')
+  (tmp_path / writer.METRICS).unlink()
+  assert [f.svg for f in fleet.histograms(run_data.load(tmp_path))] == ['', '']

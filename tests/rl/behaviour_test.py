@@ -47,6 +47,9 @@ def test_terms_versions_alarms_and_windows_are_of_all_rollouts():
   assert (metrics['reward_version'], metrics['reward_versions']) == (2, 3)
   assert (metrics['windows'], metrics['summaries']) == (1.25, 0.25)
   assert metrics['failed_edits'] == 1 / 6
+  # Five windows of two sampled tokens, two of them in one rollout.
+  assert metrics['ages'] == [[0, 5]]
+  assert metrics['lengths'] == [[2, 3], [4, 1]]
 
 
 def test_a_flagged_rollout_is_counted_and_never_passes():

@@ -129,6 +129,55 @@ def test_members_that_are_revoked_end_at_their_next_turn_and_are_no_error(
   assert asked == ['0/0', '1/1', '1/1', '1/2', '1/2']
 
 
+def test_as_many_episodes_begin_as_there_is_room_and_one_in_any_case():
+  begun, may_end = [], threading.Semaphore(0)
+
+  def play(task, policy, *, group, member, seed):
+    begun.append(member)
+    assert may_end.acquire(timeout=20)
+    return advantage_test.make_group([1.0, 0.0] * 3).rollouts[member]
+
+  collector = collect.Collector(
+    task_of_group=lambda group: None, play=play, rollouts_per_group=6, seed=0
+  )
+  groups = []
+  stream = collect.GroupStream(collector, None, 6)
+
+  def wait_for(count):
+    deadline = time.monotonic() + 20
+    while len(begun) < count or stream.num_playing > count:
+      assert time.monotonic() < deadline
+      time.sleep(0.002)
+    time.sleep(0.05)
+    assert len(begun) == count
+
+  stream.make_room(0)
+  stream.admit(0, groups.append)
+  wait_for(1)
+  stream.make_room(2)
+  wait_for(3)
+  may_end.release()  # One ends; two play, so that nobody takes its place.
+  wait_for(3)
+  assert stream.num_playing == 2
+  may_end.release(2)  # None plays: one begins.
+  wait_for(4)
+  stream.make_room(None)
+  wait_for(6)
+  may_end.release(3)
+  finish(stream)
+  assert [len(g.rollouts) for g in groups] == [6]
+  # Who waits when it ends does not play.
+  stream.make_room(0)
+  begun.clear()
+  stream.admit(1, groups.append)
+  wait_for(1)
+  stream.close()
+  may_end.release()
+  while stream.num_playing:
+    time.sleep(0.002)
+  assert len(begun) == 1 and len(groups) == 1
+
+
 def test_the_player_prices_hints_and_summarises_every_episode():
   tokenizer = tokenizer_lib.Tokenizer.train(['a sum up of work'], 270)
   environments = []

@@ -45,6 +45,22 @@ def make_engine(config, policy):
   )
 
 
+def test_room_is_counted_by_the_pages_of_open_sessions(make_engine):
+  """A session of 40 tokens takes 10 pages of 4."""
+  assert make_engine(num_pages=40).room(3) is None
+  engine = make_engine(num_pages=35)
+  assert [engine.room(n) for n in range(5)] == [3, 2, 1, 0, 0]
+  engine.submit(serving.request(0, serving.tokens(0, 6), new=2))
+  engine.step()
+  # While it runs it has the 2 pages that it can fill; then what it filled.
+  held = {len(s.pages) for s in engine._slots.sessions.values()}
+  assert held == {2} and engine.room(1) == 3 and engine.room(2) == 2
+  serving.finish(engine)
+  assert engine.room(1) == 3
+  engine.close('session 0')
+  assert engine.room(0) == 3
+
+
 def _turns(index):
   """Returns contexts of two turns, longer and shorter than a chunk.
 

@@ -100,7 +100,7 @@ def play(task_id, group):
 
 
 def begin(ledger, **fields):
-  fields = {'max_staleness': 1, 'seed': 5, **fields}
+  fields = {'lag': 1, 'seed': 5, **fields}
   return curriculum.DifficultyCurriculum(
     lambda step: candidates(120), ledger, prompts=PROMPTS, **fields
   )

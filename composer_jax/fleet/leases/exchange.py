@@ -7,13 +7,14 @@ Produces: validated groups; lines of metrics of the workers.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from composer_jax.core import group_bytes, records, seams
@@ -98,15 +99,21 @@ class StoredGroups:
     self._version = self._below = 0
     self._deleted = -1
     self._whole_groups: dict[int, records.Group] = {}
+    # Parts by group and epoch that are read and not judged; groups of a step.
+    self._parts: dict[tuple[int, int], records.Group] = {}
+    self._num_wanted = 0
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
+    self._told = ''
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._thread: threading.Thread | None = None
     self._reconciler: Any = None
 
   # The trainer.
 
-  def begin(self, version: int, first_group: int) -> tuple[int, int]:
+  def begin(
+    self, version: int, first: int, ahead: Collection[int] = ()
+  ) -> tuple[int, int]:
     shared = {
       path.name: self._docs.put_file(path.read_bytes())
       for path in self._shared
@@ -124,12 +131,14 @@ class StoredGroups:
 
     def rewind(ledger: ledgers.LeaseLedger) -> None:
       nonlocal counts
-      counts = ledger.rewind(version, first_group, self._is_void(version))
+      is_void = self._is_void(version)
+      counts = ledger.rewind(version, first, is_void, ahead)
 
     self._version = version
     self._reconciler.move(rewind)
     ledger = self._reconciler.ledger
     self._orders = {g: e.order for g, e in ledger.entries.items()}
+    self._fates = dict.fromkeys(ahead, ledgers.TRAINED)
     self._rows = append.AppendFile(
       self._workdir / writers.RECEIVED, 'a line of received policies'
     )
@@ -159,19 +168,34 @@ class StoredGroups:
       self._version = max(self._version, version)
     self._wake.set()
 
+  def finished(self, groups: Sequence[int]) -> list[int]:
+    with self._lock:
+      entries = self._reconciler.ledger.entries
+      return [
+        g
+        for g in groups
+        if self._is_lost(g) or (g in entries and self._is_whole(g, entries[g]))
+      ]
+
   def ready(
     self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
   ) -> list[records.Group] | None:
     self._raise_failure()
     try:
       with self._lock:
+        self._num_wanted = max(self._num_wanted, len(groups))
         wanted = [g for g in groups if not self._is_lost(g)]
         whole = [self._whole(g, fault_of) for g in wanted]
     except OSError as error:
-      # As in the thread: the caller waits, and asks again.
-      self._say(f'the trainer waits for its store: {error}')
+      self._wait_for_store(error)
       return None
     return [g for g in whole if g] if all(whole) else None
+
+  def _wait_for_store(self, error: OSError) -> None:
+    """Says, once, that a caller waits, and asks again, as the thread does."""
+    if str(error) != self._told:
+      self._say(f'the trainer waits for its store: {error}')
+    self._told = str(error)
 
   def unfinished(self, version: int) -> int:
     with self._lock:
@@ -209,7 +233,8 @@ class StoredGroups:
     parts = []
     for part in entry.parts:
       try:
-        read = self._read_part(entry, part)
+        read = self._parts.pop((group, part.epoch), None)
+        read = read or self._read_part(entry, part)
       except ValueError as error:
         self._refuse(group, part, str(error))
         return None
@@ -225,6 +250,24 @@ class StoredGroups:
         self._refuse(group, part, f'Group {group} is refused: {error}.')
       return None
     return self._whole_groups[group]
+
+  def _read_ahead(self) -> None:
+    """Reads what the next step may want, while the trainer trains."""
+    with self._lock:
+      known = self._whole_groups.keys() | self._fates.keys()
+      entries = self._reconciler.ledger.entries
+      wanted = (
+        (group, entries[group])
+        for group in sorted(entries.keys() - known)
+        if not entries[group].fate and self._is_whole(group, entries[group])
+      )
+      for group, entry in itertools.islice(wanted, self._num_wanted):
+        for part in entry.parts:
+          key = group, part.epoch
+          if key not in self._parts:
+            # Whoever wants the group says what is wrong with it.
+            with contextlib.suppress(ValueError):
+              self._parts[key] = self._read_part(entry, part)
 
   def _read_part(self, entry: Any, part: ledgers.GroupPart) -> records.Group:
     most, group = self._rules.max_bytes(part.size), entry.order.group
@@ -257,7 +300,14 @@ class StoredGroups:
         for e in entries
       ]
 
-  def read(self, plan: Sequence[Any]) -> list[records.Group]:
+  def read(self, plan: Sequence[Any]) -> list[records.Group] | None:
+    try:
+      return self._read_plan(plan)
+    except OSError as error:
+      self._wait_for_store(error)
+      return None
+
+  def _read_plan(self, plan: Sequence[Any]) -> list[records.Group]:
     groups = []
     for order, parts in plan:
       entry = ledgers.GroupEntry(order=seams.GroupOrder(**order), parts=[])
@@ -305,6 +355,7 @@ class StoredGroups:
       for group in [g for g in known if g < floor]:
         del known[group]
     self._refused = {key for key in self._refused if key[0] >= floor}
+    self._parts = {k: g for k, g in self._parts.items() if k[0] >= floor}
     numbers = ((n.partition('.')[0], n) for n in self._docs.names('groups'))
     old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
     self._docs.delete([self._docs.place('groups', name) for name in old])
@@ -365,6 +416,7 @@ class StoredGroups:
     while not self._stopping.is_set():
       try:
         self.tick()
+        self._read_ahead()
       except OSError as error:
         # Nobody is better off without a trainer: the store may come back.
         if str(error) != told:

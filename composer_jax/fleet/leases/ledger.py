@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import heapq
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from composer_jax.core import checks, seams
@@ -22,6 +22,8 @@ FORMAT = 1
 TRAINED, STALE = 'trained', 'stale'
 INFRASTRUCTURE, CANCELLED = 'infrastructure', 'cancelled'
 FATES = (TRAINED, STALE, INFRASTRUCTURE, CANCELLED)
+# Ended leases, and floors, that are remembered.
+_ENDED, _FLOORS = 100_000, 10
 # Why a lease ended without a result that was kept.
 SILENT, STALLED, LEFT, REFUSED, REWOUND = REASONS = (
   *('silent', 'stalled', 'left', 'refused', 'rewound'),
@@ -83,9 +85,12 @@ class LeaseLedger:
     floor: number below which every group is counted and forgotten.
     is_over: true once the run has ended.
     fates: number of groups below the floor, by fate and family.
+    earlier: (floor, fates) of earlier floors, the newest last.
     lost: number of leases that brought nothing, by reason.
     has_moved: true if anything changed since the ledger was made or saved.
     touched: workers whose leases changed.
+    ended: workers of leases without a result that ended here, by epoch, the
+      newest of them; not stored.
   """
 
   def __init__(self, max_lost: int = 5):
@@ -95,8 +100,10 @@ class LeaseLedger:
     self.sequence = self.epoch = self.version = self.floor = 0
     self.is_over = self.has_moved = False
     self.fates: dict[str, dict[str, int]] = {}
+    self.earlier: list[tuple[int, dict[str, dict[str, int]]]] = []
     self.lost: dict[str, int] = {}
     self.touched: set[str] = set()
+    self.ended: dict[int, str] = {}
     self._max_lost = max_lost
     # Indices: parts by epoch and by worker, and those that wait, in order.
     self._leased: dict[int, tuple[int, GroupPart]] = {}
@@ -168,6 +175,7 @@ class LeaseLedger:
     if epoch not in self._held.get(worker, ()):
       return False
     _, part = self._end(epoch)
+    del self.ended[epoch]
     part.upload = upload
     return True
 
@@ -200,6 +208,9 @@ class LeaseLedger:
 
   def fold(self, below: int) -> None:
     """Counts the groups below for good; those without a fate are cancelled."""
+    if below > self.floor:
+      fates = {fate: dict(counts) for fate, counts in self.fates.items()}
+      self.earlier = [*self.earlier, (self.floor, fates)][-_FLOORS:]
     for group in sorted(g for g in self.entries if g < below):
       self.settle(group, CANCELLED)
       entry = self.entries.pop(group)
@@ -214,13 +225,15 @@ class LeaseLedger:
     version: int,
     first: int,
     is_void: Callable[[int, GroupPart], bool],
+    ahead: Collection[int] = (),
   ) -> tuple[int, int]:
-    """Goes back to a version that trains on the groups from `first` on.
+    """Goes back to a version that has trained on the groups below `first`.
 
     Later fates never were. Leases end if the version had been surpassed, since
     what they sample may be of a policy that is void.
 
     Args:
+      ahead: groups above, on which the version has trained, too.
       is_void: (group, finished part) -> whether its result may not be kept.
 
     Returns:
@@ -228,17 +241,22 @@ class LeaseLedger:
     """
     if first < self.floor:
       # Counts cannot be taken back one by one.
-      self.entries, self.fates, self.floor = {}, {}, first
+      while self.earlier and self.earlier[-1][0] > first:
+        self.earlier.pop()
+      fates = self.earlier.pop()[1] if self.earlier else {}
+      self.entries, self.fates, self.floor = {}, fates, first
       self._leased.clear()
       self._held.clear()
     for group in self.entries:
-      if group < first:
+      if group < first or group in ahead:
         # The checkpoint has them, though nobody came to say so.
         self.settle(group, TRAINED)
     self.fold(first)
     self._waiting.clear()
     kept = voided = 0
     for group, entry in sorted(self.entries.items()):
+      if group in ahead:
+        continue
       entry.fate, was_finished = '', entry.is_finished
       for part in entry.parts:
         if part.is_leased and version < self.version:
@@ -273,6 +291,9 @@ class LeaseLedger:
   def _end(self, epoch: int) -> tuple[int, GroupPart]:
     group, part = self._leased.pop(epoch)
     del self._held[part.worker][epoch]
+    self.ended[epoch] = part.worker
+    if len(self.ended) > _ENDED:
+      del self.ended[next(iter(self.ended))]
     self.touched.add(part.worker)
     part.is_leased, self.has_moved = False, True
     return group, part
@@ -295,7 +316,8 @@ class LeaseLedger:
       for e in self.entries.values()
     ]
     names = ('identity', 'sequence', 'epoch', 'version', 'floor', 'is_over')
-    plain = {name: getattr(self, name) for name in (*names, 'fates', 'lost')}
+    names = (*names, 'fates', 'earlier', 'lost')
+    plain = {name: getattr(self, name) for name in names}
     return plain | {'format': FORMAT, 'entries': entries}
 
 
@@ -318,6 +340,8 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   checks.at_least(ledger, 0, 'sequence', 'epoch', 'version', 'floor')
   for name in ('identity', 'is_over', 'fates', 'lost'):
     setattr(ledger, name, value[name])
+  # Ledgers of earlier commits have none.
+  ledger.earlier = [(f, counts) for f, counts in value.get('earlier', ())]
   for order, parts, fate in value['entries']:
     entry = GroupEntry(order=seams.GroupOrder(**order), parts=[], fate=fate)
     ledger.entries[entry.order.group] = entry

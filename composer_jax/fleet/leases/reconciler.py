@@ -78,7 +78,7 @@ class Reconciler:
   Attributes:
     ledger: the state as this process knows it.
     num_accepted: number of results that this process took in.
-    late: number of results that came after their lease.
+    late: number of results that came after their lease, if it ended here.
   """
 
   def __init__(
@@ -104,19 +104,13 @@ class Reconciler:
     self._since: dict[int, float] = {}  # of leases, by epoch
     self._distrusted: set[str] = set()
     self._told: Any = None  # What all orders say alike.
-    self.num_accepted = 0
-    self._late: set[tuple[str, int]] = set()
-    self._taken: set[tuple[str, int]] = set()
+    self.num_accepted = self.late = 0
     self._read: dict[str, bytes] = {}
     self._sent: dict[str, int] = {}
     self._rows: dict[str, int] = {}
     self._new_rows: list[tuple[str, dict[str, Any]]] = []
     self.ledger = ledgers.LeaseLedger()
     self._load()
-
-  @property
-  def late(self) -> int:
-    return len(self._late)
 
   def _load(self) -> None:
     found, before = self._docs.read_ledger(), self.ledger
@@ -129,6 +123,7 @@ class Reconciler:
       self.ledger = ledgers.from_json(found[0], self._options.max_lost)
     ours, is_same = self.ledger, before.identity == self.ledger.identity
     ours.touched |= before.touched
+    ours.ended = before.ended if is_same else {}
     ours.touched |= {
       name
       for name in self._seen
@@ -275,9 +270,8 @@ class Reconciler:
       for epoch, upload, size in seen.report.results:
         if ledger.accept(name, epoch, (upload, size)):
           self.num_accepted += 1
-          self._taken.add((name, epoch))
-        elif (name, epoch) not in self._taken:
-          self._late.add((name, epoch))
+        elif ledger.ended.pop(epoch, '') == name:
+          self.late += 1
       for epoch in set(seen.report.returned) & ledger.epochs_of(name):
         ledger.lose(epoch, ledgers.LEFT)
 

@@ -8,10 +8,10 @@ is deserved is not checked here: whoever runs the sandbox decides it.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 
-import numpy as np
-
+from composer_jax.agent import rewards
 from composer_jax.core import group_bytes, records, seams
 from composer_jax.core.routes import codec
 from composer_jax.fleet.leases import ledger as ledgers
@@ -19,6 +19,8 @@ from composer_jax.fleet.leases import ledger as ledgers
 # Of a rollout beside its arrays: turns, hints, names.
 _TEXT_BYTES = 2**18
 _ROUNDING = 1e-3
+# Of a monitor, a tool or a criterion: it is shown on the page of the run.
+_NAME = re.compile(r'[\w][\w .:/-]{0,99}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,24 @@ def read(
       raise ValueError(
         f'its rewards are of version {rollout.reward_version}, not {version}'
       )
+    _check_counts(rollout)
     _check_windows(rollout.trajectories, rules)
   return group
+
+
+def _check_counts(rollout: records.Rollout) -> None:
+  names = [*rollout.flags, *filter(None, rollout.tools), *rollout.scores]
+  if odd := [name for name in names if not _NAME.fullmatch(name)]:
+    raise ValueError(f'{odd[0]!r:.99} is no name of an alarm, tool or score')
+  if unknown := rollout.reward_terms.keys() - {*rewards.TERMS}:
+    raise ValueError(f'rewards have no term {min(unknown)!r:.99}')
+  calls, todos = rollout.num_turns, rollout.open_todos
+  seconds = rollout.sandbox_seconds
+  if not 0 <= rollout.num_invalid <= calls or min(todos, seconds) < 0:
+    raise ValueError(
+      f'it counts {rollout.num_invalid} of {calls} calls as invalid, {todos} '
+      f'to-dos as open and {seconds} s, which cannot be'
+    )
 
 
 def _check_windows(
@@ -126,13 +144,3 @@ def join(parts: Sequence[records.Group]) -> records.Group:
 def encode(group: records.Group) -> bytes:
   """Returns the bytes of what a lease brought; equal groups are equal."""
   return group_bytes.to_bytes(group)
-
-
-def lengths(group: records.Group) -> np.ndarray:
-  """Returns the number of sampled tokens of each rollout."""
-  return np.array(
-    [
-      sum(int(t.loss_mask_T.sum()) for t in r.trajectories)
-      for r in group.rollouts
-    ]
-  )

@@ -96,7 +96,8 @@ def pack(
       cannot be replayed.
   """
   checks.divides(num_parts, 'the groups of devices', shape.rows, 'rows')
-  part_shape = dataclasses.replace(shape, rows=shape.rows // num_parts)
+  rows = shape.rows // num_parts
+  part_shape = dataclasses.replace(shape, rows=rows, shards=1)
   parts: list[_Part] = []
   dropped, checked = 0, None
   for i, window, hint in _hints(groups):
