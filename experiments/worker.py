@@ -65,10 +65,11 @@ def _serve(folder: pathlib.Path) -> None:
   spec = wiring.spec_of(config)
   systems = wiring.systems_of(spec)
   joined.check(wiring.content_of(spec))
+  rules = wiring.rules_of(spec)
   name = _NAME.value or joining.free_name()
 
   def make_leases(capacity):
-    leases = joined.leases(name, _DRAIN.value, capacity)
+    leases = joined.leases(name, _DRAIN.value, capacity, rules)
     signal.signal(signal.SIGTERM, lambda *_: leases.leave())
     return leases
 

@@ -7,10 +7,10 @@ store, too.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from composer_jax.core import processes, records, seams
+from composer_jax.core import played, processes, records, seams
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
@@ -32,6 +32,8 @@ class Served:
 
   Attributes:
     engine: sampling engine, whose weights only this object swaps.
+    num_resumed, num_anew: number of episodes that went on from turns of another
+      worker, and of those that had to begin anew, since the last swap.
   """
 
   def __init__(
@@ -50,6 +52,8 @@ class Served:
     self.engine = engine
     self._receiver, self._note = receiver, note
     self._identities = {first.version: first.target_id}
+    # Of versions that only other workers served, whose turns go on here.
+    self._others: dict[int, str] = {}
     note(receiver.served(first))
     self._clock, self._since = clock, clock()
     # What the time since then is spent on, and the slots in use meanwhile.
@@ -58,6 +62,7 @@ class Served:
 
   def _begin(self) -> None:
     self._seconds = dict(sample_s=0.0, wait_s=0.0, lease_wait_s=0.0)
+    self.num_resumed = self.num_anew = 0
     self._slot_s, self._tokens = 0.0, self.engine.stats().sampled_tokens
 
   @property
@@ -81,6 +86,8 @@ class Served:
     figures = self._seconds | dict(
       swap_s=stats.swap_s,
       tokens=stats.sampled_tokens - self._tokens,
+      resumed=self.num_resumed,
+      anew=self.num_anew,
       occupancy=self._slot_s / max(slots * sum(self._seconds.values()), 1e-9),
     )
     self._note(self._receiver.served(newer, **figures))
@@ -106,8 +113,36 @@ class Served:
 
   def stamp(self, group: records.Group) -> records.Group:
     """Adds to a group the ids of the weights that sampled it; thread-safe."""
-    return dataclasses.replace(
-      group, policies={v: self._identities[v] for v in sorted(group.versions)}
+    return dataclasses.replace(group, policies=self._policies(group.versions))
+
+  def _policies(self, versions: set[int]) -> dict[int, str]:
+    known = self._others | self._identities
+    return {version: known[version] for version in sorted(versions)}
+
+  def goes_on(
+    self, saved: played.SavedTurns | None
+  ) -> Mapping[int, tuple[played.PlayedTurn, ...]]:
+    """Returns turns to go on from: none if other weights sampled them."""
+    if saved is None:
+      return {}
+    known = self._others | self._identities
+    if any(known.get(v, name) != name for v, name in saved.policies.items()):
+      self.num_anew += len(saved.turns)
+      return {}
+    self._others |= saved.policies
+    self.num_resumed += len(saved.turns)
+    return saved.turns
+
+  def record(
+    self, lease: seams.Lease, share: collect.Share
+  ) -> played.SavedTurns:
+    """Returns the finished turns of a lease so far; thread-safe."""
+    turns = share.turns()
+    return played.SavedTurns(
+      group=lease.order.group,
+      task_id=lease.order.task_id,
+      turns=turns,
+      policies=self._policies(played.versions_of(turns)),
     )
 
 
@@ -137,7 +172,7 @@ def run(
   engine = served.engine
   policy = server.EnginePolicy(engine)
   stream = collect.GroupStream(collector, policy, engine.options.num_slots)
-  revoke: dict[int, Callable[[], None]] = {}
+  shares: dict[int, collect.Share] = {}
 
   def deliver(lease: seams.Lease, group: records.Group) -> None:
     leases.deliver(lease, served.stamp(group))
@@ -147,14 +182,18 @@ def run(
     served()
     new, ended = leases.take(served.version)
     for lease in ended:
-      revoke.pop(lease.epoch)()
+      share = shares.pop(lease.epoch)
+      share.is_revoked = True
+      served.num_anew += share.num_anew
     for lease in new:
       orders[lease.order.group] = lease.order
-      revoke[lease.epoch] = stream.admit(
+      shares[lease.epoch] = share = stream.admit(
         lease.order.group,
         functools.partial(deliver, lease),
         range(lease.first, lease.stop),
+        served.goes_on(leases.saved(lease)),
       )
+      leases.keep(lease, functools.partial(served.record, lease, share))
     served.mark(stream.open_episodes, has_lease=leases.has_lease)
 
   try:

@@ -68,7 +68,9 @@ class Worker:
     assert set(wiring.content_of(spec)) <= joined.identity.keys()
     spec, orders = wiring.spec_of(config), {}
     systems = wiring.systems_of(spec)
-    self.leases = joined.leases(self.name, 0.0, reinforce._capacity(spec))
+    self.leases = joined.leases(
+      self.name, 0.0, reinforce._capacity(spec), wiring.rules_of(spec)
+    )
     deliver = self.leases.deliver
 
     def remember(lease, group):

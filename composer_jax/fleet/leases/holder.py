@@ -11,16 +11,30 @@ Produces: reports and uploads.
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.core import records, seams
+from composer_jax.core import played, records, seams
 from composer_jax.fleet.leases import documents, uploads
 
 _ROWS = 8
+TURNS = 'turns'
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Kept:
+  """Turns of a lease that are saved, and what was: at most the last two."""
+
+  lease: seams.Lease
+  turns: Callable[[], played.SavedTurns]
+  saved: list[tuple[int, str, int, int]] = dataclasses.field(
+    default_factory=list
+  )
+  count: int = 0
 
 
 class StoredLeases:
@@ -41,6 +55,8 @@ class StoredLeases:
     beat_s: float,
     poll_s: float,
     drain_s: float = 0.0,
+    save_s: float = math.inf,
+    rules: uploads.UploadRules | None = None,
     while_waiting: Callable[[], None] = lambda: None,
   ):
     """Joins with the first `sync`.
@@ -51,12 +67,15 @@ class StoredLeases:
       beat_s: most seconds between two reports.
       poll_s: seconds between two looks for orders.
       drain_s: seconds in which leases that were begun may end after `leave`.
+      save_s: seconds between two savings of the turns of a lease.
+      rules: what saved turns can be; None begins every lease anew.
       while_waiting: what `take` does first where there is no thread.
     """
     documents.check_name(name)
     self.name, self.is_over = name, False
     self._docs, self._setup = docs, setup
     self._beat_s, self._poll_s, self._drain_s = beat_s, poll_s, drain_s
+    self._save_s, self._rules = save_s, rules
     self._leaving = threading.Event()
     self._leaves_at: float | None = None
     self._while_waiting = while_waiting
@@ -69,6 +88,7 @@ class StoredLeases:
       capacity=capacity,
       is_leaving=False,
       results=(),
+      saved=(),
       returned=(),
       rows=(),
     )
@@ -76,6 +96,10 @@ class StoredLeases:
     self._leases: dict[int, seams.Lease] = {}
     self._taken: dict[int, seams.Lease] = {}
     self._returned: set[int] = set()
+    # By epoch: turns to go on from, and turns to save.
+    self._resumed: dict[int, played.SavedTurns | None] = {}
+    self._kept: dict[int, _Kept] = {}
+    self._saves_at = 0.0
     self._lock = threading.Lock()
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._problem: Exception | None = None
@@ -111,8 +135,14 @@ class StoredLeases:
     with self._lock:
       if orders is not None:
         self._obey(orders)
-      report = self._report
-      told = self._told
+    self._resume()
+    self._save()
+    with self._lock:
+      saved = tuple(
+        k.saved[-1] for _, k in sorted(self._kept.items()) if k.saved
+      )
+      self._report = dataclasses.replace(self._report, saved=saved)
+      report, told = self._report, self._told
       key = lambda r: (r.ledger, r.results, r.returned, r.is_leaving, r.rows)
       if not is_due and told is not None and key(told) == key(report):
         return False
@@ -138,6 +168,11 @@ class StoredLeases:
       for lease in leases
       if is_other or lease.epoch not in self._returned
     }
+    # What was given back is told of until the reconciler has read it.
+    named = set() if is_other else {lease.epoch for lease in leases}
+    for by_epoch in (self._resumed, self._kept):
+      for epoch in by_epoch.keys() - named:
+        del by_epoch[epoch]
     known = () if is_other else self._leases.keys()
     report = self._report
     self._report = dataclasses.replace(
@@ -147,6 +182,69 @@ class StoredLeases:
       results=tuple(r for r in report.results if r[0] in known),
       returned=() if is_other else report.returned,
     )
+
+  # Turns of unfinished episodes.
+
+  def _resume(self) -> None:
+    """Reads the turns from which new leases go on."""
+    with self._lock:
+      new = [
+        lease for e, lease in self._leases.items() if e not in self._resumed
+      ]
+    for lease in new:
+      turns = None
+      if lease.saved and self._rules and self._rules.resumes:
+        span = (lease.order.group, lease.first, lease.stop)
+        try:
+          data = self._docs.get_upload(*span, lease.saved[:2], TURNS)
+          turns = uploads.read_saved(data, lease, self._rules)
+        except ValueError as error:
+          _log.warning('Group %d begins anew, its turns: %s', span[0], error)
+      self._resumed[lease.epoch] = turns
+
+  def _save(self) -> None:
+    """Saves turns of leases that are given back, and of all now and then."""
+    now = time.monotonic()
+    is_due = now >= self._saves_at
+    with self._lock:
+      done = {epoch for epoch, *_ in self._report.results}
+      due = [
+        kept
+        for epoch, kept in sorted(self._kept.items())
+        if epoch not in done and (is_due or epoch in self._returned)
+      ]
+    for kept in due:
+      self._save_turns(kept)
+    if is_due:
+      self._saves_at = now + self._save_s
+
+  def _save_turns(self, kept: '_Kept') -> None:
+    lease, turns = kept.lease, kept.turns()
+    count = sum(map(len, turns.turns.values()))
+    if count == kept.count or not (self._rules and self._rules.resumes):
+      return
+    data = played.to_bytes(turns)
+    most = uploads.max_saved_bytes(self._rules, lease.stop - lease.first)
+    if len(data) > most:
+      return  # Nobody would read it.
+    saved = self._docs.upload(lease, data, TURNS)
+    with self._lock:
+      kept.saved.append((lease.epoch, *saved, max(turns.versions)))
+      # A reconciler may just have read of the one before.
+      old, kept.saved = kept.saved[:-2], kept.saved[-2:]
+      kept.count = count
+    span = (lease.order.group, lease.first, lease.stop)
+    places = [self._docs.upload_place(*span, o[1], TURNS) for o in old]
+    self._docs.delete(places)
+
+  def saved(self, lease: seams.Lease) -> played.SavedTurns | None:
+    return self._resumed.get(lease.epoch)
+
+  def keep(
+    self, lease: seams.Lease, turns: Callable[[], played.SavedTurns]
+  ) -> None:
+    with self._lock:
+      self._kept[lease.epoch] = _Kept(lease=lease, turns=turns)
 
   # The worker's loop.
 
@@ -174,7 +272,9 @@ class StoredLeases:
       new = [
         lease
         for epoch, lease in sorted(self._leases.items())
-        if epoch not in self._taken and lease.order.min_version <= version
+        if epoch not in self._taken
+        and epoch in self._resumed
+        and lease.min_version <= version
       ]
       self._taken |= {lease.epoch: lease for lease in new}
     return new, ended
