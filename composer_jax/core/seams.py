@@ -301,6 +301,12 @@ class LeaseHolder(Protocol):
   def leave(self) -> None:
     """Asks for no more leases, so that the worker may end."""
 
+  def pause(self, is_paused: bool) -> None:
+    """Asks for no leases while paused, and gives back those that it has.
+
+    What is begun may end within the time that `leave` gives it.
+    """
+
   def start(self) -> None:
     """Joins the fleet, for a worker in a process of its own."""
 

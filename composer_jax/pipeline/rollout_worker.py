@@ -6,6 +6,7 @@ store, too.
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -146,14 +147,8 @@ class Served:
     )
 
 
-def run(
-  collector: collect.Collector,
-  orders: dict[int, seams.GroupOrder],
-  leases: seams.LeaseHolder,
-  served: Served,
-  is_done: Callable[[], bool],
-) -> int:
-  """Samples the members of every lease, until it is done.
+class RolloutWorker:
+  """Samples the members of every lease.
 
   Consumes: policies, newest first, through `served`; leases.
   Waits for: a lease, and the version that may begin it.
@@ -161,45 +156,85 @@ def run(
   Produces: the members of each lease, stamped, all at once. Episodes whose
     lease has gone to another worker end at their next turn.
 
+  Attributes:
+    policy: policy of the episodes, whose engine someone has to step.
+    leases: the worker's door to the fleet.
+    served: the engine and its receiver.
+  """
+
+  def __init__(
+    self,
+    collector: collect.Collector,
+    orders: dict[int, seams.GroupOrder],
+    leases: seams.LeaseHolder,
+    served: Served,
+    *,
+    is_lent: bool = False,
+  ):
+    """Begins nothing yet.
+
+    Args:
+      orders: orders of the groups under lease, which `collector` reads.
+      is_lent: true if the engine serves others first: episodes leave a quarter
+        of its slots free, and wait without end.
+    """
+    self.leases, self.served = leases, served
+    engine, num_slots = served.engine, served.engine.options.num_slots
+    wait = dict(timeout_s=threading.TIMEOUT_MAX) if is_lent else {}
+    self.policy = server.EnginePolicy(engine, **wait)
+    num_episodes = max(1, num_slots * 3 // 4) if is_lent else num_slots
+    self._stream = collect.GroupStream(collector, self.policy, num_episodes)
+    self._orders = orders
+    self._shares: dict[int, collect.Share] = {}
+
+  @property
+  def open_episodes(self) -> int:
+    return self._stream.open_episodes
+
+  def before_step(self) -> None:
+    """Takes newer weights, begins leases and ends those of others."""
+    processes.beat()  # Colocated, this is the trainer's process.
+    served, leases = self.served, self.leases
+    served()
+    new, ended = leases.take(served.version)
+    for lease in ended:
+      share = self._shares.pop(lease.epoch)
+      share.is_revoked = True
+      served.num_anew += share.num_anew
+    for lease in new:
+      self._orders[lease.order.group] = lease.order
+      self._shares[lease.epoch] = share = self._stream.admit(
+        lease.order.group,
+        functools.partial(self._deliver, lease),
+        range(lease.first, lease.stop),
+        served.goes_on(leases.saved(lease)),
+      )
+      leases.keep(lease, functools.partial(served.record, lease, share))
+    served.mark(self.open_episodes, has_lease=leases.has_lease)
+
+  def _deliver(self, lease: seams.Lease, group: records.Group) -> None:
+    self.leases.deliver(lease, self.served.stamp(group))
+
+  def close(self) -> None:
+    """Ends all episodes; once nobody steps the engine any more."""
+    self._stream.close()
+    self.policy.close()
+
+
+def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
+  """Steps a worker's engine until it is done.
+
   Args:
-    orders: orders of the groups under lease, which `collector` reads.
-    served: the engine and its receiver, at the version to begin with.
     is_done: asked when no episode is open.
 
   Returns:
     The version served at the end.
   """
-  engine = served.engine
-  policy = server.EnginePolicy(engine)
-  stream = collect.GroupStream(collector, policy, engine.options.num_slots)
-  shares: dict[int, collect.Share] = {}
-
-  def deliver(lease: seams.Lease, group: records.Group) -> None:
-    leases.deliver(lease, served.stamp(group))
-
-  def before_step():
-    processes.beat()  # Colocated, this is the trainer's process.
-    served()
-    new, ended = leases.take(served.version)
-    for lease in ended:
-      share = shares.pop(lease.epoch)
-      share.is_revoked = True
-      served.num_anew += share.num_anew
-    for lease in new:
-      orders[lease.order.group] = lease.order
-      shares[lease.epoch] = share = stream.admit(
-        lease.order.group,
-        functools.partial(deliver, lease),
-        range(lease.first, lease.stop),
-        served.goes_on(leases.saved(lease)),
-      )
-      leases.keep(lease, functools.partial(served.record, lease, share))
-    served.mark(stream.open_episodes, has_lease=leases.has_lease)
-
   try:
-    policy.serve(lambda: stream.open_episodes == 0 and is_done(), before_step)
-    served.mark(0)  # Colocated: the trainer's turn.
+    worker.policy.serve(
+      lambda: worker.open_episodes == 0 and is_done(), worker.before_step
+    )
+    worker.served.mark(0)  # Colocated: the trainer's turn.
   finally:
-    stream.close()
-    policy.close()
-  return served.version
+    worker.close()
+  return worker.served.version

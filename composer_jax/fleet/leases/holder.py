@@ -78,6 +78,7 @@ class StoredLeases:
     self._save_s, self._rules = save_s, rules
     self._leaving = threading.Event()
     self._leaves_at: float | None = None
+    self._capacity, self._is_paused = capacity, False
     self._while_waiting = while_waiting
     self._report = documents.WorkerReport(
       ledger='',
@@ -143,7 +144,9 @@ class StoredLeases:
       )
       self._report = dataclasses.replace(self._report, saved=saved)
       report, told = self._report, self._told
-      key = lambda r: (r.ledger, r.results, r.returned, r.is_leaving, r.rows)
+      key = lambda r: dataclasses.replace(
+        r, obeys=0, beat=0, progress=0, version=None, saved=()
+      )
       if not is_due and told is not None and key(told) == key(report):
         return False
       self._report = report = dataclasses.replace(report, beat=report.beat + 1)
@@ -170,6 +173,7 @@ class StoredLeases:
     }
     # What was given back is told of until the reconciler has read it.
     named = set() if is_other else {lease.epoch for lease in leases}
+    self._returned &= named
     for by_epoch in (self._resumed, self._kept):
       for epoch in by_epoch.keys() - named:
         del by_epoch[epoch]
@@ -180,7 +184,7 @@ class StoredLeases:
       ledger=orders['ledger'],
       obeys=orders['sequence'],
       results=tuple(r for r in report.results if r[0] in known),
-      returned=() if is_other else report.returned,
+      returned=tuple(sorted(self._returned)),
     )
 
   # Turns of unfinished episodes.
@@ -265,7 +269,7 @@ class StoredLeases:
       self._report = dataclasses.replace(
         self._report, progress=progress, version=version
       )
-      if self._leaving.is_set():
+      if self._leaving.is_set() or self._is_paused:
         self._drain()
       gone = self._taken.keys() - self._leases.keys()
       ended = [self._taken.pop(epoch) for epoch in sorted(gone)]
@@ -283,6 +287,16 @@ class StoredLeases:
     """Asks for no more leases; may be called by a signal's handler."""
     self._leaving.set()
 
+  def pause(self, is_paused: bool) -> None:
+    with self._lock:
+      if is_paused != self._is_paused:
+        self._is_paused = is_paused
+        if not self._leaving.is_set():
+          self._leaves_at = None
+        capacity = 0 if is_paused else self._capacity
+        self._report = dataclasses.replace(self._report, capacity=capacity)
+        self._wake.set()
+
   def _drain(self) -> None:
     """Gives back what is not begun, and after a while what is not finished."""
     if self._leaves_at is None:
@@ -295,9 +309,12 @@ class StoredLeases:
       del self._leases[epoch]
     self._returned |= set(back)
     self._report = dataclasses.replace(
-      self._report, is_leaving=True, returned=tuple(sorted(self._returned))
+      self._report,
+      is_leaving=self._leaving.is_set(),
+      returned=tuple(sorted(self._returned)),
     )
-    self.is_over |= not self._leases.keys() - done
+    if self._leaving.is_set():
+      self.is_over |= not self._leases.keys() - done
 
   def deliver(self, lease: seams.Lease, group: records.Group) -> None:
     data, wait_s = uploads.encode(group), 0.1
