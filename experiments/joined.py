@@ -26,6 +26,9 @@ _INITIAL = flags.DEFINE_string(
 _TASKS = flags.DEFINE_string(
   'tasks', '', "Folder of the run's task set; where it lies here."
 )
+_BOXES = flags.DEFINE_integer(
+  'boxes', 0, "Sandboxes at a time; 0 for as many as the run's config says.", 0
+)
 _DRAIN = flags.DEFINE_float(
   'drain_s',
   60.0,
@@ -92,6 +95,7 @@ def join(store: str, folder: pathlib.Path) -> JoinedRun:
   config['delta']['store'] = store
   config['initial'] = _INITIAL.value or config['initial']
   config['tasks']['folder'] = _TASKS.value or config['tasks']['folder']
+  config['sandbox']['workers'] = _BOXES.value or config['sandbox']['workers']
   start.emulate_devices(config['rollout']['devices'])
   # After the flags: this import loads jax.
   from composer_jax import wiring

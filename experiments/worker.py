@@ -21,9 +21,23 @@ from experiments import joined, start
 
 _STORE = flags.DEFINE_string('store', '', 'Store of the run: folder or URL.')
 _NAME = flags.DEFINE_string('name', '', 'Name that no worker had; "": chosen.')
+_BOXES_ON_RAY = flags.DEFINE_bool(
+  'boxes_on_ray', False, 'Judges code on the Ray cluster of RAY_ADDRESS.'
+)
 _DRY_RUN = flags.DEFINE_bool(
   'dry_run', False, 'Checks that this worker may join, and says what it would.'
 )
+
+
+def _level(run: joined.JoinedRun) -> str:
+  """Returns the isolation in which this worker judges."""
+  level = run.joined.level
+  if _BOXES_ON_RAY.value and level not in ('unshare', 'ray'):
+    raise ValueError(
+      '--boxes_on_ray judges in the namespaces of other nodes, and this run '
+      f'in {level!r} (--config.sandbox.level): leave out --boxes_on_ray.'
+    )
+  return 'ray' if _BOXES_ON_RAY.value else level
 
 
 def _describe(run: joined.JoinedRun) -> None:
@@ -35,7 +49,7 @@ def _describe(run: joined.JoinedRun) -> None:
     f'run {docs.run_id!r} in {docs.store.url}: this worker may join. It would '
     f'serve {flops.params_total(spec.model):,} parameters on '
     f'{options.devices} device(s), {options.num_slots} episodes of '
-    f'{options.max_len} tokens at a time, and judge in {run.joined.level}.'
+    f'{options.max_len} tokens at a time, and judge in {_level(run)}.'
   )
 
 
@@ -57,7 +71,7 @@ def _serve() -> None:
     while True:
       make = functools.partial(make_leases, name=name)
       try:
-        level = run.joined.level
+        level = _level(run)
         reinforce.serve_rollouts(run.spec, run.systems, folder, level, make)
         return
       except rollout_worker.Rewound as error:

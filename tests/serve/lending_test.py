@@ -143,8 +143,7 @@ def test_rollouts_wait_while_a_client_asks_and_go_on_after(lent):
   scripted.wait_for(lambda: len(lent.log) > 8)
   for _ in range(3):
     sock = service_test._begin(lent.server, {'max_tokens': 150})
-    works = lent.server.engine.works
-    scripted.wait_for(lambda: any(map(is_clients, [*works])))
+    scripted.wait_for(lambda: any(map(is_clients, [*lent.server.engine.works])))
     service_test._read(sock)
     sock.close()
     begun = len(lent.log)
