@@ -26,10 +26,10 @@ class ResumedPolicy:
   def __init__(
     self,
     policy: environment.Policy,
-    saved: Sequence[played.PlayedTurn] = (),
+    saved: Sequence[played.FinishedTurn] = (),
   ):
     """Answers from `saved` first, then asks `policy`."""
-    self._turns: list[played.PlayedTurn] = []
+    self._turns: list[played.FinishedTurn] = []
     self._policy, self._saved = policy, tuple(saved)
     # Tokens of windows that the policy never saw.
     self._unseen: dict[str, list[np.ndarray]] = {}
@@ -39,7 +39,7 @@ class ResumedPolicy:
     """True while the record has turns that were not asked for."""
     return len(self._turns) < len(self._saved)
 
-  def record(self) -> tuple[played.PlayedTurn, ...]:
+  def record(self) -> tuple[played.FinishedTurn, ...]:
     """Returns all finished turns, those not replayed yet included."""
     turns = tuple(self._turns)
     return turns + self._saved[len(turns) :]

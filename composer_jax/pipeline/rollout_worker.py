@@ -122,7 +122,7 @@ class Served:
 
   def goes_on(
     self, saved: played.SavedTurns | None
-  ) -> Mapping[int, tuple[played.PlayedTurn, ...]]:
+  ) -> Mapping[int, tuple[played.FinishedTurn, ...]]:
     """Returns turns to go on from: none if other weights sampled them."""
     if saved is None:
       return {}

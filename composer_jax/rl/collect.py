@@ -93,7 +93,7 @@ class Share:
   policy: environment.Policy
   done: Callable[[records.Group], None]
   number: int
-  resumed: Mapping[int, tuple[played.PlayedTurn, ...]]
+  resumed: Mapping[int, tuple[played.FinishedTurn, ...]]
   rollouts: list[records.Rollout] = dataclasses.field(default_factory=list)
   is_revoked: bool = False
   num_anew: int = 0
@@ -111,7 +111,7 @@ class Share:
   def close(self, session: str) -> None:
     self.policy.close(f'{self.number}/{session}')
 
-  def turns(self) -> dict[int, tuple[played.PlayedTurn, ...]]:
+  def turns(self) -> dict[int, tuple[played.FinishedTurn, ...]]:
     """Returns the finished turns so far by member; from any thread."""
     replays = {m: r.record() for m, r in self._replays.copy().items()}
     turns = {**self.resumed, **replays}
@@ -161,7 +161,7 @@ class GroupStream:
     done: Callable[[records.Group], None],
     members: range | None = None,
     resumed: Mapping[
-      int, tuple[played.PlayedTurn, ...]
+      int, tuple[played.FinishedTurn, ...]
     ] = types.MappingProxyType({}),
   ) -> Share:
     """Plays members of a group, None for all, on from turns that were saved."""

@@ -44,7 +44,7 @@ class _Kept:
   used: float
 
 
-class Guest(Protocol):
+class EngineGuest(Protocol):
   """Uses the engine while no choice of a client is open, in its thread.
 
   Attributes:
@@ -76,7 +76,7 @@ class Service:
     engine: engines.Engine,
     options: options_lib.ServeOptions,
     receiver: receivers.Receiver | None = None,
-    guest: Guest | None = None,
+    guest: EngineGuest | None = None,
   ):
     """Wraps an engine that nothing else touches, but through its guest."""
     self.options = options

@@ -7,6 +7,7 @@ import pytest
 
 from composer_jax.agent import episode, resuming
 from composer_jax.core import played, records
+from composer_jax.fleet.leases import turn_bytes
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.agent import replay_test, summarize_test
 
@@ -79,9 +80,9 @@ def through_bytes(turns):
   saved = played.SavedTurns(
     group=5, task_id='talk', turns={2: turns}, policies={0: 'a' * 64}
   )
-  data = played.to_bytes(saved)
-  again = played.from_bytes(data, 1 << 20)
-  assert played.to_bytes(again) == data
+  data = turn_bytes.to_bytes(saved)
+  again = turn_bytes.from_bytes(data, 1 << 20)
+  assert turn_bytes.to_bytes(again) == data
   return again.turns[2]
 
 

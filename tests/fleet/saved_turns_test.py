@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from composer_jax.core import played, records, seams
-from composer_jax.fleet.leases import documents, uploads
+from composer_jax.fleet.leases import documents, turn_bytes, uploads
+from composer_jax.fleet.leases import ledger as ledgers
 from tests.fleet import groups, worlds
 
 PLACE = 'fleet/policy/turns/'
@@ -62,8 +63,10 @@ def with_answer(**fields):
 
 def test_honest_turns_are_read_as_they_were_saved():
   lease = lease_of()
-  data = played.to_bytes(make_saved(lease, 3))
-  assert played.to_bytes(uploads.read_saved(data, lease, groups.RULES)) == data
+  data = turn_bytes.to_bytes(make_saved(lease, 3))
+  assert (
+    turn_bytes.to_bytes(uploads.read_saved(data, lease, groups.RULES)) == data
+  )
 
 
 @pytest.mark.parametrize(
@@ -99,14 +102,14 @@ def test_honest_turns_are_read_as_they_were_saved():
 )
 def test_turns_that_no_episode_has_are_refused(fields, message):
   lease = lease_of()
-  data = played.to_bytes(make_saved(lease, **fields))
+  data = turn_bytes.to_bytes(make_saved(lease, **fields))
   with pytest.raises(ValueError, match=message):
     uploads.read_saved(data, lease, groups.RULES)
 
 
 def test_any_flipped_bit_or_cut_is_turns_or_a_value_error():
   lease = lease_of()
-  data = played.to_bytes(make_saved(lease, 3))
+  data = turn_bytes.to_bytes(make_saved(lease, 3))
   rng, refused = np.random.default_rng(0), 0
   for at in rng.integers(len(data), size=300):
     damaged = bytearray(data)
@@ -285,3 +288,13 @@ def test_a_report_of_turns_is_believed_in_nothing(world, saved):
   value = docs.read(docs.place('workers', 'w')) | {'saved': saved}
   with pytest.raises(ValueError, match=r'report'):
     documents.to_report(value)
+
+
+def test_a_ledger_without_saved_turns_is_read(world):
+  begin(world, 'first')
+  value = world.ledger().to_json()
+  before = ledgers.from_json(value).to_json()
+  for _, parts, _ in value['entries']:
+    for part in parts:
+      assert part.pop() is None
+  assert ledgers.from_json(value | {'format': 1}).to_json() == before

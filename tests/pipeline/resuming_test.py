@@ -9,6 +9,7 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.core import group_bytes, played
+from composer_jax.fleet.leases import turn_bytes
 from composer_jax.pipeline import stages
 from composer_jax.rl import collect
 from composer_jax.rollout import server
@@ -66,7 +67,7 @@ def through_bytes(turns):
   saved = played.SavedTurns(
     group=1, task_id='', turns=turns, policies={0: 'a' * 64}
   )
-  return played.from_bytes(played.to_bytes(saved), 1 << 30).turns
+  return turn_bytes.from_bytes(turn_bytes.to_bytes(saved), 1 << 30).turns
 
 
 @pytest.mark.parametrize(

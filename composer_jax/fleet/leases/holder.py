@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from composer_jax.core import played, records, seams
-from composer_jax.fleet.leases import documents, uploads
+from composer_jax.fleet.leases import documents, turn_bytes, uploads
 
 _ROWS = 8
 TURNS = 'turns'
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _Kept:
+class _SavedLease:
   """Turns of a lease that are saved, and what was: at most the last two."""
 
   lease: seams.Lease
@@ -99,7 +99,7 @@ class StoredLeases:
     self._returned: set[int] = set()
     # By epoch: turns to go on from, and turns to save.
     self._resumed: dict[int, played.SavedTurns | None] = {}
-    self._kept: dict[int, _Kept] = {}
+    self._kept: dict[int, _SavedLease] = {}
     self._saves_at = 0.0
     self._lock = threading.Lock()
     self._stopping, self._wake = threading.Event(), threading.Event()
@@ -222,12 +222,12 @@ class StoredLeases:
     if is_due:
       self._saves_at = now + self._save_s
 
-  def _save_turns(self, kept: '_Kept') -> None:
+  def _save_turns(self, kept: '_SavedLease') -> None:
     lease, turns = kept.lease, kept.turns()
     count = sum(map(len, turns.turns.values()))
     if count == kept.count or not (self._rules and self._rules.resumes):
       return
-    data = played.to_bytes(turns)
+    data = turn_bytes.to_bytes(turns)
     most = uploads.max_saved_bytes(self._rules, lease.stop - lease.first)
     if len(data) > most:
       return  # Nobody would read it.
@@ -248,7 +248,7 @@ class StoredLeases:
     self, lease: seams.Lease, turns: Callable[[], played.SavedTurns]
   ) -> None:
     with self._lock:
-      self._kept[lease.epoch] = _Kept(lease=lease, turns=turns)
+      self._kept[lease.epoch] = _SavedLease(lease=lease, turns=turns)
 
   # The worker's loop.
 

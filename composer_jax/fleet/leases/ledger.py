@@ -314,7 +314,7 @@ def _plain(part: GroupPart) -> list[Any]:
 
 def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   """Reads a ledger that `to_json` made; a ValueError for another format."""
-  if not isinstance(value, dict) or value.get('format') != FORMAT:
+  if not isinstance(value, dict) or value.get('format') not in (1, FORMAT):
     found = value.get('format') if isinstance(value, dict) else value
     raise ValueError(
       f'a ledger of format {found!r:.99}; this version reads {FORMAT}'
@@ -328,11 +328,13 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   for order, parts, fate in value['entries']:
     entry = GroupEntry(order=seams.GroupOrder(**order), parts=[], fate=fate)
     ledger.entries[entry.order.group] = entry
-    for first, stop, epoch, worker, is_leased, upload, lost, saved in parts:
+    # Format 1 knows no saved turns.
+    for first, stop, epoch, worker, is_leased, upload, lost, *more in parts:
       part = GroupPart(
         first=first, stop=stop, epoch=epoch, worker=worker, lost=lost
       )
       part.upload = (upload[0], upload[1]) if upload else None
+      saved = more[0] if more else None
       part.saved = (saved[0], saved[1], saved[2]) if saved else None
       part.is_leased = is_leased
       entry.parts.append(part)

@@ -285,15 +285,15 @@ class Reconciler:
         self._lose(ledger, name, epoch, ledgers.LEFT)
 
   def _lose(
-    self, ledger: ledgers.LeaseLedger, name: str, epoch: int, reason: str
+    self, ledger: ledgers.LeaseLedger, worker: str, epoch: int, reason: str
   ) -> None:
     """Ends a lease that brought nothing but, perhaps, saved turns."""
-    seen = self._seen.get(name)
+    seen = self._seen.get(worker)
     if seen is not None and seen.report.ledger == ledger.identity:
-      for saved_of, *saved in seen.report.saved:
+      for saved_of, name, size, version in seen.report.saved:
         # A policy that was never published waits for ever.
-        if saved_of == epoch and saved[2] <= ledger.version:
-          ledger.save(epoch, (saved[0], saved[1], saved[2]))
+        if saved_of == epoch and version <= ledger.version:
+          ledger.save(epoch, (name, size, version))
     ledger.lose(epoch, reason)
 
   def _lose_all(

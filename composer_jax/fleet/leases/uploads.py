@@ -15,6 +15,7 @@ import numpy as np
 from composer_jax.core import group_bytes, played, records, seams
 from composer_jax.core.routes import codec
 from composer_jax.fleet.leases import ledger as ledgers
+from composer_jax.fleet.leases import turn_bytes
 
 # Of a rollout beside its arrays: turns, hints, names.
 _TEXT_BYTES = 2**18
@@ -130,7 +131,7 @@ def read_saved(
   episode is checked as any other.
   """
   most = max_saved_bytes(rules, lease.stop - lease.first)
-  saved, order = played.from_bytes(data, most), lease.order
+  saved, order = turn_bytes.from_bytes(data, most), lease.order
   if (saved.group, saved.task_id) != (order.group, order.task_id):
     raise ValueError(
       f'they are of group {saved.group!r:.99} and task {saved.task_id!r:.99}, '
@@ -155,7 +156,7 @@ def read_saved(
 
 
 def _check_turns(
-  turns: Sequence[played.PlayedTurn], rules: UploadRules
+  turns: Sequence[played.FinishedTurn], rules: UploadRules
 ) -> None:
   most = rules.max_windows * rules.max_tokens
   answers = [turn.completion for turn in turns]
