@@ -192,6 +192,28 @@ def test_who_comes_next_goes_on_from_the_last_turn(world, ending):
   assert not [k for k in world.store.files if k.startswith(PLACE)]
 
 
+def test_nothing_is_given_back_before_its_turns_are_saved(world):
+  worker, leases = begin(world, 'first')
+  for lease in leases:
+    more = make_saved(lease, 3)
+    worker.door._kept[lease.epoch].turns = lambda more=more: more
+  worker.door._saves_at = np.inf
+  worker.door.leave()
+  worker.take()
+  world.store.trouble = lambda name, key: (
+    'fail' if name == 'put' and key.startswith(PLACE) else ''
+  )
+  docs = world.docs()
+  told = lambda: docs.read(docs.place('workers', 'first'))['returned']
+  with pytest.raises(ConnectionError):
+    worker.door.sync()
+  assert not told()
+  world.store.trouble = lambda name, key: ''
+  worker.door.sync()
+  assert len(told()) == len(leases)
+  assert 3 in resumed(successor(world)).values()
+
+
 def test_at_most_two_savings_of_a_lease_are_kept(world):
   worker, leases = begin(world, 'first')
   for count in range(3, 9):

@@ -96,7 +96,9 @@ class StoredLeases:
     self._num_rows = 0
     self._leases: dict[int, seams.Lease] = {}
     self._taken: dict[int, seams.Lease] = {}
+    # Epochs that are given back, and those of them whose turns are saved.
     self._returned: set[int] = set()
+    self._carried: set[int] = set()
     # By epoch: turns to go on from, and turns to save.
     self._resumed: dict[int, played.SavedTurns | None] = {}
     self._kept: dict[int, _SavedLease] = {}
@@ -105,6 +107,7 @@ class StoredLeases:
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._problem: Exception | None = None
     self._thread: threading.Thread | None = None
+    self._turns_thread: threading.Thread | None = None
     # Of what the store has.
     self._told: documents.WorkerReport | None = None
 
@@ -113,7 +116,11 @@ class StoredLeases:
     self._thread = threading.Thread(
       target=self._run, name='leases', daemon=True
     )
+    self._turns_thread = threading.Thread(
+      target=self._run_turns, name='turns', daemon=True
+    )
     self._thread.start()
+    self._turns_thread.start()
 
   def _run(self) -> None:
     waited = self._beat_s
@@ -136,13 +143,16 @@ class StoredLeases:
     with self._lock:
       if orders is not None:
         self._obey(orders)
-    self._resume()
-    self._save()
+    if self._thread is None:
+      self._carry()
     with self._lock:
       saved = tuple(
         k.saved[-1] for _, k in sorted(self._kept.items()) if k.saved
       )
-      self._report = dataclasses.replace(self._report, saved=saved)
+      returned = tuple(sorted(self._returned & self._carried))
+      self._report = dataclasses.replace(
+        self._report, saved=saved, returned=returned
+      )
       report, told = self._report, self._told
       key = lambda r: dataclasses.replace(
         r, obeys=0, beat=0, progress=0, version=None, saved=()
@@ -184,10 +194,30 @@ class StoredLeases:
       ledger=orders['ledger'],
       obeys=orders['sequence'],
       results=tuple(r for r in report.results if r[0] in known),
-      returned=tuple(sorted(self._returned)),
     )
 
   # Turns of unfinished episodes.
+
+  def _run_turns(self) -> None:
+    while not self._stopping.is_set():
+      try:
+        self._carry()
+      except OSError as error:
+        _log.warning('Turns cannot be read or saved: %s', error)
+      except ValueError as error:
+        self._problem = error
+        return
+      self._stopping.wait(self._poll_s)
+
+  def _carry(self) -> None:
+    """Reads and saves turns; may take long, beside reports."""
+    with self._lock:
+      returned = set(self._returned)
+    self._resume()
+    self._save(returned)
+    with self._lock:
+      # Told only now, since a lease that ends needs its last turns.
+      self._carried = returned
 
   def _resume(self) -> None:
     """Reads the turns from which new leases go on."""
@@ -206,7 +236,7 @@ class StoredLeases:
           _log.warning('Group %d begins anew, its turns: %s', span[0], error)
       self._resumed[lease.epoch] = turns
 
-  def _save(self) -> None:
+  def _save(self, returned: set[int]) -> None:
     """Saves turns of leases that are given back, and of all now and then."""
     now = time.monotonic()
     is_due = now >= self._saves_at
@@ -215,7 +245,7 @@ class StoredLeases:
       due = [
         kept
         for epoch, kept in sorted(self._kept.items())
-        if epoch not in done and (is_due or epoch in self._returned)
+        if epoch not in done and (is_due or epoch in returned)
       ]
     for kept in due:
       self._save_turns(kept)
@@ -308,12 +338,8 @@ class StoredLeases:
     for epoch in back:
       del self._leases[epoch]
     self._returned |= set(back)
-    self._report = dataclasses.replace(
-      self._report,
-      is_leaving=self._leaving.is_set(),
-      returned=tuple(sorted(self._returned)),
-    )
     if self._leaving.is_set():
+      self._report = dataclasses.replace(self._report, is_leaving=True)
       self.is_over |= not self._leases.keys() - done
 
   def deliver(self, lease: seams.Lease, group: records.Group) -> None:
@@ -343,15 +369,15 @@ class StoredLeases:
   def close(self) -> None:
     self._stopping.set()
     self._wake.set()
-    if self._thread is not None:
-      self._thread.join()
+    for thread in (self._thread, self._turns_thread):
+      if thread is not None:
+        thread.join()
     with self._lock:
       done = {epoch for epoch, *_ in self._report.results}
       self._returned |= self._leases.keys() - done
-      self._report = dataclasses.replace(
-        self._report, is_leaving=True, returned=tuple(sorted(self._returned))
-      )
+      self._report = dataclasses.replace(self._report, is_leaving=True)
     try:
+      self._carry()
       self.sync()
     except (OSError, ValueError) as error:
       _log.warning('This worker leaves without a word: %s', error)
