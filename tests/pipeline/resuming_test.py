@@ -21,7 +21,12 @@ spec_of_run = sync_equality_test.spec
 
 @pytest.fixture(scope='module')
 def spec(spec_of_run):
-  model = dataclasses.replace(spec_of_run.model, numerics='batch_invariant')
+  model = dataclasses.replace(
+    spec_of_run.model,
+    numerics='batch_invariant',
+    num_layers=1,
+    num_dense_layers=0,
+  )
   episode = dataclasses.replace(spec_of_run.episode, max_call_tokens=24)
   return dataclasses.replace(spec_of_run, model=model, episode=episode)
 
