@@ -156,6 +156,8 @@ def _reinforce(job: jobs.Job) -> None:
     stack.enter_context(contextlib.closing(published))
     groups = job.systems.groups(job.workdir, job.judge_level)
     is_first = processes.is_first()
+    # By all, since they decide together whether it is there.
+    _ = job.tokenizer
     # What process 0 alone writes: orders, outcomes, what stopped a step.
     order, plan = stages.training_orders(job) if is_first else (None, None)
     if plan is not None:
