@@ -530,8 +530,9 @@ def joined_worker(
   leases = make_leases(_capacity(spec))
   with contextlib.ExitStack() as stack:
     runner = stack.enter_context(systems.open_runner(level))
-    # Before the engine's threads exist: they inherit cores and priority.
-    _yield_to_sandboxes()
+    if not fields:
+      # Before the engine's threads exist: they inherit cores and priority.
+      _yield_to_sandboxes()
     receiver = systems.transport(folder).receiver(in_background=True)
     stack.enter_context(contextlib.closing(receiver))
     served = _served(
