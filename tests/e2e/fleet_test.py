@@ -182,7 +182,7 @@ def keep_going(crew):
 def run(undisturbed, tmp_path, seed, events, launch, *more):
   """Runs RL with a crew; returns its workdir, ledger and number of uploads.
 
-  Event number i comes once i members were uploaded.
+  Events come in even distances by the number of members that were uploaded.
   """
   workdir, folder = tmp_path / 'run', tmp_path / 'logs'
   folder.mkdir()
@@ -202,11 +202,13 @@ def run(undisturbed, tmp_path, seed, events, launch, *more):
       crew.check()
       new, seen = server.seen[seen:], len(server.seen)
       uploads |= {s[1] for s in new if s[0] == 'PUT' and '/groups/' in s[1]}
-      if due and len(uploads) > len(events) - len(due):
+      count = 1 + len(events) - len(due)
+      if due and len(uploads) >= count * NUM_GROUPS * SIZE // (1 + len(events)):
         event = due.pop(0)
         print(f'{len(uploads)} uploads: a worker or process {event}')
         act(crew, event)
-      keep_going(crew)
+      if len(jobs.steps(workdir, 'rl')) < STEPS:
+        keep_going(crew)
       time.sleep(0.05)
     crew.check()
     server.trouble = []

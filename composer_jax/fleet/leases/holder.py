@@ -22,6 +22,8 @@ from composer_jax.fleet.leases import documents, turn_bytes, uploads
 
 _ROWS = 8
 TURNS = 'turns'
+# Seconds without orders after which a worker asks whether the run is over.
+_UNHEARD_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +104,7 @@ class StoredLeases:
     # By epoch: turns to go on from, and turns to save.
     self._resumed: dict[int, played.SavedTurns | None] = {}
     self._kept: dict[int, _SavedLease] = {}
-    self._saves_at = 0.0
+    self._saves_at = self._came = 0.0
     self._lock = threading.Lock()
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._problem: Exception | None = None
@@ -140,6 +142,8 @@ class StoredLeases:
   def sync(self, is_due: bool = True) -> bool:
     """Reads orders, and reports if that is due or there is a result."""
     orders = self._docs.read(self._docs.place('orders', self.name))
+    if orders is None and is_due:
+      self._look_for_end()
     with self._lock:
       if orders is not None:
         self._obey(orders)
@@ -164,6 +168,14 @@ class StoredLeases:
     self._docs.write(self._docs.place('workers', self.name), value)
     self._told = report
     return True
+
+  def _look_for_end(self) -> None:
+    """Ends a worker that came when the run was over: nobody gives it orders."""
+    now = time.monotonic()
+    self._came = self._came or now
+    if now - self._came >= _UNHEARD_S:
+      found = self._docs.read_ledger()
+      self.is_over |= bool(found and found[0] and found[0]['is_over'])
 
   def _obey(self, orders: dict[str, Any]) -> None:
     if orders['setup'] != self._setup:
