@@ -262,7 +262,7 @@ case "$command" in
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$|tiny_checkpoint$)/d' |
+        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|joined$|start$|tiny_checkpoint$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, bench, gpu_day, lint, docs, install and help."

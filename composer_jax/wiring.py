@@ -223,6 +223,7 @@ def rules_of(spec: specs.Spec) -> uploads.UploadRules:
       layers=tuple(range(model.num_moe_layers)),
     ),
     temperature=spec.episode.temperature,
+    resumes=model.numerics == 'batch_invariant' or spec.rl.max_staleness > 0,
   )
 
 

@@ -2,17 +2,20 @@
 
   python -m experiments.serve --source=runs/tiny
   python -m experiments.serve --source=runs/tiny --follow   # while RL runs
+  python -m experiments.serve --lend --store=s3://bucket/run --key=delta.key
 
 It listens on 127.0.0.1 unless --host is set; see docs/how_to/serve.md.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
+from typing import Any
 
 from absl import flags, logging
 
-from experiments import start
+from experiments import joined, start
 
 _CONFIG = start.define_config(
   'configs/serve/tiny.py', 'Config file of shapes and limits.', shows_all=True
@@ -33,7 +36,13 @@ _STORE = flags.DEFINE_string(
   'store',
   '',
   "With --follow: URL of a cache of the run's bundles; default: the run's own "
-  'store.',
+  "store. With --lend: the run's store.",
+)
+_LEND = flags.DEFINE_bool(
+  'lend',
+  False,
+  'Serves the policy of the RL in --store, and rolls out for it while no '
+  'client asks for anything. Needs --key; the engine is that of the run.',
 )
 _ON_SWAP = flags.DEFINE_enum(
   'on_swap',
@@ -65,7 +74,14 @@ def _token() -> str:
 
 def _check_flags() -> None:
   """Refuses flags that would have no effect."""
-  if _FOLLOW.value:
+  if _LEND.value:
+    if _FOLLOW.value or _STAGE.value:
+      raise ValueError(
+        '--lend follows the RL in --store; leave out --follow and --stage.'
+      )
+  elif flags.FLAGS.key:
+    raise ValueError('--key needs --lend; add it.')
+  elif _FOLLOW.value:
     if _STAGE.value not in ('', 'rl'):
       raise ValueError(
         f'--follow serves the policies of stage rl, not of {_STAGE.value!r}; '
@@ -82,24 +98,59 @@ def _main():
   if _ON_SWAP.value:
     fields['engine']['on_swap'] = _ON_SWAP.value
   _check_flags()
-  start.emulate_devices(int(fields['devices']))
-  # After the flags: this import loads jax.
+  with contextlib.ExitStack() as stack:
+    if _LEND.value:
+      folder = stack.enter_context(joined.folder())
+      run = joined.join(_STORE.value, folder)
+      fields['devices'] = run.spec.rollout.devices
+      load = functools.partial(_lent, run, folder, fields['engine'], stack)
+    else:
+      start.emulate_devices(int(fields['devices']))
+      load = _load
+    # After the flags: this import loads jax.
+    from composer_jax.serve import lifetime
+
+    lifetime.run(
+      load,
+      fields,
+      host=_HOST.value,
+      port=_PORT.value,
+      name=_NAME.value,
+      token=_token(),
+    )
+
+
+def _load(**options: Any) -> Any:
   from composer_jax.serve import lifetime
 
-  lifetime.run(
-    functools.partial(
-      lifetime.load,
-      pathlib.Path(_SOURCE.value).absolute(),
-      stage=_STAGE.value,
-      follow=_FOLLOW.value,
-      store=_STORE.value,
-    ),
-    fields,
-    host=_HOST.value,
-    port=_PORT.value,
-    name=_NAME.value,
-    token=_token(),
+  return lifetime.load(
+    pathlib.Path(_SOURCE.value).absolute(),
+    stage=_STAGE.value,
+    follow=_FOLLOW.value,
+    store=_STORE.value,
+    **options,
   )
+
+
+def _lent(
+  run: joined.JoinedRun,
+  folder: pathlib.Path,
+  engine: dict[str, Any],
+  stack: contextlib.ExitStack,
+  **_: Any,
+) -> Any:
+  """Returns the policy of a run, whose engine is lent to it."""
+  from composer_jax.pipeline import reinforce
+  from composer_jax.serve import lifetime
+
+  names = ('num_top', 'max_stop_tokens')
+  worker = stack.enter_context(
+    reinforce.joined_worker(
+      *(run.spec, run.systems, folder, run.joined.level, run.leases),
+      **{name: engine[name] for name in names},
+    )
+  )
+  return lifetime.lend(worker, folder, f'{run.joined.docs.run_id}-rl')
 
 
 if __name__ == '__main__':

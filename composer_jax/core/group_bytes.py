@@ -12,7 +12,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from composer_jax.core import records, turns
 from composer_jax.core.routes import codec
 
 _ARRAYS = ('tokens_T', 'loss_mask_T', 'logprobs_T', *records.VERSIONS)
-_ROUTES = 'routes'
+ROUTES = 'routes'
 
 
-def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
+def routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
   """Packs the routes of a trajectory.
 
   A record does not have the model's number of experts, so the smallest that
@@ -62,12 +62,12 @@ def to_bytes(group: records.Group) -> bytes:
       for name in _ARRAYS:
         arrays[f'{r.member}/{i}/{name}'] = getattr(t, name)
       try:
-        routes = _routes_to_bytes(t.expert_ids_TMA)
+        routes = routes_to_bytes(t.expert_ids_TMA)
       except ValueError as error:
         raise ValueError(
           f'Group {group.group}, member {r.member}, trajectory {i}: {error}'
         ) from error
-      arrays[f'{r.member}/{i}/{_ROUTES}'] = np.frombuffer(routes, np.uint8)
+      arrays[f'{r.member}/{i}/{ROUTES}'] = np.frombuffer(routes, np.uint8)
     header = {f.name: getattr(r, f.name) for f in dataclasses.fields(r)}
     del header['trajectories']
     header['temperatures'] = [t.temperature for t in r.trajectories]
@@ -75,15 +75,20 @@ def to_bytes(group: records.Group) -> bytes:
   # As pairs, since keys of a JSON object are strings.
   pairs = None if group.policies is None else sorted(group.policies.items())
   header = {'group': group.group, 'task_id': group.task_id, 'policies': pairs}
-  text = json.dumps(header | {'rollouts': rollouts}, default=_plain)
-  arrays['header'] = np.frombuffer(text.encode(), np.uint8)
+  return pack(header | {'rollouts': rollouts}, arrays)
+
+
+def pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+  """Serialises a header and arrays; those named `ROUTES` are packed already."""
+  text = json.dumps(header, default=_plain)
   whole = io.BytesIO()
   with zipfile.ZipFile(whole, 'w') as archive:
-    for name, array in arrays.items():
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    for name, array in (arrays | {'header': encoded}).items():
       part = io.BytesIO()
       np.save(part, array, allow_pickle=False)
       # Packed routes would not get smaller.
-      packed = name.endswith(f'/{_ROUTES}')
+      packed = name.endswith(f'/{ROUTES}')
       # ZipInfo has a constant date, so that equal groups are equal bytes.
       archive.writestr(
         zipfile.ZipInfo(f'{name}.npy'),
@@ -120,10 +125,21 @@ def from_bytes(data: bytes, max_bytes: int = _MAX_BYTES) -> records.Group:
   Raises:
     ValueError: it is damaged, too large, or not of a group.
   """
+  return guarded(_group, data, max_bytes)
+
+
+def guarded(make: Callable[..., Any], data: bytes, max_bytes: int) -> Any:
+  """Returns `make(header, arrays, max_bytes)` of what `pack` wrote.
+
+  Raises:
+    ValueError: it is damaged, too large, or `make` finds a fault.
+  """
   try:
-    return _group(_arrays(data, max_bytes), max_bytes)
+    arrays = _arrays(data, max_bytes)
+    header = json.loads(arrays.pop('header').tobytes())
+    return make(header, arrays, max_bytes)
   except _DAMAGE as error:
-    raise ValueError(f'no group can be read of it: {error!r:.300}') from error
+    raise ValueError(f'it cannot be read: {error!r:.300}') from error
 
 
 def _arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
@@ -171,8 +187,9 @@ def _made(cls: Any, fields: dict[str, Any]) -> Any:
   return cls(**fields)
 
 
-def _group(arrays: dict[str, np.ndarray], max_bytes: int) -> records.Group:
-  header = json.loads(arrays['header'].tobytes())
+def _group(
+  header: dict[str, Any], arrays: dict[str, np.ndarray], max_bytes: int
+) -> records.Group:
   rollouts, left = [], max_bytes
   members = [fields['member'] for fields in header['rollouts']]
   # Before any tape is unpacked, of which one could serve many.
@@ -182,7 +199,7 @@ def _group(arrays: dict[str, np.ndarray], max_bytes: int) -> records.Group:
     trajectories = []
     for i, temperature in enumerate(fields.pop('temperatures')):
       name = f'{fields["member"]}/{i}'
-      tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes(), left)
+      tape = codec.decode(arrays[f'{name}/{ROUTES}'].tobytes(), left)
       left -= tape.ids_TMA.nbytes
       trajectory = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
       trajectory |= {'temperature': temperature, 'expert_ids_TMA': tape.ids_TMA}

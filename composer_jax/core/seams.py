@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from composer_jax.core import records, turns
+from composer_jax.core import played, records, turns
 
 
 class RunResult(Protocol):
@@ -201,12 +201,21 @@ class Lease:
       result counts while its epoch is the newest of these members.
     first: first member.
     stop: number after the last member.
+    saved: hash, bytes and newest policy version of the turns that an earlier
+      lease of these members saved; None if it saved none.
   """
 
   epoch: int
   order: GroupOrder
   first: int
   stop: int
+  saved: tuple[str, int, int] | None = None
+
+  @property
+  def min_version(self) -> int:
+    """Oldest policy version that may go on with it."""
+    order = self.order.min_version
+    return max(order, self.saved[2]) if self.saved else order
 
 
 class GroupExchange(Protocol):
@@ -305,11 +314,23 @@ class LeaseHolder(Protocol):
   def leave(self) -> None:
     """Asks for no more leases, so that the worker may end."""
 
+  def pause(self, is_paused: bool) -> None:
+    """Asks for no leases while paused, and gives back those that it has.
+
+    What is begun may end within the time that `leave` gives it.
+    """
+
   def start(self) -> None:
     """Joins the fleet, for a worker in a process of its own."""
 
   def take(self, version: int) -> tuple[list[Lease], list[Lease]]:
     """Returns leases to begin at this served version, and those that ended."""
+
+  def saved(self, lease: Lease) -> played.SavedTurns | None:
+    """Returns the turns to go on from, of a lease that `take` returned."""
+
+  def keep(self, lease: Lease, turns: Callable[[], played.SavedTurns]) -> None:
+    """Saves now and then what `turns` returns, until the lease ends."""
 
   def deliver(self, lease: Lease, group: records.Group) -> None:
     """Uploads the members of a lease; blocks, while the lease lasts."""

@@ -18,7 +18,7 @@ from typing import Any
 from composer_jax.core import files
 from composer_jax.delta.format import keys
 from composer_jax.fleet import identity
-from composer_jax.fleet.leases import documents, fleet_store, holder
+from composer_jax.fleet.leases import documents, fleet_store, holder, uploads
 
 KEY = 'delta.key'  # Where `delta.transport` looks for it in a folder.
 _LOOK_S = 0.2
@@ -82,7 +82,11 @@ class Joined:
       )
 
   def leases(
-    self, name: str, drain_s: float, capacity: int
+    self,
+    name: str,
+    drain_s: float,
+    capacity: int,
+    rules: uploads.UploadRules,
   ) -> holder.StoredLeases:
     """Returns the door to the fleet of a worker; see `StoredLeases`."""
     options = self.config['fleet']
@@ -95,6 +99,8 @@ class Joined:
       beat_s=options['lease_s'] / 8,
       poll_s=self.config['delta']['poll_s'],
       drain_s=drain_s,
+      save_s=options['save_s'],
+      rules=rules,
     )
 
 

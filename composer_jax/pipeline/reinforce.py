@@ -158,6 +158,8 @@ def _reinforce(job: jobs.Job) -> None:
     stack.enter_context(contextlib.closing(published))
     groups = job.systems.groups(job.workdir, job.judge_level)
     is_first = processes.is_first()
+    # By all, since they decide together whether it is there.
+    _ = job.tokenizer
     # What process 0 alone writes: orders, outcomes, what stopped a step.
     order, plan = stages.training_orders(job) if is_first else (None, None)
     if plan is not None:
@@ -483,7 +485,8 @@ def _colocated(
         served()
       while (ready := source.ready(step)) is None:
         is_done = functools.partial(source.is_done, served.version)
-        rollout_worker.run(collector, orders, leases, served, is_done)
+        worker = rollout_worker.RolloutWorker(collector, orders, leases, served)
+        rollout_worker.run(worker, is_done)
       return ready
 
     yield wait
@@ -502,6 +505,7 @@ def _served(
   *,
   within_s: float = 0.0,
   base: Any = None,
+  **fields: Any,
 ) -> rollout_worker.Served:
   """Makes an engine of the first policy received, which follows later ones."""
   first = receiver.first(within_s)
@@ -509,7 +513,9 @@ def _served(
   if not shares:
     like = stages.served_like(spec)
     values = stages.with_base(systems, first.variables, like)
-  engine = stages.make_engine(spec, values, first.version, shares_base=shares)
+  engine = stages.make_engine(
+    spec, values, first.version, shares_base=shares, **fields
+  )
   receiver.follow(engine)
   return rollout_worker.Served(engine, first, receiver, note)
 
@@ -528,29 +534,49 @@ def serve_rollouts(
     level: isolation level that judges the run's code.
     make_leases: capacity -> door to the fleet, which joins with `start`.
   """
+  with joined_worker(spec, systems, folder, level, make_leases) as worker:
+    worker.leases.start()
+    version = rollout_worker.run(worker, lambda: worker.leases.is_over)
+  progress.teller('rollout')(f'done at version {version}')
+
+
+@contextlib.contextmanager
+def joined_worker(
+  spec: specs.Spec,
+  systems: seams.Systems,
+  folder: pathlib.Path,
+  level: str,
+  make_leases: Callable[[int], seams.LeaseHolder],
+  **fields: Any,
+) -> Iterator[rollout_worker.RolloutWorker]:
+  """Yields a worker, once its policy is there; see `serve_rollouts`.
+
+  `fields` are EngineOptions of an engine that serves others, too.
+  """
   say = progress.teller('rollout')
   tokenizer = systems.load_tokenizer(folder / jobs.TOKENIZER)
   orders: dict[int, seams.GroupOrder] = {}
   leases = make_leases(_capacity(spec))
   with contextlib.ExitStack() as stack:
     runner = stack.enter_context(systems.open_runner(level))
-    # Before the engine's threads exist: they inherit cores and priority.
-    _yield_to_sandboxes()
+    if not fields:
+      # Before the engine's threads exist: they inherit cores and priority.
+      _yield_to_sandboxes()
     receiver = systems.transport(folder).receiver(in_background=True)
     stack.enter_context(contextlib.closing(receiver))
     served = _served(
-      spec, systems, receiver, leases.note, within_s=_FIRST_POLICY_S
+      spec, systems, receiver, leases.note, within_s=_FIRST_POLICY_S, **fields
     )
     say(f'{leases.name} serves version {served.version}, judging in {level}')
     collector = stages.collector_of(
       spec, systems, tokenizer, runner, split='train', orders=orders
     )
     stack.enter_context(contextlib.closing(leases))
-    leases.start()
-    version = rollout_worker.run(
-      collector, orders, leases, served, lambda: leases.is_over
+    worker = rollout_worker.RolloutWorker(
+      collector, orders, leases, served, is_lent=bool(fields)
     )
-  say(f'done at version {version}')
+    # Before the leases: these tell of the last turns.
+    yield stack.enter_context(contextlib.closing(worker))
 
 
 def _yield_to_sandboxes() -> None:

@@ -6,11 +6,12 @@ store, too.
 
 import dataclasses
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from composer_jax.core import processes, records, seams
+from composer_jax.core import played, processes, records, seams
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
@@ -32,6 +33,8 @@ class Served:
 
   Attributes:
     engine: sampling engine, whose weights only this object swaps.
+    num_resumed, num_anew: number of episodes that went on from turns of another
+      worker, and of those that had to begin anew, since the last swap.
   """
 
   def __init__(
@@ -50,6 +53,8 @@ class Served:
     self.engine = engine
     self._receiver, self._note = receiver, note
     self._identities = {first.version: first.target_id}
+    # Of versions that only other workers served, whose turns go on here.
+    self._others: dict[int, str] = {}
     note(receiver.served(first))
     self._clock, self._since = clock, clock()
     # What the time since then is spent on, and the slots in use meanwhile.
@@ -58,6 +63,7 @@ class Served:
 
   def _begin(self) -> None:
     self._seconds = dict(sample_s=0.0, wait_s=0.0, lease_wait_s=0.0)
+    self.num_resumed = self.num_anew = 0
     self._slot_s, self._tokens = 0.0, self.engine.stats().sampled_tokens
 
   @property
@@ -81,6 +87,8 @@ class Served:
     figures = self._seconds | dict(
       swap_s=stats.swap_s,
       tokens=stats.sampled_tokens - self._tokens,
+      resumed=self.num_resumed,
+      anew=self.num_anew,
       occupancy=self._slot_s / max(slots * sum(self._seconds.values()), 1e-9),
     )
     self._note(self._receiver.served(newer, **figures))
@@ -106,19 +114,41 @@ class Served:
 
   def stamp(self, group: records.Group) -> records.Group:
     """Adds to a group the ids of the weights that sampled it; thread-safe."""
-    return dataclasses.replace(
-      group, policies={v: self._identities[v] for v in sorted(group.versions)}
+    return dataclasses.replace(group, policies=self._policies(group.versions))
+
+  def _policies(self, versions: set[int]) -> dict[int, str]:
+    known = self._others | self._identities
+    return {version: known[version] for version in sorted(versions)}
+
+  def goes_on(
+    self, saved: played.SavedTurns | None
+  ) -> Mapping[int, tuple[played.FinishedTurn, ...]]:
+    """Returns turns to go on from: none if other weights sampled them."""
+    if saved is None:
+      return {}
+    known = self._others | self._identities
+    if any(known.get(v, name) != name for v, name in saved.policies.items()):
+      self.num_anew += len(saved.turns)
+      return {}
+    self._others |= saved.policies
+    self.num_resumed += len(saved.turns)
+    return saved.turns
+
+  def record(
+    self, lease: seams.Lease, share: collect.Share
+  ) -> played.SavedTurns:
+    """Returns the finished turns of a lease so far; thread-safe."""
+    turns = share.turns()
+    return played.SavedTurns(
+      group=lease.order.group,
+      task_id=lease.order.task_id,
+      turns=turns,
+      policies=self._policies(played.versions_of(turns)),
     )
 
 
-def run(
-  collector: collect.Collector,
-  orders: dict[int, seams.GroupOrder],
-  leases: seams.LeaseHolder,
-  served: Served,
-  is_done: Callable[[], bool],
-) -> int:
-  """Samples the members of every lease, until it is done.
+class RolloutWorker:
+  """Samples the members of every lease.
 
   Consumes: policies, newest first, through `served`; leases.
   Waits for: a lease, and the version that may begin it.
@@ -126,42 +156,87 @@ def run(
   Produces: the members of each lease, stamped, all at once. Episodes whose
     lease has gone to another worker end at their next turn.
 
+  Attributes:
+    policy: policy of the episodes, whose engine someone has to step.
+    leases: the worker's door to the fleet.
+    served: the engine and its receiver.
+  """
+
+  def __init__(
+    self,
+    collector: collect.Collector,
+    orders: dict[int, seams.GroupOrder],
+    leases: seams.LeaseHolder,
+    served: Served,
+    *,
+    is_lent: bool = False,
+  ):
+    """Begins nothing yet.
+
+    Args:
+      orders: orders of the groups under lease, which `collector` reads.
+      is_lent: true if the engine serves others first: episodes leave a quarter
+        of its slots free, and wait without end.
+    """
+    self.leases, self.served = leases, served
+    engine, num_slots = served.engine, served.engine.options.num_slots
+    wait = dict(timeout_s=threading.TIMEOUT_MAX) if is_lent else {}
+    self.policy = server.EnginePolicy(engine, **wait)
+    num_episodes = max(1, num_slots * 3 // 4) if is_lent else num_slots
+    self._stream = collect.GroupStream(collector, self.policy, num_episodes)
+    self._orders = orders
+    self._shares: dict[int, collect.Share] = {}
+
+  @property
+  def open_episodes(self) -> int:
+    return self._stream.open_episodes
+
+  def before_step(self) -> None:
+    """Takes newer weights, begins leases and ends those of others."""
+    processes.beat()  # Colocated, this is the trainer's process.
+    served, leases = self.served, self.leases
+    served()
+    new, ended = leases.take(served.version)
+    for lease in ended:
+      share = self._shares.pop(lease.epoch)
+      share.is_revoked = True
+      served.num_anew += share.num_anew
+    for lease in new:
+      self._orders[lease.order.group] = lease.order
+      self._shares[lease.epoch] = share = self._stream.admit(
+        lease.order.group,
+        functools.partial(self._deliver, lease),
+        range(lease.first, lease.stop),
+        served.goes_on(leases.saved(lease)),
+      )
+      leases.keep(lease, functools.partial(served.record, lease, share))
+    stream = self._stream
+    stream.make_room(served.engine.room(stream.num_playing))
+    served.mark(self.open_episodes, has_lease=leases.has_lease)
+
+  def _deliver(self, lease: seams.Lease, group: records.Group) -> None:
+    self.leases.deliver(lease, self.served.stamp(group))
+
+  def close(self) -> None:
+    """Ends all episodes; once nobody steps the engine any more."""
+    self._stream.close()
+    self.policy.close()
+
+
+def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
+  """Steps a worker's engine until it is done.
+
   Args:
-    orders: orders of the groups under lease, which `collector` reads.
-    served: the engine and its receiver, at the version to begin with.
     is_done: asked when no episode is open.
 
   Returns:
     The version served at the end.
   """
-  engine = served.engine
-  policy = server.EnginePolicy(engine)
-  stream = collect.GroupStream(collector, policy, engine.options.num_slots)
-  revoke: dict[int, Callable[[], None]] = {}
-
-  def deliver(lease: seams.Lease, group: records.Group) -> None:
-    leases.deliver(lease, served.stamp(group))
-
-  def before_step():
-    processes.beat()  # Colocated, this is the trainer's process.
-    served()
-    new, ended = leases.take(served.version)
-    for lease in ended:
-      revoke.pop(lease.epoch)()
-    for lease in new:
-      orders[lease.order.group] = lease.order
-      revoke[lease.epoch] = stream.admit(
-        lease.order.group,
-        functools.partial(deliver, lease),
-        range(lease.first, lease.stop),
-      )
-    stream.make_room(engine.room(stream.num_playing))
-    served.mark(stream.open_episodes, has_lease=leases.has_lease)
-
   try:
-    policy.serve(lambda: stream.open_episodes == 0 and is_done(), before_step)
-    served.mark(0)  # Colocated: the trainer's turn.
+    worker.policy.serve(
+      lambda: worker.open_episodes == 0 and is_done(), worker.before_step
+    )
+    worker.served.mark(0)  # Colocated: the trainer's turn.
   finally:
-    stream.close()
-    policy.close()
-  return served.version
+    worker.close()
+  return worker.served.version

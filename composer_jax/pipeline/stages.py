@@ -283,9 +283,15 @@ def training_orders(
 
 
 def make_engine(
-  spec: specs.Spec, values: Any, version: int, *, shares_base: bool = False
+  spec: specs.Spec,
+  values: Any,
+  version: int,
+  *,
+  shares_base: bool = False,
+  **fields: Any,
 ) -> engines.Engine:
-  options = spec.engine_options()
+  """Makes an engine of weights; `fields` are EngineOptions for serving."""
+  options = dataclasses.replace(spec.engine_options(), **fields)
   return engines.Engine(
     spec.model, values, version, options, shares_base=shares_base
   )

@@ -175,6 +175,9 @@ received
       were finished, and the rollouts waited for this one to be trained,
       published and received. Colocated, these are the trainer's turns
   lease_wait_s: seconds since the policy before without an episode or a lease
+  resumed: episodes since the policy before that went on from turns which
+      another worker had finished
+  anew: such episodes that had to begin anew, since a tool answered otherwise
 
 fleet
   workers: number of rollout workers that report

@@ -6,14 +6,16 @@ requests. An episode's task and random numbers depend on its (group, member)
 alone, never on timing.
 """
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
 
-from composer_jax.agent import environment, episode, rewards
-from composer_jax.core import records
+from composer_jax.agent import environment, episode, resuming, rewards
+from composer_jax.core import played, records
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
@@ -76,16 +78,28 @@ class _Revoked(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class _Share:
-  """Members of a group that are played here; `policy` of the agent protocol."""
+class Share:
+  """Members of a group that are played here; `policy` of the agent protocol.
+
+  Attributes:
+    number: number of the share in its stream.
+    resumed: turns that another worker played of these members, by member.
+    is_revoked: true to end all episodes at their next turn.
+    num_anew: number of episodes that did not go on as `resumed` tells.
+  """
 
   group: int
   size: int
   policy: environment.Policy
   done: Callable[[records.Group], None]
   number: int
+  resumed: Mapping[int, tuple[played.FinishedTurn, ...]]
   rollouts: list[records.Rollout] = dataclasses.field(default_factory=list)
   is_revoked: bool = False
+  num_anew: int = 0
+  _replays: dict[int, resuming.ResumedPolicy] = dataclasses.field(
+    default_factory=dict
+  )
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     if self.is_revoked:
@@ -96,6 +110,28 @@ class _Share:
 
   def close(self, session: str) -> None:
     self.policy.close(f'{self.number}/{session}')
+
+  def turns(self) -> dict[int, tuple[played.FinishedTurn, ...]]:
+    """Returns the finished turns so far by member; from any thread."""
+    replays = {m: r.record() for m, r in self._replays.copy().items()}
+    turns = {**self.resumed, **replays}
+    return {member: turns for member, turns in turns.items() if turns}
+
+  def play(
+    self, member: int, play: Callable[[environment.Policy], records.Rollout]
+  ) -> records.Rollout:
+    """Plays an episode on from saved turns, or anew if it goes otherwise."""
+    saved = self.resumed.get(member, ())
+    if saved:
+      policy = self._replays[member] = resuming.ResumedPolicy(self, saved)
+      # A record that is wrong may break any rule of an episode.
+      with contextlib.suppress(resuming.Diverged, ValueError):
+        rollout = play(policy)
+        if not policy.is_replaying:
+          return rollout
+      self.num_anew += 1
+    self._replays[member] = resuming.ResumedPolicy(self)
+    return play(self._replays[member])
 
 
 class GroupStream:
@@ -131,12 +167,15 @@ class GroupStream:
     group: int,
     done: Callable[[records.Group], None],
     members: range | None = None,
-  ) -> Callable[[], None]:
-    """Plays members of a group, None for all; returns what ends them early."""
+    resumed: Mapping[
+      int, tuple[played.FinishedTurn, ...]
+    ] = types.MappingProxyType({}),
+  ) -> Share:
+    """Plays members of a group, None for all, on from turns that were saved."""
     if members is None:
       members = range(self._collector.rollouts_per_group)
     number, size = self._num_shares, len(members)
-    share = _Share(group, size, self._policy, done, number)
+    share = Share(group, size, self._policy, done, number, resumed)
     with self._lock:
       self._open += size
       self._num_shares += 1
@@ -144,7 +183,7 @@ class GroupStream:
       # `_play` also calls `done`, whose errors the future then carries.
       future = self._pool.submit(self._play, share, member)
       future.add_done_callback(self._finished)
-    return lambda: setattr(share, 'is_revoked', True)
+    return share
 
   def make_room(self, count: int | None) -> None:
     """Lets so many further episodes begin; None, as before any call, all.
@@ -155,7 +194,7 @@ class GroupStream:
       self._room = count
       self._may_begin.notify_all()
 
-  def _play(self, share: _Share, member: int) -> None:
+  def _play(self, share: Share, member: int) -> None:
     with self._may_begin:
       self._may_begin.wait_for(
         lambda: (
@@ -177,13 +216,16 @@ class GroupStream:
         self.num_playing -= 1
         self._may_begin.notify_all()
 
-  def _play_one(self, share: _Share, member: int) -> None:
+  def _play_one(self, share: Share, member: int) -> None:
     """Plays an episode, and hands over the group if it was the last member."""
     collector = self._collector
     task = collector.task_of_group(share.group)
     try:
-      rollout = collector.play(
-        task, share, group=share.group, member=member, seed=collector.seed
+      rollout = share.play(
+        member,
+        lambda policy: collector.play(
+          task, policy, group=share.group, member=member, seed=collector.seed
+        ),
       )
     except _Revoked:
       return

@@ -173,13 +173,15 @@ class Engine:
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
     guide: sessions.Guide | None = None,
+    is_first: bool = False,
   ) -> None:
     """Queues a request of a new session, or of one without another request.
 
     `on_tokens` is called with the tokens of each dispatch when its report is
     read; it must neither raise nor call the engine. While a request with a
     guide decodes, a dispatch samples one token for every row, and the next one
-    waits for its report.
+    waits for its report. While a request that `is_first` waits, no other one
+    gets a slot.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
@@ -202,7 +204,7 @@ class Engine:
           f'{name} holds tokens from {tokens_T.min()} to {tokens_T.max()}; '
           f'the vocabulary is 0..{limit - 1}.'
         )
-    self._slots.submit(request, on_tokens, guide)
+    self._slots.submit(request, on_tokens, guide, is_first)
 
   def close(self, session: str) -> None:
     """Ends a session if it is open, and drops the outcome of its request."""

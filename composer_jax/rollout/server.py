@@ -24,13 +24,18 @@ class EnginePolicy:
   Waits for: a request, or unfinished work in the engine.
   Woken by: `complete`, `close`.
   Produces: Completions, each to the thread that asked.
+
+  Attributes:
+    wake: called from any thread when there is something to take.
   """
 
   def __init__(self, engine: engines.Engine, timeout_s: float = 600.0):
     """Takes over the engine, which nothing but `serve` may step from now on.
 
+    Or another loop steps it, which calls `take_requests` and `hand_over`.
     `complete` waits for at most `timeout_s`, queueing for a slot included.
     """
+    self.wake: Callable[[], None] = lambda: None
     self._engine = engine
     self._timeout_s = timeout_s
     # (request, future), or (session to forget, None).
@@ -57,6 +62,7 @@ class EnginePolicy:
         error = RuntimeError('The rollout engine has stopped serving.')
         raise error from self._failure
       self._inbox.put((request, future))
+    self.wake()
     try:
       return future.result(self._timeout_s)
     except futures.TimeoutError as error:
@@ -74,6 +80,7 @@ class EnginePolicy:
     """
     if session is not None:
       self._inbox.put((session, None))
+      self.wake()
       return
     self._fail(RuntimeError('The policy was closed.'))
     while self._sessions:
@@ -93,28 +100,30 @@ class EnginePolicy:
     try:
       while not done():
         before_step()
-        self._take_requests(wait=self._engine.num_unfinished == 0)
+        self.take_requests(wait=self._engine.num_unfinished == 0)
         for outcome in self._engine.step():
-          self._hand_over(outcome)
+          self.hand_over(outcome)
       # Sessions closed by the episodes that ended last.
-      self._take_requests(wait=False)
+      self.take_requests(wait=False)
     except BaseException as error:
       # Only passed on: without it the waiting threads would hang.
       self._fail(error)
       raise
 
-  def _hand_over(self, outcome: records.Completion | records.Failure) -> None:
+  def hand_over(self, outcome: records.Completion | records.Failure) -> bool:
+    """Wakes who waits for an outcome; returns whether anybody does."""
     # None if the session was closed while it sampled.
     future = self._waiting.pop(outcome.session, None)
     if future is None:
-      return
+      return False
     if isinstance(outcome, records.Failure):
       self._sessions.discard(outcome.session)
       future.set_exception(FloatingPointError(outcome.reason))
     else:
       future.set_result(outcome)
+    return True
 
-  def _take_requests(self, wait: bool) -> None:
+  def take_requests(self, wait: bool) -> None:
     """Moves the inbox into the engine; may wait a moment for the first."""
     while True:
       try:

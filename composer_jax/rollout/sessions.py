@@ -116,6 +116,7 @@ class ServedRequest:
       `Sampled.tokens`.
     settled: tokens of earlier dispatches, also in the session's arrays.
     keys: keys of the pages of its context; None until they are looked up.
+    is_first: true if it goes before all requests that are not.
     waits_for: key of a page that another session is filling; None if it does
       not wait.
     waiting: number of dispatches for which its context was put off.
@@ -140,6 +141,7 @@ class ServedRequest:
   refreshed: bool = False
   row_W: np.ndarray | None = None
   guide: Guide | None = None
+  is_first: bool = False
 
   def start_over(self) -> None:
     """Resets what was consumed; the tokens sampled so far stay."""

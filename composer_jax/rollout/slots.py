@@ -5,8 +5,9 @@ and pages for the most tokens that it can sample; it then keeps both until it
 ends, so a running request never waits for pages. Between requests a session
 holds its pages and no slot.
 
-The queue is first come, first served, except that a request lets others pass
-while another session is consuming the same prompt, which it will find cached.
+The queue is first come, first served, except that some requests go before all
+others, and that a request lets others of its kind pass while another session is
+consuming the same prompt, which it will find cached.
 When pages run short, unused prefixes go first, then the pages of idle sessions,
 longest idle first, then those of waiting sessions, latest first (`pages`). A
 session that lost its pages consumes its tokens anew. There is no deadlock:
@@ -96,6 +97,7 @@ class Slots:
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
     guide: sessions.Guide | None = None,
+    is_first: bool = False,
   ) -> None:
     """Queues a request, or raises a ValueError that names the broken rule."""
     name, max_len = request.session, self._limits.max_len
@@ -127,7 +129,9 @@ class Slots:
       )
     self._idle.pop(name, None)
     session.start(request, on_tokens, max_len, guide)
-    self.queue.append(session)
+    session.at_work.is_first = is_first
+    place = sum(s.at_work.is_first for s in self.queue)
+    self.queue.insert(place if is_first else len(self.queue), session)
 
   def close(self, name: str) -> None:
     """Ends an open session and drops its request."""
@@ -141,12 +145,14 @@ class Slots:
 
   def admit(self) -> None:
     """Gives slots and pages to as many requests as there is room for."""
-    running = self.running.values()
+    running, has_first = self.running.values(), False
     for session in list(self.queue):
       is_full = len(running) == self._limits.num_slots
-      if is_full or session is self._refused:
+      is_first = session.at_work.is_first
+      if is_full or session is self._refused or has_first > is_first:
         return
       if self.holdings.waits(session):
+        has_first |= is_first
         continue
       victims = [*self._idle.values(), *list(self.queue)[::-1]]
       if not self.holdings.find(session, running, victims):

@@ -17,8 +17,10 @@ from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.parallel import layouts, topology
+from composer_jax.pipeline import rollout_worker
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
+from composer_jax.serve import lending
 from composer_jax.text import chat
 from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
@@ -40,6 +42,8 @@ class ServedPolicy:
     variables: weights as the engine takes them.
     target_id: identity of a policy that was published; '' of any other.
     receiver: receiver of newer policies; None where nothing is followed.
+    engine: engine that serves it; None where it is still to be made.
+    guest: user of the engine while clients do not ask for it; None for none.
   """
 
   name: str
@@ -51,6 +55,8 @@ class ServedPolicy:
   variables: Any
   target_id: str = ''
   receiver: receivers.Receiver | None = None
+  engine: engines.Engine | None = None
+  guest: lending.Lender | None = None
 
 
 def run(
@@ -91,7 +97,7 @@ def run(
     mesh = placing.mesh_of(config['devices'])
     overrides = {'numerics': config['numerics']}
     policy = load_policy(overrides=overrides, mesh=mesh)
-    engine = engines.Engine(
+    engine = policy.engine or engines.Engine(
       policy.model,
       policy.variables,
       policy.version,
@@ -113,7 +119,7 @@ def run(
     # Before anything can connect: requests are answered at once.
     print('Compiling.', flush=True)
     engine.warm(guided=True)
-    served = service.Service(engine, limits, policy.receiver)
+    served = service.Service(engine, limits, policy.receiver, policy.guest)
     hosts = http_server.hosts_of(host, token)
     server = http_server.server_of(
       app.build(served, model, token, hosts), limits
@@ -263,6 +269,26 @@ def _imported(
 def _policy_of(model, masters):
   policy = functools.partial(decoder.policy, config=model)
   return jax.jit(policy, donate_argnums=0)(masters)
+def lend(
+  worker: rollout_worker.RolloutWorker, folder: pathlib.Path, name: str
+) -> ServedPolicy:
+  """Returns the policy that a rollout worker serves, to be lent to it.
+
+  Args:
+    folder: folder with the tokenizer of the run.
+  """
+  engine = worker.served.engine
+  tokenizer = language.load_any(folder / 'tokenizer.json')
+  return ServedPolicy(
+    name=name,
+    model=engine.config,
+    tokenizer=tokenizer,
+    stop_tokens=_ends(tokenizer),
+    version=engine.version,
+    variables=None,
+    engine=engine,
+    guest=lending.Lender(worker),
+  )
 
 
 def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: int) -> tuple[int, ...]:

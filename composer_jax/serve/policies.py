@@ -30,7 +30,6 @@ class Policies:
 
     `notify` is called when that has something to serve.
     """
-    self.version = engine.version
     self.threads: list[threading.Thread] = []
     self._engine, self._refused, self._placing = engine, '', None
     if receiver is not None:
@@ -57,7 +56,8 @@ class Policies:
     if self._placing is not None and policy is not None:
       try:
         self._placing.drop(self._engine.switch(policy.variables))
-        self.version, self._refused = policy.version, ''
+        self._refused = ''
       except ValueError as error:
-        _log.warning('Version %d is served on: %s', self.version, error)
+        version = self._engine.version
+        _log.warning('Version %d is served on: %s', version, error)
         self._refused = str(error)

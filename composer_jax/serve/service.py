@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from composer_jax.core import records
 from composer_jax.delta import transport as receivers
@@ -43,6 +44,25 @@ class _Kept:
   used: float
 
 
+class EngineGuest(Protocol):
+  """Uses the engine while no choice of a client is open, in its thread.
+
+  Attributes:
+    problem: why it no longer does; '' while it does.
+  """
+
+  problem: str
+
+  def start(self, wake: Callable[[], None]) -> None:
+    """Begins; `wake` ends the wait of the engine's thread."""
+
+  def before_step(self, num_open: int) -> None:
+    """Gives requests to the engine; only with `num_open` 0."""
+
+  def take(self, outcome: records.Completion | records.Failure) -> bool:
+    """Returns whether an outcome was its own."""
+
+
 class Service:
   """Owns an engine and the thread that steps it.
 
@@ -56,12 +76,13 @@ class Service:
     engine: engines.Engine,
     options: options_lib.ServeOptions,
     receiver: receivers.Receiver | None = None,
+    guest: EngineGuest | None = None,
   ):
-    """Wraps an engine that nothing else touches."""
+    """Wraps an engine that nothing else touches, but through its guest."""
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
     self.state, self.num_open = SERVING, 0
-    self._engine = engine
+    self._engine, self._guest = engine, guest
     self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
@@ -93,12 +114,14 @@ class Service:
   @property
   def version(self) -> int:
     """Policy version of the next step."""
-    return self._policies.version
+    return self._engine.version
 
   @property
   def problem(self) -> str:
-    """Reason why newer weights are not served; '' where none are known."""
-    return self._policies.problem
+    """Reason why newer weights are not served, or nothing is lent; or ''."""
+    return self._policies.problem or (
+      self._guest.problem if self._guest else ''
+    )
 
   @property
   def stats(self) -> dict[str, float]:
@@ -119,6 +142,8 @@ class Service:
   def start(self) -> None:
     self._threads[0].start()
     self._policies.start()
+    if self._guest is not None:
+      self._guest.start(lambda: self._inbox.put(lambda: None))
 
   def open(
     self,
@@ -203,8 +228,11 @@ class Service:
     try:
       while not self._stopping.is_set():
         self._take_commands(wait=self._engine.num_unfinished == 0)
+        if self._guest is not None:
+          self._guest.before_step(self.num_open)
         for outcome in self._engine.step():
-          self._finish(outcome)
+          if not (self._guest and self._guest.take(outcome)):
+            self._finish(outcome)
         self._alive = time.monotonic()
         self._expire()
         if self._alive - self._stats_at > _STATS_S or not self._places:
@@ -256,7 +284,8 @@ class Service:
       for index, request in enumerate(job.requests):
         self._check_session(job, request.session)
         on_tokens = functools.partial(job.put, index)
-        self._engine.submit(request, on_tokens, job.guides[index])
+        guide = job.guides[index]
+        self._engine.submit(request, on_tokens, guide, is_first=True)
         self._places[request.session] = (job, index)
     except ValueError as error:
       self._refuse(job, errors.invalid(str(error), None))

@@ -1,26 +1,42 @@
 """Workers are processes elsewhere: they share a bucket with the run, no files.
 
-The bucket's server answers slowly, badly or not at all; workers and trainer are
-killed, stopped, sent away and added. The weights are those of the main job.
+The trainer is two processes. The bucket's server answers slowly, badly or not
+at all; workers and trainer processes are killed, stopped, sent away and added.
+The weights are those of an undisturbed run. Events come with uploads, not with
+time, so that all of them come before the end on any machine.
 """
 
 import contextlib
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from composer_jax.fleet import joining
 from composer_jax.fleet.leases import ledger as ledgers
+from tests import programs
 from tests.delta import s3_server
 from tests.e2e import jobs
+from tests.fleet import trainer_test
+
+pytestmark = pytest.mark.slow
 
 STORE = f's3://{s3_server.BUCKET}/run'
+STEPS = 8
+RUN = (
+  *trainer_test.QUICK,
+  '--config.sft.optimizer=adam',
+  '--config.evaluation.episodes=4',
+  f'--config.rl.steps={STEPS}',
+)
+TWO = '--config.rl.mesh.replica=2'
+ONE = '--config.model.numerics=batch_invariant'
+NUM_GROUPS, SIZE = 2 * STEPS, 4
 
 
 class Trouble(list):
@@ -42,142 +58,217 @@ class Trouble(list):
     return 'ok'
 
 
-class Crew:
-  """The trainer and its workers, as processes."""
+class Slot:
+  """A process at a time, forked from one that has the imports.
 
-  def __init__(self, workdir, folder):
-    self._workdir, self._folder = workdir, folder
-    self.workers, self._started = {}, 0
-    self.trainer = None
+  Attributes:
+    pid: process id of the last one; None before the first.
+    is_stopped: true from SIGSTOP to SIGCONT.
+  """
 
-  def _start(self, name, *arguments):
-    with (self._folder / f'{name}.log').open('ab') as log:
-      return subprocess.Popen(
-        [sys.executable, '-m', *arguments],
-        cwd=jobs.ROOT,
+  def __init__(self, log):
+    self._zygote, self._log = programs.Zygote(), log
+    self.pid, self.code, self.is_stopped = None, None, False
+
+  def start(self, *command):
+    with self._log.open('ab') as log:
+      self.pid = self._zygote.start(
+        command,
         env=jobs.environment(),
-        stdout=log,
-        stderr=log,
+        out=log.fileno(),
+        err=log.fileno(),
+        imports=trainer_test.IMPORTS,
       )
+    self.code, self.is_stopped = None, False
+
+  @property
+  def is_running(self):
+    if self.pid is not None and self.code is None:
+      with contextlib.suppress(TimeoutError):
+        self.code = self._zygote.exit_code(0)
+    return self.pid is not None and self.code is None
+
+  def signal(self, number):
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(self.pid, number)
+    if number in (signal.SIGSTOP, signal.SIGCONT):
+      self.is_stopped = number == signal.SIGSTOP
+
+  def wait(self):
+    self.signal(signal.SIGCONT)
+    while self.is_running:
+      time.sleep(0.05)
+    return self.code
+
+  def close(self):
+    if self.is_running:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self.pid, signal.SIGKILL)
+    self._zygote.close()
+
+
+class Crew:
+  """The trainer's supervisor and four places for workers."""
+
+  def __init__(self, workdir, folder, launch, more):
+    self._workdir, self.folder = workdir, folder
+    self._launch, self._more = launch, more
+    self.trainer = Slot(folder / 'trainer.log')
+    self.slots = [Slot(folder / f'w{i}.log') for i in range(4)]
+    self.codes, self._started = [], 0
 
   def start_trainer(self):
     more = (f'--config.delta.store={STORE}', '--config.delta.poll_s=0.2')
-    more += ('--config.fleet.workers=0', '--config.fleet.members=2')
-    more += ('--config.fleet.lease_s=6.0',)
-    command = jobs.arguments(self._workdir, *more)
-    self.trainer = self._start('trainer', 'experiments.composer', *command)
+    more += ('--config.fleet.workers=0', '--config.fleet.members=1')
+    more += ('--config.fleet.lease_s=6.0', '--config.fleet.save_s=0.2')
+    main = ['-m', 'experiments.composer']
+    main += jobs.arguments(self._workdir, *RUN, *more, *self._more)
+    command = ['-c', trainer_test.FORKED, self._launch, str(self._workdir)]
+    self.trainer.start(*command, '', '100', *main)
 
-  def start_worker(self):
+  def start_worker(self, slot):
     name, self._started = f'w{self._started}', self._started + 1
+    if slot.code is not None:
+      self.codes.append(slot.code)
     key = self._workdir / 'delta.key'
     flags = (f'--store={STORE}', f'--key={key}', f'--name={name}')
-    self.workers[name] = self._start(name, 'experiments.worker', *flags)
-    return name
+    slot.start('-m', 'experiments.worker', *flags)
 
-  def signal(self, name, number):
-    os.kill(self.workers[name].pid, number)
+  def members(self):
+    """Returns processes of the trainer's last start."""
+    text = (self.folder / 'trainer.log').read_text()
+    found = re.findall(r'start \d+: .* here {(0: .*)}', text)
+    return [int(pair.split(':')[1]) for pair in found[-1].split(',')]
 
   def log(self):
     return '\n'.join(
-      f'{path.name}: {path.read_text()[-1500:]}'
-      for path in sorted(self._folder.glob('*.log'))
+      f'{path.name}: {path.read_text()[-2500:]}'
+      for path in sorted(self.folder.glob('*.log'))
     )
 
-  def wait_for(self, condition):
-    deadline = time.monotonic() + jobs.TIMEOUT_S
-    while not condition():
-      assert time.monotonic() < deadline
-      assert self.trainer.poll() in (None, 0), self.log()
-      time.sleep(0.05)
+  def check(self):
+    assert self.trainer.is_running or self.trainer.code == 0, self.log()
 
   def close(self):
-    for process in [self.trainer, *self.workers.values()]:
-      process.kill()
-      process.wait()
+    for slot in [self.trainer, *self.slots]:
+      slot.close()
 
 
-def run(straight, tmp_path, seed, script):
-  """Runs RL with a crew and a script; returns its workdir and ledger."""
+def act(crew, event):
+  """Lets an event happen to whom it can happen."""
+  running = [s for s in crew.slots if s.is_running and not s.is_stopped]
+  stopped = [s for s in crew.slots if s.is_running and s.is_stopped]
+  free = [s for s in crew.slots if not s.is_running]
+  if event.startswith('trainer'):
+    blow = signal.SIGSTOP if event.endswith('stops') else signal.SIGKILL
+    with contextlib.suppress(ProcessLookupError, psutil.Error, IndexError):
+      os.kill(crew.members()[-1], blow)
+  elif event == 'goes on' and stopped:
+    stopped[0].signal(signal.SIGCONT)
+  elif event in ('joins', 'goes on') or not running:
+    if free:
+      crew.start_worker(free[0])
+  else:
+    numbers = dict(dies=signal.SIGKILL, stops=signal.SIGSTOP)
+    running[0].signal(numbers.get(event, signal.SIGTERM))
+
+
+def keep_going(crew):
+  """Leaves a worker that can do something."""
+  if not any(s.is_running and not s.is_stopped for s in crew.slots):
+    act(crew, 'goes on')
+
+
+def run(undisturbed, tmp_path, seed, events, launch, *more):
+  """Runs RL with a crew; returns its workdir, ledger and number of uploads.
+
+  Events come in even distances by the number of members that were uploaded.
+  """
   workdir, folder = tmp_path / 'run', tmp_path / 'logs'
   folder.mkdir()
-  jobs.copy_before_rl(straight, workdir)
+  jobs.copy_before_rl(undisturbed, workdir)
   with s3_server.run() as server, contextlib.ExitStack() as stack:
-    crew = stack.enter_context(contextlib.closing(Crew(workdir, folder)))
+    crew = Crew(workdir, folder, launch, more)
+    stack.enter_context(contextlib.closing(crew))
     crew.start_trainer()
-    crew.wait_for((workdir / 'delta.key').exists)
-    for _ in range(3):
-      crew.start_worker()
+    while not (workdir / 'delta.key').exists():
+      crew.check()
+      time.sleep(0.05)
+    for slot in crew.slots[:3]:
+      crew.start_worker(slot)
     server.trouble = Trouble(seed)
-    script(crew, lambda step: lambda: step <= len(jobs.steps(workdir, 'rl')))
-    crew.wait_for(lambda: crew.trainer.poll() == 0)
+    uploads, seen, due = set(), 0, list(events)
+    while crew.trainer.is_running or due:
+      crew.check()
+      new, seen = server.seen[seen:], len(server.seen)
+      uploads |= {s[1] for s in new if s[0] == 'PUT' and '/groups/' in s[1]}
+      count = 1 + len(events) - len(due)
+      if due and len(uploads) >= count * NUM_GROUPS * SIZE // (1 + len(events)):
+        event = due.pop(0)
+        print(f'{len(uploads)} uploads: a worker or process {event}')
+        act(crew, event)
+      if len(jobs.steps(workdir, 'rl')) < STEPS:
+        keep_going(crew)
+      time.sleep(0.05)
+    crew.check()
     server.trouble = []
     docs = joining.open_documents(STORE, workdir / 'delta.key', 'policy')
     ledger = ledgers.from_json(docs.read_ledger()[0])
     # Workers that were not sent away end by themselves.
-    for name, worker in crew.workers.items():
-      with contextlib.suppress(ProcessLookupError):
-        crew.signal(name, signal.SIGCONT)
-      # A notice ends one at once that has not joined yet.
-      codes = (0, -signal.SIGKILL, -signal.SIGTERM)
-      assert worker.wait(120) in codes, crew.log()
-    print(crew.log(), ledger.lost)
+    codes = {slot.wait() for slot in crew.slots if slot.pid}
+    # A notice ends one at once that has not joined yet.
+    ends = {0, -signal.SIGKILL, -signal.SIGTERM}
+    assert codes | set(crew.codes) <= ends, crew.log()
+    print(ledger.lost, ledger.totals())
   return workdir, ledger
 
 
-def assert_same(workdir, straight, ledger):
-  weights, expected = jobs.weights(workdir, 'rl'), jobs.weights(straight, 'rl')
-  for name, array in expected.items():
+def assert_same(workdir, undisturbed, ledger):
+  weights = jobs.weights(workdir, 'rl')
+  for name, array in jobs.weights(undisturbed, 'rl').items():
     np.testing.assert_array_equal(weights[name], array, err_msg=name)
   of_rl = lambda path: [r for r in jobs.metrics(path) if r['stage'] == 'rl']
-  assert of_rl(workdir) == of_rl(straight)
-  assert ledger.totals() == {'trained': {'list_functions': 8}}
+  assert of_rl(workdir) == of_rl(undisturbed)
+  assert ledger.totals() == {'trained': {'list_functions': NUM_GROUPS}}
 
 
-@pytest.mark.slow
-def test_kills_stops_and_newcomers_by_script_change_no_bit(straight, tmp_path):
-  def script(crew, reached):
-    crew.wait_for(reached(1))
-    crew.signal('w0', signal.SIGKILL)
-    crew.start_worker()
-    crew.wait_for(reached(2))
-    crew.signal('w1', signal.SIGSTOP)
-    crew.trainer.kill()
-    crew.trainer.wait()
-    crew.start_trainer()
-    crew.wait_for(reached(3))
-    crew.signal('w2', signal.SIGTERM)
-
-  workdir, ledger = run(straight, tmp_path, 0, script)
-  assert_same(workdir, straight, ledger)
+def alone(workdir, *more):
+  done = jobs.run(workdir, *RUN, *more)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return workdir
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('seed', range(3))
-def test_twenty_events_at_random_change_no_bit(straight, tmp_path, seed):
-  rng = random.Random(seed)
+@pytest.fixture(scope='module')
+def by_two_devices(tmp_path_factory):
+  return alone(tmp_path_factory.mktemp('two') / 'run', TWO)
 
-  def script(crew, reached):
-    for _ in range(20):
-      time.sleep(rng.uniform(0.2, 4.0))
-      if reached(4)():
-        return
-      alive = [n for n, w in crew.workers.items() if w.poll() is None]
-      name = rng.choice(alive) if alive else None
-      event = rng.choice(['kill', 'stop', 'go on', 'notice', 'add', 'trainer'])
-      if event == 'trainer' and crew.trainer.poll() is None:
-        crew.trainer.kill()
-        crew.trainer.wait()
-        crew.start_trainer()
-      elif event == 'add' or name is None:
-        crew.start_worker()
-      else:
-        numbers = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP)
-        numbers |= {'go on': signal.SIGCONT, 'notice': signal.SIGTERM}
-        crew.signal(name, numbers.get(event, signal.SIGCONT))
-    for name in list(crew.workers):
-      with contextlib.suppress(ProcessLookupError):
-        crew.signal(name, signal.SIGCONT)
-    crew.start_worker()
 
-  workdir, ledger = run(straight, tmp_path, seed, script)
-  assert_same(workdir, straight, ledger)
+def test_events_by_script_change_no_bit(by_two_devices, tmp_path):
+  events = ['dies', 'trainer dies', 'stops']
+  found = run(by_two_devices, tmp_path, 0, events, 'local:2x1', TWO)
+  assert_same(found[0], by_two_devices, found[1])
+
+
+EVENTS = (
+  *('dies', 'dies', 'stops', 'goes on', 'leaves', 'joins', 'joins'),
+  *('trainer dies', 'trainer stops'),
+)
+
+
+def test_sixty_events_at_random_change_no_bit(by_two_devices, tmp_path):
+  events = random.Random(0).choices(EVENTS, k=60)
+  assert len(events) < NUM_GROUPS * SIZE
+  found = run(by_two_devices, tmp_path, 1, events, 'local:2x1', TWO)
+  assert_same(found[0], by_two_devices, found[1])
+
+
+def test_episodes_go_on_elsewhere_and_change_no_bit(tmp_path):
+  """One process, whose numerics let turns be replayed bit for bit."""
+  straight = alone(tmp_path / 'alone', ONE)
+  rng = random.Random(2)
+  events = rng.choices(['dies', 'leaves', 'leaves', 'joins'], k=30)
+  found = run(straight, tmp_path, 2, events, 'local:1x1', ONE)
+  assert_same(found[0], straight, found[1])
+  rows = jobs.writers.read(found[0] / jobs.writers.RECEIVED)
+  assert sum(row.get('resumed', 0) for row in rows) > 0
+  assert sum(row.get('anew', 0) for row in rows) == 0

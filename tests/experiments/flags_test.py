@@ -14,6 +14,10 @@ from tests import programs
     ),
     ('serve --store=http://host', '--store and --on_swap need --follow; add'),
     ('serve --on_swap=keep', '--store and --on_swap need --follow; add'),
+    ('serve --lend --follow', '--lend follows the RL in --store'),
+    ('serve --lend --store=x', 'must name the store of a run and a copy'),
+    ('serve --key=x', '--key needs --lend; add it'),
+    ('fleet --store=x --ray=auto', 'must name the store of a run and a copy'),
     ('serve --stage=sft --follow', "of stage rl, not of 'sft'; leave out"),
     (
       'plan --transport=a2a --libtpu=folder',

@@ -13,7 +13,6 @@ import pathlib
 import signal
 import sys
 import time
-import traceback
 
 import psutil
 
@@ -65,7 +64,7 @@ class Fork:
       except SystemExit as error:
         code = error.code if isinstance(error.code, int) else bool(error.code)
       except Exception:  # noqa: BLE001  As an interpreter ends.
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
       finally:
         # Not further up, into the supervisor of which this is a copy.
         atexit._run_exitfuncs()

@@ -8,6 +8,7 @@ import pytest
 from composer_jax.delta.format import keys
 from composer_jax.fleet import joining
 from composer_jax.fleet.leases import holder
+from tests.fleet import groups
 
 
 @pytest.fixture
@@ -21,7 +22,10 @@ def shown(tmp_path):
     content = docs.put_file(b'{"a": 1}')
     docs.write_setup(
       {
-        'config': {'fleet': {'lease_s': 16.0}, 'delta': {'poll_s': 0.5}},
+        'config': {
+          'fleet': {'lease_s': 16.0, 'save_s': 4.0},
+          'delta': {'poll_s': 0.5},
+        },
         'level': 'static',
         'identity': joining.code() | identity,
         'files': {'tokenizer.json': content},
@@ -44,7 +48,7 @@ def test_a_worker_gets_all_it_needs_from_the_store(shown, tmp_path):
   assert json.loads(tokenizer.read_text()) == {'a': 1}
   key = keys.open_key(tmp_path / 'worker' / joining.KEY)
   assert key.text == keys.open_key(tmp_path / 'run.key').text
-  leases = joined.leases('w', 1.0, 8)
+  leases = joined.leases('w', 1.0, 8, groups.RULES)
   assert (leases._beat_s, leases._poll_s) == (2.0, 0.5)
   # Again, as after a restart.
   tokenizer.write_text('other')
@@ -91,7 +95,7 @@ def test_a_store_that_is_only_read_needs_another_for_writes(tmp_path):
 def test_a_changed_setup_ends_a_worker_by_name(shown, tmp_path):
   docs = shown()
   leases = dataclasses.replace(join(docs, tmp_path), digest='old').leases(
-    'w', 0.0, 8
+    'w', 0.0, 8, groups.RULES
   )
   orders = dict(leases=[], is_over=False, setup='new', ledger='l', sequence=1)
   docs.write(docs.place('orders', 'w'), orders)

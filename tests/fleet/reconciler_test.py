@@ -6,8 +6,8 @@ import json
 import pytest
 
 from composer_jax.core import group_bytes
+from composer_jax.fleet.leases import holder, reconciler
 from composer_jax.fleet.leases import ledger as ledgers
-from composer_jax.fleet.leases import reconciler
 from tests.fleet import groups, worlds
 
 SEEDS = [
@@ -219,6 +219,18 @@ def test_no_lease_lasts_for_ever(tmp_path):
   assert any('busy takes too long' in line for line in world.said)
   world.run([other])
   assert_done(world)
+
+
+def test_who_comes_when_the_run_is_over_ends(world, monkeypatch):
+  world.run([world.worker('a')])
+  late = world.worker('late')
+  monkeypatch.setattr(holder, '_UNHEARD_S', 0.0)
+  late.door.sync()
+  # It might go on, and may only be slow.
+  assert not late.door.is_over
+  world.trainer.close(is_over=True)
+  late.door.sync()
+  assert late.door.is_over
 
 
 def test_what_a_worker_gives_back_is_leased_at_once(world):

@@ -342,6 +342,7 @@ class Simulator:
       capacity=self.setting.capacity,
       is_leaving=False,
       results=tuple(worker.results.values()),
+      saved=(),
       returned=(),
       rows=(),
     )

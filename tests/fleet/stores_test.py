@@ -1,11 +1,10 @@
 """Leases and groups in the stores that there are: folders, S3, HTTP to read."""
 
-import functools
-import http.server
-import threading
+import contextlib
 
 import pytest
 
+from benchmarks import delta_servers
 from composer_jax.delta.store import folder
 from composer_jax.fleet.leases import documents
 from composer_jax.fleet.leases import fleet_store as stores
@@ -36,22 +35,29 @@ def test_a_run_goes_through_any_store(kind, tmp_path, bucket):
   assert world.ledger().totals() == {'trained': {'family': 6}}
 
 
-def test_a_worker_reads_by_http_and_writes_behind(tmp_path):
+@pytest.mark.parametrize(
+  'kind',
+  [
+    lambda origin: contextlib.nullcontext(origin),
+    pytest.param(
+      delta_servers.Nginx,
+      marks=pytest.mark.skipif(
+        not delta_servers.has_nginx(),
+        reason='no nginx: apt-get install nginx-light',
+      ),
+    ),
+  ],
+  ids=['http', 'nginx'],
+)
+def test_a_worker_reads_by_http_and_writes_behind(kind, tmp_path):
   behind = store_of('folder', tmp_path)
   world = worlds.World(tmp_path, behind)
-  handler = functools.partial(
-    http.server.SimpleHTTPRequestHandler, directory=behind.url
-  )
-  handler.log_message = lambda *_: None
-  server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
-  threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-  try:
-    cache = stores.FleetStore(f'http://127.0.0.1:{server.server_port}')
+  with contextlib.ExitStack() as stack:
+    origin = stack.enter_context(delta_servers.Origin(behind.url))
+    cache = stack.enter_context(kind(origin.url)) or origin
+    cache = stores.FleetStore(getattr(cache, 'url', cache))
     docs = documents.RunDocuments(cache, worlds.KEY, 'policy', writes=behind)
     world.run([world.worker('far', docs=docs)])
-  finally:
-    server.shutdown()
-    server.server_close()
   assert world.trained == worlds.expected()
 
 

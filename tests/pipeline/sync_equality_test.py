@@ -377,6 +377,58 @@ def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
   with opened(tmp_path, shared, tokenizer) as job:
     with pytest.raises(ValueError, match='which groups step 0 took'):
       reinforce.reinforce(job)
+def leave_in_mid_episode(worker):
+  """Has a worker leave once an episode of its has several turns and no end."""
+  while (
+    not worker.leases
+    or worker.leases._report.results
+    or not any(
+      len(turns) > 2
+      for kept in [*worker.leases._kept.values()]
+      for turns in kept.turns().turns.values()
+    )
+  ):
+    time.sleep(0.001)
+  worker.leases.leave()
+
+
+@pytest.mark.slow
+def test_episodes_that_go_on_elsewhere_change_no_bit(spec, tokenizer, tmp_path):
+  """Two workers leave in mid-episode, one after another."""
+  model = dataclasses.replace(spec.model, numerics='batch_invariant')
+  spec = dataclasses.replace(spec, model=model)
+  with opened(tmp_path / 'alone', spec, tokenizer) as job:
+    reinforce.reinforce(job)
+    alone = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+  shared = workers.spec_of(spec, members=2)
+  crew, tmp_path = [], tmp_path / 'fleet'
+
+  def relay():
+    for name in ('first', 'second', 'last'):
+      crew.append(workers.Worker(shared, tmp_path, tokenizer, name))
+      if name != 'last':
+        leave_in_mid_episode(crew[-1])
+
+  with opened(tmp_path, shared, tokenizer) as job:
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    reinforce.reinforce(job)
+    variables = trees.flatten_names(
+      stages.load_variables(job, 'rl', job.single)
+    )
+  thread.join(60)
+  for worker in crew:
+    worker.end()
+    assert worker.failure is None, worker.failure
+  docs = wiring._documents('', tmp_path)
+  ledger = ledgers.from_json(docs.read_ledger()[0])
+  assert ledger.totals() == {'trained': {'list_functions': 6}}
+  assert ledger.lost.keys() == {'left'}
+  rows = writers.read(tmp_path / writers.RECEIVED)
+  assert sum(row.get('resumed', 0) for row in rows) > 0
+  assert sum(row.get('anew', 0) for row in rows) == 0
+  for name, array in alone.items():
+    np.testing.assert_array_equal(variables[name], array, err_msg=name)
 
 
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(

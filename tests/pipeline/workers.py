@@ -68,7 +68,9 @@ class Worker:
     assert set(wiring.content_of(spec)) <= joined.identity.keys()
     spec, orders = wiring.spec_of(config), {}
     systems = wiring.systems_of(spec)
-    self.leases = joined.leases(self.name, 0.0, reinforce._capacity(spec))
+    self.leases = joined.leases(
+      self.name, 0.0, reinforce._capacity(spec), wiring.rules_of(spec)
+    )
     deliver = self.leases.deliver
 
     def remember(lease, group):
@@ -91,7 +93,10 @@ class Worker:
       self._ready()
       self.leases.start()
       is_done = lambda: self.leases.is_over or self._stopping.is_set()
-      rollout_worker.run(collector, orders, self.leases, served, is_done)
+      worker = rollout_worker.RolloutWorker(
+        collector, orders, self.leases, served
+      )
+      rollout_worker.run(worker, is_done)
 
   def hang(self) -> None:
     """Reports and uploads nothing from now on, as after SIGSTOP."""

@@ -88,10 +88,20 @@ def test_members_that_are_revoked_end_at_their_next_turn_and_are_no_error(
 ):
   groups, asked = [], []
   begun, revoked = threading.Event(), threading.Event()
+  zeros = np.zeros(1, np.int32)
+  answer = records.Completion(
+    session='',
+    tokens_T=zeros,
+    logprobs_T=zeros.astype(np.float32),
+    policy_version_T=zeros,
+    consumed_expert_ids_TMA=np.zeros((1, 1, 1), np.uint16),
+    stopped=True,
+  )
 
   class Policy:
     def complete(self, request):
       asked.append(request.session)
+      return answer
 
     def close(self, session):
       asked.append(f'close {session}')
@@ -116,14 +126,13 @@ def test_members_that_are_revoked_end_at_their_next_turn_and_are_no_error(
   )
   stream = collect.GroupStream(collector, Policy(), 1)
   # Only the first begins; the others never do.
-  end = stream.admit(0, groups.append)
+  share = stream.admit(0, groups.append)
   assert begun.wait(20)
-  end()
-  again = stream.admit(0, groups.append, range(1, 3))
+  share.is_revoked = True
+  stream.admit(0, groups.append, range(1, 3))
   revoked.set()
   finish(stream)
   stream.close()
-  assert callable(again)
   assert [[r.member for r in g.rollouts] for g in groups] == [[1, 2]]
   # What is left of the first time shares no session with the second.
   assert asked == ['0/0', '1/1', '1/1', '1/2', '1/2']

@@ -305,3 +305,26 @@ def test_what_cannot_be_served_is_refused_by_numbers():
   tables.finish(table)
   with pytest.raises(ValueError, match=r'hold 7 tokens \(3 of them new'):
     table.submit(tables.request('a', context=3))
+
+
+def test_who_is_first_gets_the_next_slot_and_lets_nobody_pass():
+  table = tables.make_table()
+  for name in 'abcd':
+    table.submit(tables.request(name, context=[ord(name)]))
+  table.admit()
+  for name in 'xy':
+    table.submit(tables.request(name, context=[ord(name)]), is_first=True)
+  assert [s.name for s in table.queue] == ['x', 'y', 'c', 'd']
+  tables.decode(table, table.decoding()[:1], (9,))
+  table.admit()
+  assert [s.name for s in table.decoding()] == ['b', 'x']
+  # It waits for a prompt that another consumes: the others wait for it.
+  table = tables.make_table(num_slots=3)
+  prompt = [*range(8)]
+  table.submit(tables.request('a', context=prompt), is_first=True)
+  table.admit()
+  table.submit(tables.request('c', context=[1]))
+  table.submit(tables.request('b', context=prompt), is_first=True)
+  table.admit()
+  assert [*table.running] == ['a']
+  tables.finish(table)

@@ -79,7 +79,7 @@ class ScriptedEngine:
     running = min(len(self.works), self.options.num_slots)
     return Stats(len(self.held), running, len(self.works) - running)
 
-  def submit(self, request, on_tokens=None, guide=None):
+  def submit(self, request, on_tokens=None, guide=None, is_first=False):
     held = self.held.get(request.session, 0)
     self.held[request.session] = held + len(request.context_T)
     script = list(self.script(request))
@@ -136,13 +136,14 @@ class ScriptedEngine:
     stops = [i for i, t in enumerate(part) if t in request.stop_tokens]
     part = part[: stops[0] + 1] if stops else part
     work.sampled += part
-    work.on_tokens(
-      sessions.SampledTokens(
-        session=name,
-        position=self.held[name],
-        **_arrays(part, self.version),
+    if work.on_tokens is not None:
+      work.on_tokens(
+        sessions.SampledTokens(
+          session=name,
+          position=self.held[name],
+          **_arrays(part, self.version),
+        )
       )
-    )
     if not stops and len(work.sampled) < request.max_new_tokens:
       return []
     del self.works[name]
@@ -224,8 +225,16 @@ def wait_for(condition, seconds=10.0):
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
-  served = service.Service(engine, limits, receiver)
+def serving(
+  engine,
+  tokenizer,
+  form,
+  limits=LIMITS,
+  receiver=None,
+  token='',
+  guest=None,
+):
+  served = service.Service(engine, limits, receiver, guest)
   model = openai.Model(
     name='tiny',
     tokenizer=tokenizer,

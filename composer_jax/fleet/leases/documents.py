@@ -6,6 +6,7 @@
   fleet/<run>/orders/<worker>   its leases, written by the reconciler
   fleet/<run>/workers/<worker>  its report, written by the worker
   fleet/<run>/groups/<group>.<first>-<stop>.<hash>   what it sampled
+  fleet/<run>/turns/<group>.<first>-<stop>.<hash>    what it has so far
 
 Every document has one writer, but for the ledger, and is sealed by the key of
 the run together with its place, so that none can stand for another. A report
@@ -51,6 +52,7 @@ class WorkerReport:
     capacity: number of members that it wants under lease at once.
     is_leaving: true if it wants no more leases.
     results: (epoch, hash, length) of uploads that are not acknowledged yet.
+    saved: (epoch, hash, length, newest version) of the turns that it saved.
     returned: epochs of leases that it gives back.
     rows: (number, line of metrics), the newest.
   """
@@ -63,6 +65,7 @@ class WorkerReport:
   capacity: int
   is_leaving: bool
   results: tuple[tuple[int, str, int], ...]
+  saved: tuple[tuple[int, str, int, int], ...]
   returned: tuple[int, ...]
   rows: tuple[tuple[int, dict[str, Any]], ...]
 
@@ -75,14 +78,17 @@ class WorkerReport:
       *self.returned,
     ]
     counts += [n for epoch, _, size in self.results for n in (epoch, size)]
+    for epoch, _, size, version in self.saved:
+      counts += [epoch, size, version]
     counts += [n for n, _ in self.rows]
     counts += [] if self.version is None else [self.version]
-    names = [name for _, name, _ in self.results]
+    names = [name for _, name, *_ in (*self.results, *self.saved)]
+    named = max(len(self.results), len(self.saved))
     if not (all(map(identity.is_count, counts)) and self.capacity <= 2**20):
       raise ValueError('a report must hold counts where it counts.')
     if not all(map(identity.is_hash, names)):
       raise ValueError('a report must name uploads by their hash.')
-    if len(self.results) > _MAX_RESULTS or len(self.rows) > _MAX_ROWS:
+    if named > _MAX_RESULTS or len(self.rows) > _MAX_ROWS:
       raise ValueError(
         f'a report may tell of {_MAX_RESULTS} results and {_MAX_ROWS} lines.'
       )
@@ -104,7 +110,7 @@ def to_report(value: Any) -> WorkerReport:
   """Makes a report of JSON, or says in a ValueError why it is none."""
   try:
     fields: dict[str, Any] = dict(value)
-    for name in ('results', 'rows'):
+    for name in ('results', 'saved', 'rows'):
       fields[name] = tuple(tuple(item) for item in value[name])
     fields['returned'] = tuple(value['returned'])
     return WorkerReport(**fields)
@@ -118,8 +124,9 @@ def to_leases(value: Any) -> list[seams.Lease]:
   leases = []
   for fields in value:
     span: dict[str, Any] = {n: fields[n] for n in ('epoch', 'first', 'stop')}
-    order = seams.GroupOrder(**fields['order'])
-    leases.append(seams.Lease(order=order, **span))
+    order, saved = seams.GroupOrder(**fields['order']), fields['saved']
+    saved = None if saved is None else (saved[0], saved[1], saved[2])
+    leases.append(seams.Lease(order=order, saved=saved, **span))
   return leases
 
 
@@ -229,21 +236,30 @@ class RunDocuments:
   def get_file(self, name: str) -> bytes:
     return self._checked(self.place('files', name), name, _MAX_FILE_BYTES)
 
-  def upload(self, lease: seams.Lease, data: bytes) -> tuple[str, int]:
+  def upload(
+    self, lease: seams.Lease, data: bytes, folder: str = 'groups'
+  ) -> tuple[str, int]:
     """Writes what a lease brought; returns its hash and length."""
     name = files.sha256(data)
     span = (lease.order.group, lease.first, lease.stop)
-    self._writes.put_at(self.upload_place(*span, name), data)
+    self._writes.put_at(self.upload_place(*span, name, folder), data)
     return name, len(data)
 
-  def upload_place(self, group: int, first: int, stop: int, name: str) -> str:
-    return self.place('groups', f'{group:08d}.{first}-{stop}.{name}')
+  def upload_place(
+    self, group: int, first: int, stop: int, name: str, folder: str = 'groups'
+  ) -> str:
+    return self.place(folder, f'{group:08d}.{first}-{stop}.{name}')
 
   def get_upload(
-    self, group: int, first: int, stop: int, upload: tuple[str, int]
+    self,
+    group: int,
+    first: int,
+    stop: int,
+    upload: tuple[str, int],
+    folder: str = 'groups',
   ) -> bytes:
     """Returns an upload; a ValueError if it is gone or not what was told."""
-    place = self.upload_place(group, first, stop, upload[0])
+    place = self.upload_place(group, first, stop, upload[0], folder)
     return self._checked(place, *upload)
 
   def _checked(self, place: str, name: str, most: int) -> bytes:

@@ -356,9 +356,10 @@ class StoredGroups:
         del known[group]
     self._refused = {key for key in self._refused if key[0] >= floor}
     self._parts = {k: g for k, g in self._parts.items() if k[0] >= floor}
-    numbers = ((n.partition('.')[0], n) for n in self._docs.names('groups'))
-    old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
-    self._docs.delete([self._docs.place('groups', name) for name in old])
+    for kind in ('groups', 'turns'):
+      numbers = ((n.partition('.')[0], n) for n in self._docs.names(kind))
+      old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
+      self._docs.delete([self._docs.place(kind, name) for name in old])
     self._deleted = floor
 
   def blame(self, worker: str) -> None:
@@ -377,6 +378,7 @@ class StoredGroups:
       setup=self._digest,
       beat_s=0.0,
       poll_s=self._poll_s,
+      rules=self._rules,
       while_waiting=self.tick,
     )
 

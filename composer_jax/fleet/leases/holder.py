@@ -11,16 +11,32 @@ Produces: reports and uploads.
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.core import records, seams
-from composer_jax.fleet.leases import documents, uploads
+from composer_jax.core import played, records, seams
+from composer_jax.fleet.leases import documents, turn_bytes, uploads
 
 _ROWS = 8
+TURNS = 'turns'
+# Seconds without orders after which a worker asks whether the run is over.
+_UNHEARD_S = 60.0
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _SavedLease:
+  """Turns of a lease that are saved, and what was: at most the last two."""
+
+  lease: seams.Lease
+  turns: Callable[[], played.SavedTurns]
+  saved: list[tuple[int, str, int, int]] = dataclasses.field(
+    default_factory=list
+  )
+  count: int = 0
 
 
 class StoredLeases:
@@ -41,6 +57,8 @@ class StoredLeases:
     beat_s: float,
     poll_s: float,
     drain_s: float = 0.0,
+    save_s: float = math.inf,
+    rules: uploads.UploadRules | None = None,
     while_waiting: Callable[[], None] = lambda: None,
   ):
     """Joins with the first `sync`.
@@ -51,14 +69,18 @@ class StoredLeases:
       beat_s: most seconds between two reports.
       poll_s: seconds between two looks for orders.
       drain_s: seconds in which leases that were begun may end after `leave`.
+      save_s: seconds between two savings of the turns of a lease.
+      rules: what saved turns can be; None begins every lease anew.
       while_waiting: what `take` does first where there is no thread.
     """
     documents.check_name(name)
     self.name, self.is_over = name, False
     self._docs, self._setup = docs, setup
     self._beat_s, self._poll_s, self._drain_s = beat_s, poll_s, drain_s
+    self._save_s, self._rules = save_s, rules
     self._leaving = threading.Event()
     self._leaves_at: float | None = None
+    self._capacity, self._is_paused = capacity, False
     self._while_waiting = while_waiting
     self._report = documents.WorkerReport(
       ledger='',
@@ -69,17 +91,25 @@ class StoredLeases:
       capacity=capacity,
       is_leaving=False,
       results=(),
+      saved=(),
       returned=(),
       rows=(),
     )
     self._num_rows = 0
     self._leases: dict[int, seams.Lease] = {}
     self._taken: dict[int, seams.Lease] = {}
+    # Epochs that are given back, and those of them whose turns are saved.
     self._returned: set[int] = set()
+    self._carried: set[int] = set()
+    # By epoch: turns to go on from, and turns to save.
+    self._resumed: dict[int, played.SavedTurns | None] = {}
+    self._kept: dict[int, _SavedLease] = {}
+    self._saves_at = self._came = 0.0
     self._lock = threading.Lock()
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._problem: Exception | None = None
     self._thread: threading.Thread | None = None
+    self._turns_thread: threading.Thread | None = None
     # Of what the store has.
     self._told: documents.WorkerReport | None = None
 
@@ -88,7 +118,11 @@ class StoredLeases:
     self._thread = threading.Thread(
       target=self._run, name='leases', daemon=True
     )
+    self._turns_thread = threading.Thread(
+      target=self._run_turns, name='turns', daemon=True
+    )
     self._thread.start()
+    self._turns_thread.start()
 
   def _run(self) -> None:
     waited = self._beat_s
@@ -108,12 +142,25 @@ class StoredLeases:
   def sync(self, is_due: bool = True) -> bool:
     """Reads orders, and reports if that is due or there is a result."""
     orders = self._docs.read(self._docs.place('orders', self.name))
+    if orders is None and is_due:
+      self._look_for_end()
     with self._lock:
       if orders is not None:
         self._obey(orders)
-      report = self._report
-      told = self._told
-      key = lambda r: (r.ledger, r.results, r.returned, r.is_leaving, r.rows)
+    if self._thread is None:
+      self._carry()
+    with self._lock:
+      saved = tuple(
+        k.saved[-1] for _, k in sorted(self._kept.items()) if k.saved
+      )
+      returned = tuple(sorted(self._returned & self._carried))
+      self._report = dataclasses.replace(
+        self._report, saved=saved, returned=returned
+      )
+      report, told = self._report, self._told
+      key = lambda r: dataclasses.replace(
+        r, obeys=0, beat=0, progress=0, version=None, saved=()
+      )
       if not is_due and told is not None and key(told) == key(report):
         return False
       self._report = report = dataclasses.replace(report, beat=report.beat + 1)
@@ -121,6 +168,14 @@ class StoredLeases:
     self._docs.write(self._docs.place('workers', self.name), value)
     self._told = report
     return True
+
+  def _look_for_end(self) -> None:
+    """Ends a worker that came when the run was over: nobody gives it orders."""
+    now = time.monotonic()
+    self._came = self._came or now
+    if now - self._came >= _UNHEARD_S:
+      found = self._docs.read_ledger()
+      self.is_over |= bool(found and found[0] and found[0]['is_over'])
 
   def _obey(self, orders: dict[str, Any]) -> None:
     if orders['setup'] != self._setup:
@@ -138,6 +193,12 @@ class StoredLeases:
       for lease in leases
       if is_other or lease.epoch not in self._returned
     }
+    # What was given back is told of until the reconciler has read it.
+    named = set() if is_other else {lease.epoch for lease in leases}
+    self._returned &= named
+    for by_epoch in (self._resumed, self._kept):
+      for epoch in by_epoch.keys() - named:
+        del by_epoch[epoch]
     known = () if is_other else self._leases.keys()
     report = self._report
     self._report = dataclasses.replace(
@@ -145,8 +206,91 @@ class StoredLeases:
       ledger=orders['ledger'],
       obeys=orders['sequence'],
       results=tuple(r for r in report.results if r[0] in known),
-      returned=() if is_other else report.returned,
     )
+
+  # Turns of unfinished episodes.
+
+  def _run_turns(self) -> None:
+    while not self._stopping.is_set():
+      try:
+        self._carry()
+      except OSError as error:
+        _log.warning('Turns cannot be read or saved: %s', error)
+      except ValueError as error:
+        self._problem = error
+        return
+      self._stopping.wait(self._poll_s)
+
+  def _carry(self) -> None:
+    """Reads and saves turns; may take long, beside reports."""
+    with self._lock:
+      returned = set(self._returned)
+    self._resume()
+    self._save(returned)
+    with self._lock:
+      # Told only now, since a lease that ends needs its last turns.
+      self._carried = returned
+
+  def _resume(self) -> None:
+    """Reads the turns from which new leases go on."""
+    with self._lock:
+      new = [
+        lease for e, lease in self._leases.items() if e not in self._resumed
+      ]
+    for lease in new:
+      turns = None
+      if lease.saved and self._rules and self._rules.resumes:
+        span = (lease.order.group, lease.first, lease.stop)
+        try:
+          data = self._docs.get_upload(*span, lease.saved[:2], TURNS)
+          turns = uploads.read_saved(data, lease, self._rules)
+        except ValueError as error:
+          _log.warning('Group %d begins anew, its turns: %s', span[0], error)
+      self._resumed[lease.epoch] = turns
+
+  def _save(self, returned: set[int]) -> None:
+    """Saves turns of leases that are given back, and of all now and then."""
+    now = time.monotonic()
+    is_due = now >= self._saves_at
+    with self._lock:
+      done = {epoch for epoch, *_ in self._report.results}
+      due = [
+        kept
+        for epoch, kept in sorted(self._kept.items())
+        if epoch not in done and (is_due or epoch in returned)
+      ]
+    for kept in due:
+      self._save_turns(kept)
+    if is_due:
+      self._saves_at = now + self._save_s
+
+  def _save_turns(self, kept: '_SavedLease') -> None:
+    lease, turns = kept.lease, kept.turns()
+    count = sum(map(len, turns.turns.values()))
+    if count == kept.count or not (self._rules and self._rules.resumes):
+      return
+    data = turn_bytes.to_bytes(turns)
+    most = uploads.max_saved_bytes(self._rules, lease.stop - lease.first)
+    if len(data) > most:
+      return  # Nobody would read it.
+    saved = self._docs.upload(lease, data, TURNS)
+    with self._lock:
+      kept.saved.append((lease.epoch, *saved, max(turns.versions)))
+      # A reconciler may just have read of the one before.
+      old, kept.saved = kept.saved[:-2], kept.saved[-2:]
+      kept.count = count
+    span = (lease.order.group, lease.first, lease.stop)
+    places = [self._docs.upload_place(*span, o[1], TURNS) for o in old]
+    self._docs.delete(places)
+
+  def saved(self, lease: seams.Lease) -> played.SavedTurns | None:
+    return self._resumed.get(lease.epoch)
+
+  def keep(
+    self, lease: seams.Lease, turns: Callable[[], played.SavedTurns]
+  ) -> None:
+    with self._lock:
+      self._kept[lease.epoch] = _SavedLease(lease=lease, turns=turns)
 
   # The worker's loop.
 
@@ -167,14 +311,16 @@ class StoredLeases:
       self._report = dataclasses.replace(
         self._report, progress=progress, version=version
       )
-      if self._leaving.is_set():
+      if self._leaving.is_set() or self._is_paused:
         self._drain()
       gone = self._taken.keys() - self._leases.keys()
       ended = [self._taken.pop(epoch) for epoch in sorted(gone)]
       new = [
         lease
         for epoch, lease in sorted(self._leases.items())
-        if epoch not in self._taken and lease.order.min_version <= version
+        if epoch not in self._taken
+        and epoch in self._resumed
+        and lease.min_version <= version
       ]
       self._taken |= {lease.epoch: lease for lease in new}
     return new, ended
@@ -182,6 +328,16 @@ class StoredLeases:
   def leave(self) -> None:
     """Asks for no more leases; may be called by a signal's handler."""
     self._leaving.set()
+
+  def pause(self, is_paused: bool) -> None:
+    with self._lock:
+      if is_paused != self._is_paused:
+        self._is_paused = is_paused
+        if not self._leaving.is_set():
+          self._leaves_at = None
+        capacity = 0 if is_paused else self._capacity
+        self._report = dataclasses.replace(self._report, capacity=capacity)
+        self._wake.set()
 
   def _drain(self) -> None:
     """Gives back what is not begun, and after a while what is not finished."""
@@ -194,10 +350,9 @@ class StoredLeases:
     for epoch in back:
       del self._leases[epoch]
     self._returned |= set(back)
-    self._report = dataclasses.replace(
-      self._report, is_leaving=True, returned=tuple(sorted(self._returned))
-    )
-    self.is_over |= not self._leases.keys() - done
+    if self._leaving.is_set():
+      self._report = dataclasses.replace(self._report, is_leaving=True)
+      self.is_over |= not self._leases.keys() - done
 
   def deliver(self, lease: seams.Lease, group: records.Group) -> None:
     data, wait_s = uploads.encode(group), 0.1
@@ -226,15 +381,15 @@ class StoredLeases:
   def close(self) -> None:
     self._stopping.set()
     self._wake.set()
-    if self._thread is not None:
-      self._thread.join()
+    for thread in (self._thread, self._turns_thread):
+      if thread is not None:
+        thread.join()
     with self._lock:
       done = {epoch for epoch, *_ in self._report.results}
       self._returned |= self._leases.keys() - done
-      self._report = dataclasses.replace(
-        self._report, is_leaving=True, returned=tuple(sorted(self._returned))
-      )
+      self._report = dataclasses.replace(self._report, is_leaving=True)
     try:
+      self._carry()
       self.sync()
     except (OSError, ValueError) as error:
       _log.warning('This worker leaves without a word: %s', error)

@@ -18,7 +18,7 @@ from typing import Any
 
 from composer_jax.core import checks, seams
 
-FORMAT = 1
+FORMAT = 2
 TRAINED, STALE = 'trained', 'stale'
 INFRASTRUCTURE, CANCELLED = 'infrastructure', 'cancelled'
 FATES = (TRAINED, STALE, INFRASTRUCTURE, CANCELLED)
@@ -45,6 +45,7 @@ class GroupPart:
     is_leased: true while the lease lasts.
     upload: hash and length of the accepted result; None before.
     lost: number of leases that brought nothing.
+    saved: hash, bytes and newest version of turns that a lost lease saved.
   """
 
   first: int
@@ -54,6 +55,7 @@ class GroupPart:
   is_leased: bool = False
   upload: tuple[str, int] | None = None
   lost: int = 0
+  saved: tuple[str, int, int] | None = None
 
   @property
   def size(self) -> int:
@@ -116,8 +118,9 @@ class LeaseLedger:
     leases = []
     for epoch, group in self._held.get(worker, {}).items():
       part, order = self._leased[epoch][1], self.entries[group].order
-      span = dict(first=part.first, stop=part.stop)
-      leases.append(seams.Lease(epoch=epoch, order=order, **span))
+      span: dict[str, Any] = dict(first=part.first, stop=part.stop)
+      span |= dict(order=order, saved=part.saved)
+      leases.append(seams.Lease(epoch=epoch, **span))
     return leases
 
   def epochs_of(self, worker: str) -> set[int]:
@@ -176,17 +179,18 @@ class LeaseLedger:
       return False
     _, part = self._end(epoch)
     del self.ended[epoch]
-    part.upload = upload
+    part.upload, part.saved = upload, None
     return True
+
+  def save(self, epoch: int, saved: tuple[str, int, int]) -> None:
+    """Notes what a lease saved, for the next one of its members."""
+    self._leased[epoch][1].saved = saved
+    self.has_moved = True
 
   def lose(self, epoch: int, reason: str) -> None:
     """Ends a lease that brought nothing; its members wait again."""
     group, part = self._end(epoch)
     self._again(group, part, reason)
-
-  def lose_all(self, worker: str, reason: str) -> None:
-    for epoch in list(self._held.get(worker, ())):
-      self.lose(epoch, reason)
 
   def refuse(self, group: int, epoch: int) -> None:
     """Voids a result that does not hold what it must."""
@@ -259,6 +263,8 @@ class LeaseLedger:
         continue
       entry.fate, was_finished = '', entry.is_finished
       for part in entry.parts:
+        if part.saved and part.saved[2] > version:
+          part.saved = None
         if part.is_leased and version < self.version:
           self.lose(part.epoch, REWOUND)
         elif part.upload and is_void(group, part):
@@ -324,12 +330,13 @@ class LeaseLedger:
 def _plain(part: GroupPart) -> list[Any]:
   upload = list(part.upload) if part.upload else None
   span = [part.first, part.stop, part.epoch, part.worker]
-  return [*span, part.is_leased, upload, part.lost]
+  saved = list(part.saved) if part.saved else None
+  return [*span, part.is_leased, upload, part.lost, saved]
 
 
 def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   """Reads a ledger that `to_json` made; a ValueError for another format."""
-  if not isinstance(value, dict) or value.get('format') != FORMAT:
+  if not isinstance(value, dict) or value.get('format') not in (1, FORMAT):
     found = value.get('format') if isinstance(value, dict) else value
     raise ValueError(
       f'a ledger of format {found!r:.99}; this version reads {FORMAT}'
@@ -345,11 +352,14 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   for order, parts, fate in value['entries']:
     entry = GroupEntry(order=seams.GroupOrder(**order), parts=[], fate=fate)
     ledger.entries[entry.order.group] = entry
-    for first, stop, epoch, worker, is_leased, upload, lost in parts:
+    # Format 1 knows no saved turns.
+    for first, stop, epoch, worker, is_leased, upload, lost, *more in parts:
       part = GroupPart(
         first=first, stop=stop, epoch=epoch, worker=worker, lost=lost
       )
       part.upload = (upload[0], upload[1]) if upload else None
+      saved = more[0] if more else None
+      part.saved = (saved[0], saved[1], saved[2]) if saved else None
       part.is_leased = is_leased
       entry.parts.append(part)
       if is_leased:

@@ -45,6 +45,8 @@ class LeaseOptions:
     members: most members of a group in one lease; 0 for whole groups.
     longest_s: seconds after which a lease goes to another worker, whatever its
       worker reports; the longest group must fit.
+    save_s: seconds between two savings of the turns of an unfinished lease,
+      from which another worker goes on; they are saved at a notice, too.
     max_lost: leases of the same members that may bring nothing before their
       group is given up, with the fate 'infrastructure'.
   """
@@ -52,11 +54,12 @@ class LeaseOptions:
   lease_s: float = 20.0
   stall_s: float = 600.0
   longest_s: float = 7200.0
+  save_s: float = 30.0
   members: int = 0
   max_lost: int = 5
 
   def __post_init__(self):
-    checks.positive(self, 'lease_s', 'stall_s', 'longest_s')
+    checks.positive(self, 'lease_s', 'stall_s', 'longest_s', 'save_s')
     checks.at_least(self, 0, 'members', 'max_lost')
 
 
@@ -231,7 +234,7 @@ class Reconciler:
     """Returns whether a worker does what it can for its leases."""
     if (before.version, before.results) != (report.version, report.results):
       return True
-    due = [lease.order.min_version for lease in self.ledger.leases_of(name)]
+    due = [lease.min_version for lease in self.ledger.leases_of(name)]
     if due and report.version is not None and min(due) <= report.version:
       return before.progress != report.progress
     # Else it waits for a policy, which must come once it is announced.
@@ -273,7 +276,25 @@ class Reconciler:
         elif ledger.ended.pop(epoch, '') == name:
           self.late += 1
       for epoch in set(seen.report.returned) & ledger.epochs_of(name):
-        ledger.lose(epoch, ledgers.LEFT)
+        self._lose(ledger, name, epoch, ledgers.LEFT)
+
+  def _lose(
+    self, ledger: ledgers.LeaseLedger, worker: str, epoch: int, reason: str
+  ) -> None:
+    """Ends a lease that brought nothing but, perhaps, saved turns."""
+    seen = self._seen.get(worker)
+    if seen is not None and seen.report.ledger == ledger.identity:
+      for saved_of, name, size, version in seen.report.saved:
+        # A policy that was never published waits for ever.
+        if saved_of == epoch and version <= ledger.version:
+          ledger.save(epoch, (name, size, version))
+    ledger.lose(epoch, reason)
+
+  def _lose_all(
+    self, ledger: ledgers.LeaseLedger, name: str, reason: str
+  ) -> None:
+    for epoch in ledger.epochs_of(name):
+      self._lose(ledger, name, epoch, reason)
 
   def _end_leases(self, ledger: ledgers.LeaseLedger) -> None:
     for name, seen in self._seen.items():
@@ -286,12 +307,12 @@ class Reconciler:
         seen.gone = ledgers.STALLED
         self._say(f'worker {name} makes no progress; its leases go to others')
       if seen.gone:
-        ledger.lose_all(name, seen.gone)
+        self._lose_all(ledger, name, seen.gone)
     self._end_old_leases(ledger)
     for name in ledger.holders():
       if name not in self._seen:
         # Its report is gone or was never readable.
-        ledger.lose_all(name, ledgers.SILENT)
+        self._lose_all(ledger, name, ledgers.SILENT)
 
   def _end_old_leases(self, ledger: ledgers.LeaseLedger) -> None:
     held = {e: n for n in ledger.holders() for e in ledger.epochs_of(n)}
@@ -299,7 +320,7 @@ class Reconciler:
     for epoch, since in self._since.items():
       if self._time - since > self._options.longest_s:
         self._say(f'worker {held[epoch]} takes too long; a lease goes on')
-        ledger.lose(epoch, ledgers.STALLED)
+        self._lose(ledger, held[epoch], epoch, ledgers.STALLED)
 
   def _hand_out(self, ledger: ledgers.LeaseLedger) -> None:
     """Leases what waits, in order, each to who has the least for its size."""

@@ -11,10 +11,13 @@ import itertools
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from composer_jax.agent import rewards
-from composer_jax.core import group_bytes, records, seams
+from composer_jax.core import group_bytes, played, records, seams
 from composer_jax.core.routes import codec
 from composer_jax.fleet.leases import ledger as ledgers
+from composer_jax.fleet.leases import turn_bytes
 
 # Of a rollout beside its arrays: turns, hints, names.
 _TEXT_BYTES = 2**18
@@ -34,6 +37,8 @@ class UploadRules:
     vocab_size: number of token ids.
     routes: meaning of the recorded expert ids.
     temperature: temperature at which the run samples.
+    resumes: whether unfinished episodes go on elsewhere. Not where the run
+      promises bits that a window read in one piece would change.
   """
 
   members: int
@@ -42,6 +47,7 @@ class UploadRules:
   vocab_size: int
   routes: codec.RouteScheme
   temperature: float
+  resumes: bool = True
 
   def max_bytes(self, members: int) -> int:
     """Returns the most bytes of so many rollouts, packed or not."""
@@ -126,6 +132,68 @@ def _check_windows(
         f'{rules.temperature}'
       )
     codec.check(window.expert_ids_TMA, rules.routes)
+
+
+def max_saved_bytes(rules: UploadRules, members: int) -> int:
+  """Returns the most bytes of saved turns, packed or not.
+
+  A window that moved to another engine has some of its routes twice.
+  """
+  return 4 * rules.max_bytes(members)
+
+
+def read_saved(
+  data: bytes, lease: seams.Lease, rules: UploadRules
+) -> played.SavedTurns:
+  """Returns turns to go on from; a ValueError says why they are refused.
+
+  What tools said is compared when the turns are played again, and the whole
+  episode is checked as any other.
+  """
+  most = max_saved_bytes(rules, lease.stop - lease.first)
+  saved, order = turn_bytes.from_bytes(data, most), lease.order
+  if (saved.group, saved.task_id) != (order.group, order.task_id):
+    raise ValueError(
+      f'they are of group {saved.group!r:.99} and task {saved.task_id!r:.99}, '
+      f'not of {order.group} and {order.task_id}'
+    )
+  if not set(saved.turns) <= set(range(lease.first, lease.stop)):
+    raise ValueError(
+      f'they are of members {sorted(saved.turns)!r:.99}, not of {lease.first} '
+      f'to {lease.stop - 1}'
+    )
+  least, most = order.min_version, lease.min_version
+  if not (saved.versions and least <= min(saved.versions)) or (
+    max(saved.versions) > most
+  ):
+    raise ValueError(
+      f'they were sampled by versions {sorted(saved.versions)!r:.99}, of which '
+      f'all must lie in {least}..{most}'
+    )
+  for turns in saved.turns.values():
+    _check_turns(turns, rules)
+  return saved
+
+
+def _check_turns(
+  turns: Sequence[played.FinishedTurn], rules: UploadRules
+) -> None:
+  most = rules.max_windows * rules.max_tokens
+  answers = [turn.completion for turn in turns]
+  tokens_T = np.concatenate(
+    [*(t.context_T for t in turns), *(a.tokens_T for a in answers)]
+  )
+  if len(tokens_T) > most:
+    raise ValueError(f'an episode has {len(tokens_T)} tokens of at most {most}')
+  if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
+    raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
+  for answer in answers:
+    highest = answer.logprobs_T.max(initial=-np.inf)
+    if not (np.isfinite(answer.logprobs_T).all() and -np.inf < highest):
+      raise ValueError('every turn must have log-probabilities, all finite')
+    if highest > _ROUNDING:
+      raise ValueError('log-probabilities must be <= 0')
+    codec.check(answer.consumed_expert_ids_TMA, rules.routes)
 
 
 def join(parts: Sequence[records.Group]) -> records.Group:

@@ -1,4 +1,4 @@
-"""A sandbox in an actor of a Ray cluster.
+"""A sandbox in actors of a Ray cluster, on as many nodes as there are.
 
 Any level runs in the actor, which gets the same messages as the guest of a
 micro VM and is trusted as little. Ray is in the extra `ray`.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer_jax.sandbox import base
-from composer_jax.sandbox.remote import messages, protocol, renewed
+from composer_jax.sandbox.remote import messages, protocol, renewed, spread
 
 _START_S = 120.0  # a worker process of Ray has to start first
 _CLOSE_S = 10.0
@@ -59,8 +59,8 @@ class ActorTransport:
       self._ray.kill(self._actor)
 
 
-class RaySandbox(renewed.RenewedSandbox):
-  """A sandbox in one actor, which another replaces when it dies."""
+class RaySandbox(spread.SpreadSandbox):
+  """A sandbox in actors of one call each; others replace those that die."""
 
   def __init__(
     self,
@@ -72,14 +72,14 @@ class RaySandbox(renewed.RenewedSandbox):
     size: int = 1,
     **options: Any,
   ):
-    """Opens a sandbox in an actor; starts Ray here if none was joined.
+    """Opens a sandbox in an actor; joins RAY_ADDRESS, or starts Ray here.
 
     Args:
       open_sandbox: `open.open_sandbox`, which the actor calls.
       level: its preference.
       limits: limits of each call and program.
-      num_cpus: processors that Ray reserves for the actor.
-      size: number of calls at a time.
+      num_cpus: processors that Ray reserves for each actor.
+      size: number of actors at most, which is that of calls at a time.
       options: its further options; images is an absolute path on all machines,
         and packages are installed there.
 
@@ -99,20 +99,21 @@ class RaySandbox(renewed.RenewedSandbox):
       os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
       ray.init(include_dashboard=False, log_to_driver=False)
     # One more thread than calls: boxes are read while programs run.
-    resources: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
-    actors = ray.remote(**resources)(SandboxActor)
+    resources: Any = {'num_cpus': num_cpus, 'max_concurrency': 2}
+    actors = ray.remote(**resources, scheduling_strategy='SPREAD')(SandboxActor)
 
     def begin() -> protocol.RemoteSandbox:
       transport = ActorTransport(
-        ray, actors.remote(open_sandbox, level, limits, size=size, **options)
+        ray, actors.remote(open_sandbox, level, limits, size=1, **options)
       )
       try:
         # Its first answer comes when the sandbox is open.
         return protocol.RemoteSandbox(
-          transport, limits, level='ray', size=size, grace_s=_START_S
+          transport, limits, level='ray', size=1, grace_s=_START_S
         )
       except base.SandboxLost:
         transport.close()
         raise
 
-    super().__init__(begin, 'An actor with a sandbox')
+    what = 'An actor with a sandbox'
+    super().__init__(lambda: renewed.RenewedSandbox(begin, what), size)

@@ -1,0 +1,322 @@
+"""Turns of a worker that leaves or dies reach the next one, or nobody."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from composer_jax.core import played, records, seams
+from composer_jax.fleet.leases import documents, turn_bytes, uploads
+from composer_jax.fleet.leases import ledger as ledgers
+from tests.fleet import groups, worlds
+
+PLACE = 'fleet/policy/turns/'
+
+
+def make_turn(start=0, version=0, size=3):
+  rng = np.random.default_rng((start, version))
+  ids_TMA = np.argsort(rng.random((size, 1, 4)), axis=-1)[..., :2]
+  versions_T = np.full(2, version, np.int32)
+  return played.turn_of(
+    np.arange(size - 1, dtype=np.int32),
+    records.Completion(
+      session='x',
+      tokens_T=np.array([1, 2], np.int32),
+      logprobs_T=-rng.random(2).astype(np.float32),
+      policy_version_T=versions_T,
+      context_version_T=versions_T,
+      consumed_expert_ids_TMA=ids_TMA.astype(np.uint16),
+      consumed_version_T=np.full(size, version, np.int32),
+      routes_start=start,
+      stopped=True,
+    ),
+  )
+
+
+def make_saved(lease, count=2, version=0, **fields):
+  turns = tuple(make_turn(3 * i, version) for i in range(count))
+  values = dict(
+    group=lease.order.group,
+    task_id=lease.order.task_id,
+    turns={lease.first: turns} if turns else {},
+    policies={version: f'{version:064x}'} if turns else {},
+  )
+  return played.SavedTurns(**values | fields)
+
+
+def lease_of(**fields):
+  order = seams.GroupOrder(
+    group=3,
+    task_id=groups.TASK.format(3),
+    min_version=0,
+    rewards=groups.REWARDS,
+  )
+  values = dict(epoch=1, order=order, first=1, stop=3, saved=('a' * 64, 9, 1))
+  return seams.Lease(**values | fields)
+
+
+def with_answer(**fields):
+  turn = make_turn()
+  completion = dataclasses.replace(turn.completion, **fields)
+  return {1: (dataclasses.replace(turn, completion=completion),)}
+
+
+def test_honest_turns_are_read_as_they_were_saved():
+  lease = lease_of()
+  data = turn_bytes.to_bytes(make_saved(lease, 3))
+  assert (
+    turn_bytes.to_bytes(uploads.read_saved(data, lease, groups.RULES)) == data
+  )
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'group': 4}, 'of group 4'),
+    ({'task_id': 'other'}, "task 'other'"),
+    ({'turns': {0: (make_turn(),)}}, r'members \[0\], not of 1 to 2'),
+    ({'turns': with_answer(tokens_T=np.array([1, 50], np.int32))}, r'0\.\.49'),
+    ({'turns': with_answer(tokens_T=np.array([-1, 5], np.int32))}, r'0\.\.49'),
+    (
+      {'turns': with_answer(logprobs_T=np.array([0.5, -1], np.float32))},
+      'must be <= 0',
+    ),
+    (
+      {'turns': with_answer(logprobs_T=np.array([-np.inf, 0], np.float32))},
+      'all finite',
+    ),
+    (
+      {
+        'turns': with_answer(
+          consumed_expert_ids_TMA=np.tile(np.uint16([5, 7]), (3, 1, 1))
+        )
+      },
+      r'experts \[5, 7\]',
+    ),
+    ({'turns': {1: (make_turn(),) * 5}}, '20 tokens of at most 16'),
+    (
+      {'turns': {1: (make_turn(0, 2),)}, 'policies': {2: 'b' * 64}},
+      r'versions \[2\], of which all must lie in 0\.\.1',
+    ),
+  ],
+)
+def test_turns_that_no_episode_has_are_refused(fields, message):
+  lease = lease_of()
+  data = turn_bytes.to_bytes(make_saved(lease, **fields))
+  with pytest.raises(ValueError, match=message):
+    uploads.read_saved(data, lease, groups.RULES)
+
+
+def test_any_flipped_bit_or_cut_is_turns_or_a_value_error():
+  lease = lease_of()
+  data = turn_bytes.to_bytes(make_saved(lease, 3))
+  rng, refused = np.random.default_rng(0), 0
+  for at in rng.integers(len(data), size=300):
+    damaged = bytearray(data)
+    damaged[at] ^= 1 << int(rng.integers(8))
+    for bad in (bytes(damaged), data[:at]):
+      try:
+        uploads.read_saved(bad, lease, groups.RULES)
+      except ValueError:
+        refused += 1
+  assert refused > 500
+
+
+@pytest.fixture
+def world(tmp_path):
+  return worlds.World(tmp_path)
+
+
+def begin(world, name, count=2, version=0):
+  """Returns a worker that has leases, and what it has played of them."""
+  worker = world.worker(name)
+  worker.door._rules, worker.door._save_s = groups.RULES, 0.0
+  world.turn([worker])
+  world.turn([])
+  worker.take()
+  for lease in worker.holds:
+    saved = make_saved(lease, count, version)
+    worker.door.keep(lease, lambda saved=saved: saved)
+  worker.door.sync()
+  return worker, list(worker.holds)
+
+
+def successor(world):
+  worker = world.worker('next', 99)
+  worker.door._rules = groups.RULES
+  for _ in range(60):
+    world.turn([])
+    worker.take()
+    if len(worker.holds) == 8:  # Of four groups.
+      return worker
+    worker.door.sync()
+  raise AssertionError('no lease came')
+
+
+def resumed(worker):
+  turns = {}
+  for lease in worker.holds:
+    saved = worker.door.saved(lease)
+    span = (lease.order.group, lease.first)
+    turns[span] = sum(map(len, saved.turns.values())) if saved else 0
+  return turns
+
+
+@pytest.mark.parametrize('ending', ['killed', 'blamed', 'leaves', 'closes'])
+def test_who_comes_next_goes_on_from_the_last_turn(world, ending):
+  worker, leases = begin(world, 'first')
+  # One turn more, and no time to save it but in a notice.
+  for lease in leases:
+    more = make_saved(lease, 3)
+    worker.door._kept[lease.epoch].turns = lambda more=more: more
+  worker.door._saves_at = np.inf
+  if ending == 'blamed':
+    world.trainer.blame('first')
+  elif ending == 'leaves':
+    worker.door.leave()
+    worker.take()
+    worker.door.sync()
+  elif ending == 'closes':
+    worker.door.close()
+  after = successor(world)
+  turns = 3 if ending in ('leaves', 'closes') else 2
+  spans = [(lease.order.group, lease.first) for lease in leases]
+  on = {span: count for span, count in resumed(after).items() if count}
+  assert on == dict.fromkeys(spans, turns)
+  world.run([after])
+  assert world.trained == worlds.expected()
+  # Nothing of it is left once its group has its fate for good.
+  assert [k for k in world.store.files if k.startswith(PLACE)]
+  world.trainer.collect(worlds.STEPS * worlds.PROMPTS)
+  world.turn([])
+  assert not [k for k in world.store.files if k.startswith(PLACE)]
+
+
+def test_nothing_is_given_back_before_its_turns_are_saved(world):
+  worker, leases = begin(world, 'first')
+  for lease in leases:
+    more = make_saved(lease, 3)
+    worker.door._kept[lease.epoch].turns = lambda more=more: more
+  worker.door._saves_at = np.inf
+  worker.door.leave()
+  worker.take()
+  world.store.trouble = lambda name, key: (
+    'fail' if name == 'put' and key.startswith(PLACE) else ''
+  )
+  docs = world.docs()
+  told = lambda: docs.read(docs.place('workers', 'first'))['returned']
+  with pytest.raises(ConnectionError):
+    worker.door.sync()
+  assert not told()
+  world.store.trouble = lambda name, key: ''
+  worker.door.sync()
+  assert len(told()) == len(leases)
+  assert 3 in resumed(successor(world)).values()
+
+
+def test_at_most_two_savings_of_a_lease_are_kept(world):
+  worker, leases = begin(world, 'first')
+  for count in range(3, 9):
+    for lease in leases:
+      more = make_saved(lease, count)
+      worker.door._kept[lease.epoch].turns = lambda more=more: more
+    worker.door.sync()
+  saved = [k for k in world.store.files if k.startswith(PLACE)]
+  assert len(saved) == 2 * len(leases)
+  # Turns that were saved are not written again.
+  puts = []
+  world.store.trouble = lambda name, key: puts.append(key) or ''
+  worker.door.sync()
+  assert not [key for key in puts if key.startswith(PLACE)]
+
+
+@pytest.mark.parametrize('trouble', ['gone', 'damaged', 'other weights'])
+def test_turns_that_cannot_be_used_cost_the_turns_alone(world, trouble):
+  begin(world, 'first')
+  for key in [k for k in world.store.files if k.startswith(PLACE)]:
+    if trouble == 'gone':
+      del world.store.files[key]
+    elif trouble == 'damaged':
+      world.store.files[key] = world.store.files[key][:-1] + b'x'
+  after = successor(world)
+  if trouble != 'other weights':
+    assert set(resumed(after).values()) == {0}
+  world.run([after])
+  assert world.trained == worlds.expected()
+
+
+def test_turns_of_a_policy_that_nobody_announced_are_no_ones(world):
+  begin(world, 'liar', version=7)
+  after = successor(world)
+  assert {lease.saved for lease in after.holds} == {None}
+
+
+def test_turns_wait_for_a_worker_with_their_policy(world):
+  world.version = 1
+  world._admit()
+  begin(world, 'first', version=1)
+  world.version = 0  # What the next worker serves.
+  after = world.worker('next', 99)
+  after.door._rules = groups.RULES
+  for _ in range(40):
+    world.time += 1.0
+    world.trainer.tick()
+    after.take()
+    after.door.sync()
+  assert after.holds and not any(lease.saved for lease in after.holds)
+  world.version = 1
+  after.take()
+  assert 2 in resumed(after).values()
+
+
+def test_a_refused_group_takes_its_turns_with_it(world):
+  begin(world, 'first')
+  after = successor(world)
+  wrong = groups.make_group(9, 0, range(2))
+  lease = next(h for h in after.holds if h.saved)
+  after.door.deliver(lease, wrong)
+  after.door.sync()
+  world.turn([])
+  part = next(
+    p
+    for p in world.ledger().entries[lease.order.group].parts
+    if p.first == lease.first
+  )
+  assert part.saved is None
+
+
+def test_a_trainer_that_goes_back_voids_turns_of_later_policies(world):
+  world.version = 1
+  world._admit()
+  begin(world, 'first', version=1)
+  world.trainer.blame('first')
+  world.trainer.tick()
+  world.trainer.close(is_over=False)
+  saved = lambda: [
+    p.saved for e in world.ledger().entries.values() for p in e.parts
+  ]
+  assert any(saved())
+  world.start(version=0)
+  assert not any(saved())
+
+
+@pytest.mark.parametrize(
+  'saved',
+  [[[1, 'x', 3, 0]], [[1, 'a' * 64, 3]], [[1, 'a' * 64, 3, -1]], [1]],
+)
+def test_a_report_of_turns_is_believed_in_nothing(world, saved):
+  world.worker('w').door.sync()
+  docs = world.docs()
+  value = docs.read(docs.place('workers', 'w')) | {'saved': saved}
+  with pytest.raises(ValueError, match=r'report'):
+    documents.to_report(value)
+
+
+def test_a_ledger_without_saved_turns_is_read(world):
+  begin(world, 'first')
+  value = world.ledger().to_json()
+  before = ledgers.from_json(value).to_json()
+  for _, parts, _ in value['entries']:
+    for part in parts:
+      assert part.pop() is None
+  assert ledgers.from_json(value | {'format': 1}).to_json() == before

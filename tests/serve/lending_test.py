@@ -1,0 +1,204 @@
+"""A server that lends its engine: clients first, then rollouts, which go on."""
+
+import contextlib
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from composer_jax.core import played, records
+from composer_jax.core.routes import codec
+from composer_jax.fleet.leases import holder
+from composer_jax.pipeline import rollout_worker
+from composer_jax.rl import collect
+from composer_jax.serve import lending
+from composer_jax.serve.api import chat_format
+from tests.fleet import groups, worlds
+from tests.serve import scripted, service_test
+
+ROUTES = codec.RouteScheme(num_experts=4, num_active=2, layers=(0, 1))
+RULES = dataclasses.replace(groups.RULES, routes=ROUTES)
+VERSION, TURNS = 1, 6
+
+
+class Served:
+  """What a worker asks of `rollout_worker.Served`, of one policy."""
+
+  num_anew = 0
+
+  def __init__(self, engine):
+    self.engine, self.version = engine, VERSION
+
+  def __call__(self):
+    pass
+
+  def mark(self, num_open, *, has_lease=True):
+    pass
+
+  def stamp(self, group):
+    return group
+
+  def goes_on(self, saved):
+    return saved.turns if saved else {}
+
+  def record(self, lease, share):
+    turns = share.turns()
+    versions = sorted(played.versions_of(turns))
+    return played.SavedTurns(
+      group=lease.order.group,
+      task_id=lease.order.task_id,
+      turns=turns,
+      policies=dict.fromkeys(versions, 'a' * 64),
+    )
+
+
+def play(task, policy, *, group, member, seed):
+  """An episode of some turns, whose rollout any worker would make."""
+  del task, seed
+  for turn in range(TURNS):
+    policy.complete(
+      records.SampleRequest(
+        session=f'{group}/{member}',
+        context_T=np.array([turn], np.int32),
+        max_new_tokens=1,
+        stop_tokens=(),
+        seed=(0,),
+      )
+    )
+  policy.close(f'{group}/{member}')
+  return groups.make_group(group, 0, range(member, member + 1)).rollouts[0]
+
+
+@pytest.fixture
+def lent(tmp_path, tokenizer):
+  """A server, its world of trainers and workers, and what it submitted."""
+  world = worlds.World(tmp_path)
+  world.trainer.announce(VERSION)
+  script = lambda r: service_test.ENDLESS if is_clients(r.session) else [5]
+  engine = scripted.ScriptedEngine(
+    script, num_slots=4, version=VERSION, max_len=2000
+  )
+  log, submit = [], engine.submit
+
+  def submitted(request, *arguments, **options):
+    log.append((request.session, [*engine.works]))
+    submit(request, *arguments, **options)
+
+  engine.submit = submitted
+  leases = holder.StoredLeases(
+    world.docs(),
+    'lender',
+    capacity=8,
+    setup=world.trainer._digest,
+    beat_s=0.0,
+    poll_s=0.01,
+    rules=RULES,
+    while_waiting=lambda: world.turn([], seconds=0.01),
+  )
+  leases.start = lambda: None
+  leases.deliver = delivering(world, leases)
+  collector = collect.Collector(
+    task_of_group=lambda group: None, play=play, rollouts_per_group=4, seed=0
+  )
+  worker = rollout_worker.RolloutWorker(
+    collector, {}, leases, Served(engine), is_lent=True
+  )
+  with contextlib.ExitStack() as stack:
+    stack.callback(worker.close)
+    server = stack.enter_context(
+      scripted.serving(
+        engine,
+        tokenizer,
+        chat_format.OwnFormat(tokenizer),
+        guest=lending.Lender(worker),
+      )
+    )
+    yield types.SimpleNamespace(
+      world=world, server=server, log=log, leases=leases, worker=worker
+    )
+
+
+def delivering(world, leases):
+  deliver = leases.deliver
+
+  def of_policy_zero(lease, group):
+    del group  # Rewards and routes are those of `groups`.
+    members = range(lease.first, lease.stop)
+    version = lease.order.min_version
+    deliver(lease, groups.make_group(lease.order.group, version, members))
+
+  return of_policy_zero
+
+
+def is_clients(session):
+  return session.startswith('request/')
+
+
+def rollouts_of(log):
+  return [entry for entry in log if not is_clients(entry[0])]
+
+
+def test_rollouts_wait_while_a_client_asks_and_go_on_after(lent):
+  scripted.wait_for(lambda: len(lent.log) > 8)
+  for _ in range(3):
+    sock = service_test._begin(lent.server, {'max_tokens': 150})
+    scripted.wait_for(lambda: any(map(is_clients, [*lent.server.engine.works])))
+    service_test._read(sock)
+    sock.close()
+    begun = len(lent.log)
+    scripted.wait_for(
+      lambda begun=begun: (
+        len(lent.log) > begun + 4 or lent.world.version == worlds.STEPS
+      )
+    )
+  scripted.wait_for(lambda: lent.world.version == worlds.STEPS)
+  # No turn of an episode was begun beside a client, and nothing else changed.
+  works = [name for _, names in rollouts_of(lent.log) for name in names]
+  assert not [*filter(is_clients, works)]
+  assert lent.world.trained == worlds.expected()
+
+
+def test_episodes_leave_slots_free(lent):
+  scripted.wait_for(lambda: lent.world.version == worlds.STEPS)
+  # Of four slots, the one that is being taken included.
+  assert max(len(names) + 1 for _, names in lent.log) == 3
+
+
+def test_leases_that_wait_too_long_go_to_others_with_their_turns(lent):
+  scripted.wait_for(
+    lambda: any(
+      len(turns) > 1
+      for kept in [*lent.leases._kept.values()]
+      for turns in kept.turns().turns.values()
+    )
+  )
+  # Without patience: all that is begun is given back at once.
+  sock = service_test._begin(lent.server, {'max_tokens': 1900})
+  world = lent.world
+  scripted.wait_for(lambda: world.ledger().lost.get('left', 0) > 0)
+  entries = world.ledger().entries.values()
+  parts = [p for e in entries for p in e.parts if not p.upload]
+  assert any(p.saved for p in parts)
+  assert {p.saved[2] for p in parts if p.saved} == {VERSION}
+  assert not [p for p in parts if p.is_leased and p.worker == 'lender']
+  sock.close()
+  # And it takes leases again.
+  scripted.wait_for(lambda: world.version == worlds.STEPS)
+  assert world.trained == worlds.expected()
+
+
+def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
+  scripted.wait_for(lambda: len(lent.log) > 4)
+
+  def fail():
+    raise rollout_worker.Rewound('The run was rewound.')
+
+  lent.worker.before_step = fail
+  scripted.wait_for(lambda: lent.server.served.problem)
+  assert 'rewound' in lent.server.served.problem
+  answer = client(lent.server).chat.completions.create(
+    **service_test.CHAT | {'max_tokens': 5}
+  )
+  assert answer.usage.completion_tokens == 5
+  lent.server.settle()
