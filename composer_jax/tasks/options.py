@@ -8,7 +8,7 @@ from composer_jax.tasks import scoring
 from composer_jax.tasks.harbor import environment as directories
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import environment, task_set
-from composer_jax.tasks.verifiers import options as verifiers
+from composer_jax.tasks.verifiers import options as harnesses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TaskOptions:
   tiers: tuple[str, ...] = ()
   repository: environment.RepositoryOptions = environment.RepositoryOptions()
   harbor: directories.HarborOptions = directories.HarborOptions()
-  verifiers: verifiers.VerifiersOptions = verifiers.VerifiersOptions()
+  verifiers: harnesses.VerifiersOptions = harnesses.VerifiersOptions()
   auditor: auditors.AuditorOptions = auditors.AuditorOptions()
   rubric: scoring.RubricOptions = scoring.RubricOptions()
 

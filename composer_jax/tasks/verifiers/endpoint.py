@@ -165,7 +165,8 @@ class TokenRoute:
     self._server = server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     self._server.daemon_threads = True
     self.url = f'http://127.0.0.1:{self._server.server_port}/v1'
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    serve = self._server.serve_forever
+    threading.Thread(target=serve, args=(0.05,), daemon=True).start()
 
   @contextmanager
   def playing(self, policy: EpisodePolicy) -> Iterator[str]:
