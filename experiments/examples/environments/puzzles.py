@@ -20,7 +20,9 @@ class PuzzleTask(v1.Task[PuzzleData]):
   @v1.reward(weight=1.0)
   async def score(self, trace: v1.Trace) -> float:
     entry = self.data.entry
-    score = reasoning_gym.get_score_answer_fn(entry['metadata']['source_dataset'])
+    score = reasoning_gym.get_score_answer_fn(
+      entry['metadata']['source_dataset']
+    )
     return float(score(trace.last_reply, entry))
 
 
