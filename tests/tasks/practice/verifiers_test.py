@@ -14,7 +14,7 @@ from composer_jax.tasks.verifiers import process
 from configs.composer import verifiers as verifiers_config
 
 TOML = '[env.taskset]\nid = "sums"\n'
-ONE_STEP = {'cpt__steps': 1, 'sft__steps': 1}
+ALL_STAGES = {'cpt__steps': 1000, 'sft__steps': 1000}
 LISTING = """#!{python}
 import json, sys
 asked = json.loads(sys.stdin.readline())
@@ -78,7 +78,7 @@ def test_identity_is_of_the_tasks_and_of_modules_beside_them(family, tmp_path):
   [
     ({'tasks__folder': ''}, 'tasks.folder is needed'),
     ({'tasks__verifiers__python': ''}, r'pip install "verifiers>=0.4" uv'),
-    ({'initial': '', **ONE_STEP}, '--config.initial is needed'),
+    ({'initial': '', **ALL_STAGES}, '--config.initial is needed'),
     ({'summary__trigger': 64}, 'summary.trigger must be 0'),
     (
       {'tasks__auditor__url': 'http://x', 'tasks__auditor__model': 'm'},
