@@ -22,7 +22,7 @@ _LISTS = (
   *('nodes', 'calls', 'errors', 'extra_usage'),
   *('request_rewrites', 'response_rewrites'),
 )
-_POLL_S = 0.1
+_POLL_MS = 100
 
 
 def play(
@@ -69,7 +69,7 @@ def _receive(
     check()
     if time.monotonic() > end:
       raise TimeoutError('the env server did not finish the episode in time')
-    if not socket.poll(1000 * _POLL_S):
+    if not socket.poll(_POLL_MS):
       continue
     frames = socket.recv_multipart()
     if len(frames) != 3:
@@ -98,7 +98,7 @@ class GrowingTraces:
 
   def add(self, delta: dict[str, Any]) -> None:
     """Takes in a delta; a ValueError if it does not fit what came before."""
-    name = delta.get('trace')
+    name = str(delta.get('trace'))
     if delta.get('discard'):
       self._traces.pop(name, None)  # The server plays it once more.
       return

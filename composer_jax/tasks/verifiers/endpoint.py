@@ -159,7 +159,7 @@ class TokenRoute:
           return route.send(self, 413, {'message': f'{length} bytes'})
         route.answer(self, self.rfile.read(length))
 
-      def log_message(self, *_: Any) -> None:
+      def log_message(self, format: str, *args: Any) -> None:
         """Says nothing: a run's console has better lines."""
 
     self._server = server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
