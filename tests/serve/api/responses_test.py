@@ -179,5 +179,5 @@ def test_bad_requests_are_named(shared_client, more, param):
     _create(shared_client, **more)
   assert caught.value.body['param'] == param, caught.value.body
   # Nor does the message speak of chat completions.
-  for name in ('messages.', 'max_tokens', 'max_completion', 'response_format'):
+  for name in ('messages.0', 'max_tokens', 'max_completion', 'response_format'):
     assert name not in caught.value.body['message'] or name == param
