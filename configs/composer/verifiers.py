@@ -1,12 +1,17 @@
 """RL of an imported model on an environment of verifiers.
 
-  ./run.sh --config=configs/composer/verifiers.py:IMPORT,ENVIRONMENT,PYTHON \
-      --workdir=runs/verifiers
+  python -m experiments.composer --workdir=runs/verifiers \
+      --config=configs/composer/verifiers.py:IMPORT,ENVIRONMENT,PYTHON
 
 IMPORT is a folder made by experiments.hf_import, ENVIRONMENT the TOML file of
 an environment (experiments/examples/environments/ has three), PYTHON one that
-has verifiers. `...,PYTHON,smoke` is the shortest way through on a CPU: 20 steps
-on a model of random weights take FIGURES.
+has verifiers; see docs/how_to/own_environment.md. Not measured with a model
+that could solve one.
+
+`verifiers.py:IMPORT,ENVIRONMENT,PYTHON,smoke` is 20 steps of 8 episodes on a
+CPU. On the sums of addition.toml a tiny model of random weights learned to
+answer in digits: its reward went from 0.001 to 0.197, of 0.2 without a right
+sum, with a mismatch of at most 9e-13 at every step.
 """
 
 import ml_collections
@@ -44,5 +49,5 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.rl.max_staleness = 0
   if is_smoke:
     # Random weights learn only in large steps.
-    c.rl.update(steps=20, rollouts_per_prompt=4, learning_rate=3e-3)
+    c.rl.update(steps=20, rollouts_per_prompt=4, learning_rate=2e-2)
   return c

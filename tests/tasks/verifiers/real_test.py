@@ -108,7 +108,7 @@ def test_twenty_steps_train_with_the_mismatch_at_its_floor(
   assert [r['step'] for r in steps] == list(range(1, 21))
   for row in steps:
     # In float32 a probability that is recomputed differs by its last bits.
-    assert row['mismatch_kl'] < 1e-12
+    assert row['mismatch_kl'] < 1e-11
     assert (
       row['staleness'] == row['gate_breaches'] == row['infrastructure'] == 0
     )
