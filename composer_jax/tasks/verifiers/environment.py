@@ -132,8 +132,14 @@ class HarnessedEnvironment(environment.Environment):
         f'An episode of task {self.task_id!r} has {len(ours)} trainable '
         'agents; a rollout has one reward, so one may be.'
       )
-    if kept := traces.trained(ours, chain.trajectories()):
-      chain.keep(kept)
+    kept = traces.trained(ours, chain.trajectories())
+    if played['ok'] and not kept:
+      raise ValueError(
+        f'The trainable agent of task {self.task_id!r} asked another model '
+        'than the policy of this run: its config must name none.'
+      )
+    # A harness that the limits ended may not have had its last turn.
+    chain.keep(kept or range(chain.index + 1))
     if not played['ok']:
       return self._graded(0.0, records.UNFINISHED, policy.refusal)
     (trace,) = ours

@@ -96,8 +96,11 @@ class EnvProgram:
 
   def _read(self) -> None:
     assert self.process.stdout is not None
-    for line in self.process.stdout:
-      self._rows.put(json.loads(line))
+    try:
+      for line in self.process.stdout:
+        self._rows.put(json.loads(line))
+    except ValueError:  # Of a program that is no such Python.
+      self.process.kill()
     self._rows.put(None)
 
   def next_row(self) -> dict[str, Any] | None:

@@ -125,6 +125,9 @@ def test_too_few_tasks_and_equal_keys_are_refused(family):
 def test_a_program_that_ends_says_why(family, tmp_path):
   with pytest.raises(ValueError, match='cannot be run'):
     family(tasks__verifiers__python=f'{tmp_path}/none').check_files()
+  noise = '#!{python}\nprint("hello {count}")'
+  with pytest.raises(ValueError, match='ended'):
+    family(listing=noise, toml=f'{TOML}n = 3\n').check_files()
   # This one has no verifiers, unless somebody put it there.
   if importlib.util.find_spec('verifiers') is None:
     with pytest.raises(ValueError, match="'verifiers.*Install it there: pip"):

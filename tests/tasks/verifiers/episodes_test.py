@@ -241,6 +241,16 @@ def test_only_one_trainable_agent_may_be(play):
     play(changed(recorded('null'), judging))
 
 
+def test_an_agent_that_asks_another_model_is_refused(play):
+  def untrained(kind, fields):
+    for part in fields.get('nodes', ()) if kind == 'delta' else ():
+      part.update(mask=[False] * len(part['mask']), logprobs=[])
+    return fields
+
+  with pytest.raises(ValueError, match='asked another model than the policy'):
+    play(changed(recorded('null'), untrained))
+
+
 def ended(**changes):
   """A change of the episode's end, and of its traces'."""
 
