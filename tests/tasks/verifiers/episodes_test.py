@@ -159,6 +159,19 @@ def test_a_rewritten_history_trains_each_sampled_token_once(play):
   assert verdict.score == pytest.approx(0.2)
 
 
+def test_what_is_in_no_trainable_trace_is_left_out(play):
+  """As of a request that was sent again, or of a judge's."""
+  recording = recorded('null')
+  other = {**recording['bodies'][0], 'token_ids': [3, 4, 5]}
+  recording['bodies'].insert(0, other)
+  recording['turns'].insert(0, [9, 9])
+  chain, verdict = play(recording)
+  (window,) = chain.trajectories()
+  assert window.tokens_T[window.loss_mask_T].tolist() == recording['turns'][1]
+  assert [t.trajectory for t in chain.turns] == [0]
+  assert verdict.passed
+
+
 def test_versions_are_those_that_the_policy_gave(play):
   recording = recorded('bash')
   policy = scripted.ScriptedTokens(recording['turns'])

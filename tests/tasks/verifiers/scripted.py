@@ -23,7 +23,7 @@ class ScriptedTokens:
     held = self._held.setdefault(request.session, [])
     first = max(len(held) - 1, 0)  # The last token was not consumed yet.
     held += [*request.context_T.tolist(), *said]
-    draw = np.random.default_rng((len(held), len(self._held)))
+    draw = np.random.default_rng((len(held), sum(held)))
     # No router picks an expert twice.
     ids = [
       [draw.permutation(EXPERTS)[:ACTIVE] for _ in range(LAYERS)]
