@@ -17,13 +17,15 @@ class PuzzleData(v1.TaskData):
 
 
 class PuzzleTask(v1.Task[PuzzleData]):
+  """Pays what the scorer of the puzzle's kind gives."""
+
   @v1.reward(weight=1.0)
-  async def score(self, trace: v1.Trace) -> float:
+  async def answered(self, trace: v1.Trace) -> float:
     entry = self.data.entry
-    score = reasoning_gym.get_score_answer_fn(
-      entry['metadata']['source_dataset']
+    kind = entry['metadata']['source_dataset']
+    return float(
+      reasoning_gym.get_score_answer_fn(kind)(trace.last_reply, entry)
     )
-    return float(score(trace.last_reply, entry))
 
 
 class PuzzleConfig(v1.TasksetConfig):
