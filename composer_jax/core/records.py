@@ -94,7 +94,7 @@ class Verdict:
       INFRASTRUCTURE (sandbox or endpoint failed, not the policy).
     sandbox_level: isolation in which the tests ran ('unshare', 'microvm', ...).
     detail: one line for people.
-    score: what success earns, where it is not 1 or 0 by `passed`.
+    score: reward of success, where it is not 1 or 0 by `passed`.
   """
 
   passed: bool
