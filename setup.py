@@ -52,6 +52,10 @@ TASKS = ['pytest>=8.3']
 # A policy, or a model that judges rubrics, behind an endpoint of OpenAI's form.
 JUDGE = ['openai>=3.50']
 
+# Clients of verifiers' env servers, which run in environments of their own:
+# verifiers wants another openai.
+VERIFIERS = ['msgpack>=1.0', 'pyzmq>=26.0']
+
 # Sandboxes in the actors of a cluster; built for Python up to 3.14.
 FLEET = ["ray>=2.50; python_version < '3.15'"]
 
@@ -76,6 +80,7 @@ EXTRAS = {
     *FLEET,
     *JUDGE,
     *TASKS,
+    *VERIFIERS,
     'flask>=3.0',  # moto's server is made of it
     'flask-cors>=5.0',
     'httpx2>=2.0',  # of openai's client, too
@@ -98,6 +103,7 @@ EXTRAS = {
   'ray': FLEET,
   'judge': JUDGE,
   'tasks': TASKS,
+  'verifiers': VERIFIERS,
   'gpu': ['jax[cuda13]>=0.10'],
   'gpu_cuda12': ['jax[cuda12]>=0.10'],  # for drivers before 580
   'tpu': ['jax[tpu]>=0.10'],

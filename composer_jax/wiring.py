@@ -42,6 +42,7 @@ from composer_jax.tasks.practice import (
   mixed,
   pivots,
   repository,
+  verifiers,
 )
 from composer_jax.telemetry import progress
 from composer_jax.text import chat
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
   'deletion': repository.RepositoryTasks,
   'harbor': harbor.HarborTasks,
   'pivots': pivots.Pivots,
+  'verifiers': verifiers.VerifiersTasks,
 }
 FAMILIES['mixed'] = lambda spec: mixed.Mixed(
   spec, {name: make for name, make in FAMILIES.items() if name != 'mixed'}
@@ -212,10 +214,11 @@ def content_of(spec: specs.Spec) -> dict[str, str]:
 def rules_of(spec: specs.Spec) -> uploads.UploadRules:
   """What the rollouts of a run can be at most."""
   model, summary = spec.model, spec.summary
+  summaries = summary.max_summaries if summary.trigger else 0
   return uploads.UploadRules(
     members=spec.rl.rollouts_per_prompt,
     max_tokens=summary.limit(spec.episode.max_tokens),
-    max_windows=1 + (summary.max_summaries if summary.trigger else 0),
+    max_windows=max(1 + summaries, family_of(spec).max_windows),
     vocab_size=model.vocab_size,
     routes=codec.RouteScheme(
       num_experts=model.moe.num_experts,

@@ -25,10 +25,11 @@ HOST_ONLY = (
   'data/packing.py',
 )
 
-# Parts of these packages that train, place or sample, and need jax; and one
-# that stands in Harbor's own runner.
+# Parts of these packages that train, place or sample, and need jax; and those
+# that stand in Harbor's own runner and beside verifiers.
 WITH_JAX = (
   'composer_jax.tasks.harbor.provider',
+  'composer_jax.tasks.verifiers.env_server',
   'composer_jax.tasks.practice',
   'composer_jax.delta.checkpoints',
   'composer_jax.delta.commands',

@@ -85,6 +85,7 @@ BY_NAME = {
   'sandbox.remote.microvm.image': ('sandbox.remote.microvm.guest',),
   'tasks.grading.held_out': ('tasks.grading.call_plugin',),
   'tasks.harbor.export': ('tasks.harbor.provider',),
+  'tasks.verifiers.process': ('tasks.verifiers.env_server',),
   'tasks.grading.suites': (
     'tasks.grading.plain',
     'tasks.grading.stand_ins',

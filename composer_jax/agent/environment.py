@@ -80,6 +80,15 @@ class Environment(Protocol):
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; status INFRASTRUCTURE if broken."""
 
+  def drive(self, chain: Any, limits: Any) -> bool:
+    """Plays the whole episode by a harness of its own; false if it has none.
+
+    Args:
+      chain: `agent.window.Chain` by which the policy is asked.
+      limits: `agent.episode.EpisodeOptions` of the run.
+    """
+    return False
+
   def usage(self, tool: str) -> str:
     """Returns one line on how to call one of `tools`."""
     return tool
@@ -155,8 +164,10 @@ class TaskFamily(Protocol):
     axes: names of the held-out splits; the first gives a run's main figure.
     needs_execution: true if these tasks can only be judged by running code.
     finish_call: text of the tool call that ends an episode.
+    max_windows: most windows of an episode, where a harness of its own plays.
   """
 
+  max_windows: int = 1
   axes: tuple[str, ...]
   needs_execution: bool
   finish_call: str

@@ -80,8 +80,10 @@ def run(
     ends=chat.language_of(tokenizer).ends,
   )
   with contextlib.closing(env):
+    moments: list[environment.Moment] = []
     with contextlib.closing(chain):
-      moments = _interact(env, chain, tokenizer, options, summary)
+      if not env.drive(chain, options):
+        moments = _interact(env, chain, tokenizer, options, summary)
     verdict = env.verdict(bool(moments) and moments[-1].is_final)
     flags = env.flags
     earned, terms = rewards.score(

@@ -132,7 +132,7 @@ def score(
   calls = [t for t in played if t.outcome != turns.SUMMARY]
   failed_edits = (t.outcome == turns.FAILED_EDIT for t in calls)
   is_unfinished = verdict.status == records.UNFINISHED
-  success = float(verdict.passed)
+  success = float(verdict.passed if verdict.score is None else verdict.score)
   style = options.judged_reward * judged
   if verdict.status == records.INFRASTRUCTURE:
     style = 0.0

@@ -6,6 +6,7 @@ other tokens than those whose log-probabilities and routes were recorded.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +24,10 @@ class Window:
     self._parts: list[tuple[np.ndarray, ...]] = []
     self._routes: list[np.ndarray] = []
     self._consumed: list[np.ndarray] = []  # The versions of the routes.
+
+  @property
+  def tokens_T(self) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int32), *(p[0] for p in self._parts)])
 
   def append(
     self, context_T: np.ndarray, completion: records.Completion
@@ -127,6 +132,11 @@ class Chain:
   def _session(self) -> str:
     return f'{self.name}/{self.index}' if self.index else self.name
 
+  @property
+  def tokens_T(self) -> np.ndarray:
+    """The tokens of the growing window."""
+    return self._windows[-1].tokens_T
+
   def sample(
     self, context_T: np.ndarray, max_new_tokens: int
   ) -> records.Completion:
@@ -166,6 +176,20 @@ class Chain:
 
   def close(self) -> None:
     self.policy.close(self._session)
+
+  def trajectory(self) -> records.Trajectory:
+    """Returns the growing window as it is."""
+    return self._windows[-1].trajectory(self.temperature)
+
+  def keep(self, indices: Sequence[int]) -> None:
+    """Forgets all other windows and their turns; nothing is sampled after."""
+    places = {index: place for place, index in enumerate(indices)}
+    self._windows = [self._windows[index] for index in indices]
+    self.turns = [
+      dataclasses.replace(turn, trajectory=places[turn.trajectory])
+      for turn in self.turns
+      if turn.trajectory in places
+    ]
 
   def trajectories(self) -> tuple[records.Trajectory, ...]:
     return tuple(w.trajectory(self.temperature) for w in self._windows)

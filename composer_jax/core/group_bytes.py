@@ -111,6 +111,7 @@ _PLAIN: dict[Any, tuple[type, ...]] = {
   float: (float, int),
   str: (str,),
   int | None: (int, type(None)),
+  float | None: (float, int, type(None)),
 }
 
 

@@ -94,6 +94,7 @@ class Verdict:
       INFRASTRUCTURE (sandbox or endpoint failed, not the policy).
     sandbox_level: isolation in which the tests ran ('unshare', 'microvm', ...).
     detail: one line for people.
+    score: reward of success, where it is not 1 or 0 by `passed`.
   """
 
   passed: bool
@@ -102,12 +103,15 @@ class Verdict:
   status: str
   sandbox_level: str
   detail: str = ''
+  score: float | None = None
 
   def __post_init__(self):
     checks.one_of(self, 'status', VERDICT_STATUSES)
     is_count = 0 <= self.num_passed <= self.num_tests
     rule = f'lie in 0..num_tests ({self.num_tests})'
     checks.require(self, 'num_passed', is_count, rule)
+    if self.score is not None:
+      checks.require(self, 'score', np.isfinite(self.score), 'be finite')
     is_perfect = self.status == GRADED and self.num_passed == self.num_tests
     if self.passed and not is_perfect:
       raise ValueError(

@@ -109,6 +109,11 @@ class Grammars:
       reason = reason or 'no answer satisfies it'
       if 'panic' in reason:
         reason = 'the schema is too large'
+      if 'oneOf' in reason:
+        reason = (
+          'alternatives of a oneOf may overlap; write anyOf, or give each of '
+          'them a required property with a const of its own'
+        )
       raise errors.invalid(
         'Answers cannot be held to the schema of the response format or of a '
         f'tool: {reason}.',

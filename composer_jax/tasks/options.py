@@ -8,6 +8,7 @@ from composer_jax.tasks import scoring
 from composer_jax.tasks.harbor import environment as directories
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import environment, task_set
+from composer_jax.tasks.verifiers import options as harnesses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,18 +16,20 @@ class TaskOptions:
   """Where tasks come from, and the tools of their episodes.
 
   Attributes:
-    family: 'list_functions', whose tasks are generated; 'deletion', 'harbor'
-      and 'pivots', whose tasks are read from a folder; 'mixed', several of
-      these; or MODULE:CLASS, a family of your own.
+    family: 'list_functions', whose tasks are generated; 'deletion', 'harbor',
+      'pivots' and 'verifiers', whose tasks are read from a folder or a file;
+      'mixed', several of these; or MODULE:CLASS, a family of your own.
     folder: task set that `experiments.make_tasks` made; with 'harbor' a folder
-      of task directories, with 'pivots' a file of conversations; '' for
-      families that need none.
+      of task directories, with 'pivots' a file of conversations, with
+      'verifiers' the TOML file of an environment; '' for families that need
+      none.
     mixture: with 'mixed', parts in the form FAMILY:WEIGHT:FOLDER, and behind
       another colon the tools of a part if they differ.
     tiers: kinds of deletion, () for all.
     repository: tools of tasks on repositories; tasks of list functions have
       terse tools of their own.
     harbor: which task directories are played, and when they are solved.
+    verifiers: how environments of verifiers are run and graded.
     auditor: model that reads every episode before it is graded; none by
       default.
     rubric: what episodes are scored by beside their tests; none by default.
@@ -38,6 +41,7 @@ class TaskOptions:
   tiers: tuple[str, ...] = ()
   repository: environment.RepositoryOptions = environment.RepositoryOptions()
   harbor: directories.HarborOptions = directories.HarborOptions()
+  verifiers: harnesses.VerifiersOptions = harnesses.VerifiersOptions()
   auditor: auditors.AuditorOptions = auditors.AuditorOptions()
   rubric: scoring.RubricOptions = scoring.RubricOptions()
 

@@ -159,7 +159,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.parallel, c.fleet = dict(), dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository = dict(bounds=dict())
-  c.tasks.auditor, c.tasks.rubric, c.tasks.harbor = dict(), dict(), dict()
+  c.tasks.auditor, c.tasks.rubric = dict(), dict()
+  c.tasks.harbor, c.tasks.verifiers = dict(), dict()
   c.rl.mesh = dict()
   if arg == 'smoke':
     _shrink(c)

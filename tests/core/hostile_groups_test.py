@@ -67,6 +67,7 @@ def test_any_flipped_bit_or_cut_is_a_group_or_a_value_error():
     (lambda h: h['rollouts'][0].update(tools=[3]), 'Rollout.tools must be'),
     (lambda h: h['rollouts'][0].update(more=1), 'more'),
     (lambda h: h['rollouts'][0]['verdict'].update(passed=1), 'Verdict.passed'),
+    (lambda h: h['rollouts'][0]['verdict'].update(score='1'), 'Verdict.score'),
     (
       lambda h: h['rollouts'][0].update(reward_terms={'a': '1'}),
       'reward_terms',

@@ -174,10 +174,11 @@ class TemplateFormat:
   ) -> np.ndarray:
     """Raises errors.ApiError for what the template refuses."""
     listed = [t.model_dump(exclude_none=True) for t in tools] or None
-    if listed and not self._speech.lists_tools:
+    is_told = bool(listed) and not self._speech.lists_tools
+    if is_told and self._speech.calls not in call_formats.FORMATS:
       raise errors.invalid(
-        'The chat template of this checkpoint does not tell the model of '
-        'tools; describe them in a message.',
+        'The chat template of this checkpoint tells the model of no tools and '
+        'writes no calls; describe the tools in a message.',
         'tools',
         'unsupported_parameter',
       )
@@ -198,6 +199,9 @@ class TemplateFormat:
         content = _text(content, f'messages.{place}')
       message = _with_parsed_arguments(message)
       rendered.append({**message, 'role': role, 'content': content})
+    if is_told:
+      # DeepSeek-V3's template writes calls and leaves out the tools.
+      rendered, listed = _with_tools(rendered, listed or []), None
     try:
       return self._speech.encode(
         rendered, tools=listed, add_generation_prompt=True
@@ -373,6 +377,18 @@ def _parsed(call: Any, param: str) -> tuple[str, dict[str, Any]]:
   if not isinstance(arguments, dict) or not isinstance(name, str):
     raise errors.invalid(f'{param}: arguments must be an object.', param)
   return name, arguments
+
+
+def _with_tools(
+  messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  """Tells of tools at the end of the system's message, or in one before all."""
+  lines = [json.dumps(t['function'], ensure_ascii=False) for t in tools]
+  text = '\n'.join(['You may call these tools:', *lines])
+  first, rest = {'role': 'system', 'content': ''}, [*messages]
+  if rest and rest[0]['role'] == 'system':
+    first, *rest = rest
+  return [{**first, 'content': f'{first["content"]}\n\n{text}'.strip()}, *rest]
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

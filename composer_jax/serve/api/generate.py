@@ -18,15 +18,14 @@ token without a record has 65535 for every expert, in an array of uint16.
 """
 
 import asyncio
-import base64
 import json
 import secrets
 from typing import Any
 
-import numpy as np
 import pydantic
 
 from composer_jax.core import records
+from composer_jax.core.routes import vllm
 from composer_jax.serve import exchange, generation, metrics, service
 from composer_jax.serve.api import answers, errors, openai, requests
 
@@ -134,12 +133,13 @@ class GenerateApi:
     logprobs = None
     if params.logprobs is not None:
       pairs = zip(end.tokens_T.tolist(), end.logprobs_T.tolist(), strict=True)
-      content = [_entry(token, logprob) for token, logprob in pairs]
+      content = [vllm.entry(token, logprob) for token, logprob in pairs]
       logprobs = {'content': content}
     routes = None
     # Models without experts, and engines that keep no record, have none.
     if (end.consumed_expert_ids_TMA != records.NO_ROUTE).any():
-      routes = routed_experts(end, params.routed_experts_prompt_start)
+      start = params.routed_experts_prompt_start
+      routes = vllm.routed_experts(end.consumed_expert_ids_TMA, start)
     return {
       'index': index,
       'logprobs': logprobs,
@@ -147,24 +147,6 @@ class GenerateApi:
       'token_ids': end.tokens_T.tolist(),
       'routed_experts': routes,
     }
-
-
-def _entry(token: int, logprob: float) -> dict[str, Any]:
-  more = {'bytes': None, 'top_logprobs': []}
-  return {'token': f'token_id:{token}', 'logprob': logprob, **more}
-
-
-def routed_experts(end: records.Completion, start: int) -> dict[str, Any]:
-  """Returns the routes of a session's first request from token `start` on."""
-  ids_TMA = end.consumed_expert_ids_TMA[start:]
-  largest = int(ids_TMA.max(initial=0))
-  kept_TMA = ids_TMA.astype(np.uint8 if largest < 256 else '<u2')
-  return {
-    'data': base64.b64encode(kept_TMA.tobytes()).decode(),
-    'dtype': kept_TMA.dtype.name,
-    'shape': list(kept_TMA.shape),
-    'start': start,
-  }
 
 
 def _without_neutral(fields: Any) -> Any:

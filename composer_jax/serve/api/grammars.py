@@ -25,8 +25,7 @@ def tokens(ids: Iterable[int]) -> str:
 
 def of_schema(schema: Mapping[str, Any]) -> str:
   """Returns JSON of a schema as the body of a rule."""
-  # A union with a discriminator is oneOf, of which at most one fits anyway.
-  options = {'whitespace_pattern': _WHITE_SPACE, 'coerce_one_of': True}
+  options = {'whitespace_pattern': _WHITE_SPACE}
   return f'%json {json.dumps({**schema, "x-guidance": options})}'
 
 

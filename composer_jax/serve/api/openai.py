@@ -79,7 +79,8 @@ class OpenAI:
     answer = responses.ResponseAnswer(
       self._model.name, self._service.version, asked
     )
-    await self._chat(to, chat, answer)
+    with responses.own_names():
+      await self._chat(to, chat, answer)
 
   async def _chat(
     self, to: exchange.Exchange, asked: requests.ChatRequest, answer: AnyAnswer

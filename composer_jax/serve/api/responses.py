@@ -4,9 +4,11 @@ Nothing is stored: a request brings its whole conversation, and what refers to
 an earlier response is refused. An answer is a message, function calls, or both.
 """
 
+import contextlib
+import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -78,6 +80,34 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Parameters of chat completions by what a request here calls them.
+_NAMES = {
+  'messages': 'input',
+  'max_completion_tokens': 'max_output_tokens',
+  'max_tokens': 'max_output_tokens',
+  'response_format': 'text.format',
+  'logprobs': 'include',
+}
+# Messages are counted otherwise than items.
+_NAMED = re.compile(rf'\b({"|".join(_NAMES)})\b(?:\.\d+)?')
+
+
+@contextlib.contextmanager
+def own_names() -> Iterator[None]:
+  """Has errors of the chat request name the parameters of this API."""
+  try:
+    yield
+  except errors.ApiError as error:
+    own = lambda text: _NAMED.sub(lambda found: _NAMES[found[1]], text)
+    raise errors.ApiError(
+      error.status,
+      own(str(error)),
+      code=error.code,
+      param=own(error.param) if error.param else None,
+      details=error.details,
+    ) from error
+
+
 def parse(body: Any) -> tuple[ResponsesRequest, requests.ChatRequest]:
   """Returns a checked request, and the chat request that asks for the same.
 
@@ -113,7 +143,8 @@ def parse(body: Any) -> tuple[ResponsesRequest, requests.ChatRequest]:
   same = ('model', 'tool_choice', 'parallel_tool_calls', 'temperature', 'top_p')
   more = ('top_logprobs', 'stream', 'top_k', 'min_p', 'seed', 'stop_token_ids')
   fields |= {name: getattr(asked, name) for name in (*same, *more)}
-  return asked, requests.parse(requests.ChatRequest, fields)
+  with own_names():
+    return asked, requests.parse(requests.ChatRequest, fields)
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:

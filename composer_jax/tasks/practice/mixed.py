@@ -66,6 +66,7 @@ class Mixed(environments.TaskFamily):
     )
     self.needs_execution = any(p.family.needs_execution for p in parts)
     self.finish_call = parts[0].family.finish_call
+    self.max_windows = max(p.family.max_windows for p in parts)
     if len({p.family.finish_call for p in parts}) > 1:
       raise ValueError(
         'The families of --config.tasks.mixture end episodes by different '

@@ -12,7 +12,7 @@ from composer_jax.rollout import sessions
 from composer_jax.serve import generation
 from composer_jax.serve.api import chat_format, errors, requests
 from tests.hf.text import chat_template_test as templates
-from tests.hf.text import tokenizer_files
+from tests.hf.text import published_templates, tokenizer_files
 
 TOOLS = [
   requests.ToolSpec.model_validate(
@@ -207,8 +207,39 @@ def test_what_a_template_leaves_out_is_told(qwen):
   messages = [{'role': 'developer', 'content': 'Be brief'}, *USER]
   text = qwen[0].decode(form.encode(messages, []))
   assert text.split() == ['Be', 'brief;x;']
-  with pytest.raises(errors.ApiError, match='does not tell .* tools') as caught:
+  with pytest.raises(
+    errors.ApiError, match='tells the model of no tools'
+  ) as caught:
     form.encode(USER, TOOLS)
   assert (caught.value.status, caught.value.param) == (400, 'tools')
   with pytest.raises(errors.ApiError, match="'observation' and must be"):
     form.encode([{'role': 'observation', 'content': 'x'}], [])
+
+
+def test_deepseeks_tools_are_told_by_the_system(tmp_path):
+  """Its template leaves out tools, and writes the calls of earlier turns."""
+  folder = published_templates.write(tmp_path / 'model', 'deepseek_v3')
+  tokenizer, speech = published_templates.speech(folder)
+  form = chat_format.TemplateFormat(speech)
+  lines = [json.dumps(t.function.model_dump(exclude_none=True)) for t in TOOLS]
+  told = '\n'.join(['You may call these tools:', *lines])
+  text = lambda *messages, tools=TOOLS: tokenizer.decode(
+    form.encode([*messages], tools)
+  )
+  alone = text(*USER)
+  assert alone.startswith(f'<｜begin▁of▁sentence｜>{told}<｜User｜>x')
+  system = {'role': 'developer', 'content': 'Be brief'}
+  assert f'Be brief\n\n{told}<｜User｜>' in text(system, *USER)
+  assert 'You may call' not in text(system, *USER, tools=[])
+  call = {'name': 'read', 'arguments': '{"path": "a.py"}'}
+  turn = {'role': 'assistant', 'content': None}
+  turn['tool_calls'] = [{'id': 'a', 'type': 'function', 'function': call}]
+  said = text(*USER, turn, {'role': 'tool', 'content': 'text'})
+  assert '<｜tool▁sep｜>read' in said and 'output▁begin｜>text' in said
+  # And what it samples in that form comes back as calls.
+  (found,) = form.calls(
+    _written('deepseek').split('\n```<')[0]
+    + ('\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'),
+    TOOLS,
+  )
+  assert found.name == 'read'

@@ -3,11 +3,7 @@
 import base64
 import json
 
-import numpy as np
 import pytest
-
-from composer_jax.core import records
-from composer_jax.serve.api import generate
 
 PATH = '/inference/v1/generate'
 # As `renderers` sends it.
@@ -73,26 +69,6 @@ def test_routes_begin_where_they_are_asked_for(answer):
   routes = choice['routed_experts']
   # Ten tokens are consumed, of eleven.
   assert (routes['start'], routes['shape']) == (2, [8, 2, 2])
-
-
-@pytest.mark.parametrize('largest', [255, 256, records.NO_ROUTE])
-def test_ids_have_the_smallest_dtype_that_holds_them(largest):
-  ids_TMA = np.zeros((3, 1, 2), np.uint16)
-  ids_TMA[1] = largest
-  end = records.Completion(
-    session='s',
-    tokens_T=np.zeros(1, np.int32),
-    logprobs_T=np.zeros(1, np.float32),
-    policy_version_T=np.zeros(1, np.int32),
-    consumed_expert_ids_TMA=ids_TMA,
-    stopped=True,
-    routes_start=0,
-  )
-  routes = generate.routed_experts(end, 1)
-  assert routes['dtype'] == ('uint8' if largest == 255 else 'uint16')
-  data = base64.b64decode(routes['data'])
-  read = np.frombuffer(data, routes['dtype']).reshape(routes['shape'])
-  np.testing.assert_array_equal(read, ids_TMA[1:])
 
 
 @pytest.mark.parametrize(

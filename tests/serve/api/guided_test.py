@@ -143,6 +143,7 @@ def test_json_or_a_call(say):
     ({'type': 5}, 'type'),
     ({'type': 'string', 'pattern': '('}, 'regex'),
     ({'enum': []}, 'Unsatisfiable'),
+    ({'oneOf': [{'type': 'integer'}, {'type': 'number'}]}, 'write anyOf'),
   ],
 )
 def test_a_schema_that_cannot_be_held_to_is_refused(tokenizer, schema, words):
@@ -151,6 +152,33 @@ def test_a_schema_that_cannot_be_held_to_is_refused(tokenizer, schema, words):
   with pytest.raises(errors.ApiError, match='cannot be held') as caught:
     made.matcher(grammar)
   assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'text, fits', [('{"k":"a","n":1}', 1), ('{"k":"b","n":1}', 0), ('7', 1)]
+)
+def test_alternatives_that_exclude_each_other_are_held_to(
+  tokenizer, text, fits
+):
+  """As unions with a discriminator do: exactly one of them fits."""
+  alike = {'type': 'object', 'additionalProperties': False}
+  schema = {
+    'oneOf': [
+      {
+        **alike,
+        'properties': {'k': {'const': kind}, name: {'type': 'integer'}},
+        'required': ['k', name],
+      }
+      for kind, name in (('a', 'n'), ('b', 'm'))
+    ]
+    + [{'type': 'integer'}]
+  }
+  made = guides.Grammars(tokenizer, 400, (tokenizer.END, tokenizer.EOD))
+  grammar = grammars.whole('value', [f'value: {grammars.of_schema(schema)}'])
+  matcher = made.matcher(grammar)
+  ids = tokenizer.encode(text).tolist()
+  taken = matcher.try_consume_tokens(ids)
+  assert (taken == len(ids)) == fits
 
 
 def test_a_long_schema_is_refused_unread(tokenizer):

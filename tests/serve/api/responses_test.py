@@ -163,13 +163,21 @@ def test_a_schema(say, tokenizer):
       {'input': [{'role': 'user', 'content': [{'type': 'input_image'}]}]},
       'input.0.content',
     ),
-    ({'input': []}, 'messages'),
+    ({'input': []}, 'input'),
+    ({'max_output_tokens': 0}, 'max_output_tokens'),
+    ({'max_output_tokens': 10**6}, 'max_output_tokens'),
+    ({'input': 'x' * 5000}, 'input'),
+    ({'input': [{'role': 'poet', 'content': 'x'}]}, 'input.role'),
+    ({'extra_body': {'messages': []}}, 'messages'),
     ({'tool_choice': 'required'}, 'tool_choice'),
     ({'top_logprobs': 3}, 'top_logprobs'),
-    ({'text': {'format': {'type': 'json_schema'}}}, 'response_format'),
+    ({'text': {'format': {'type': 'json_schema'}}}, 'text.format'),
   ],
 )
 def test_bad_requests_are_named(shared_client, more, param):
   with pytest.raises(openai.BadRequestError) as caught:
     _create(shared_client, **more)
   assert caught.value.body['param'] == param, caught.value.body
+  # Nor does the message speak of chat completions.
+  for name in ('messages.0', 'max_tokens', 'max_completion', 'response_format'):
+    assert name not in caught.value.body['message'] or name == param
