@@ -1,0 +1,162 @@
+"""Users of known taste, who ask a server over HTTP and say what they think.
+
+Users of `web` like a comment at the end of a line and users of `data` do not;
+all want right code. They keep an edit or undo it, send a thumb now and then,
+and are annoyed by questions. Time is simulated: it passes at once.
+"""
+
+import dataclasses
+import itertools
+import random
+import threading
+from concurrent import futures
+from typing import Any
+
+import httpx2
+
+from experiments.studies.live import world
+
+LIKES_COMMENTS = {'web': True, 'data': False}
+# Chances that an edit is kept: right in the style of the domain, right in the
+# other, and wrong.
+KEPT_IN_STYLE, KEPT, KEPT_WRONG = 0.97, 0.4, 0.03
+_THUMBS, _GAP_S = 0.3, 60.0
+
+
+class Clock:
+  """Seconds that pass when somebody says so."""
+
+  def __init__(self, start: float = 1.8e9):
+    self._now, self._lock = start, threading.Lock()
+
+  def __call__(self) -> float:
+    with self._lock:
+      return self._now
+
+  def advance(self, seconds: float) -> None:
+    with self._lock:
+      self._now += seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+  """An episode that a user has to say something about."""
+
+  url: str
+  episode: str
+  withdrawal: str
+  task: world.LiveRequest
+  call: world.ReadCall
+
+
+@dataclasses.dataclass
+class Users:
+  """Users who come one after another, each with one request.
+
+  Attributes:
+    urls: addresses of the servers, by arm.
+    clock: clock of the servers.
+    seed: seed of requests and tastes.
+    quiet: share of users who never say anything.
+  """
+
+  urls: dict[str, str]
+  clock: Clock
+  seed: int = 0
+  quiet: float = 0.05
+
+  def __post_init__(self):
+    self._count = itertools.count()
+    self._http = httpx2.Client(timeout=60)
+    self.kept: list[Asked] = []
+
+  def come(self, count: int) -> list[Asked]:
+    """Has so many users ask, wait, and say what they think."""
+    first = [next(self._count) for _ in range(count)]
+    with futures.ThreadPoolExecutor(16, 'user') as pool:
+      asked = list(pool.map(self._ask, first))
+      # Longer than it takes to keep an edit.
+      self.clock.advance(3700.0)
+      list(pool.map(self._tell, asked))
+    self.clock.advance(7200.0)
+    self.kept += asked
+    return asked
+
+  def withdraw(self, asked: Asked) -> int:
+    body = {'withdrawal': asked.withdrawal}
+    return self._post(asked.url, '/v1/live/withdrawal', body)['episodes']
+
+  def close(self) -> None:
+    self._http.close()
+
+  def _ask(self, number: int) -> Asked:
+    task = world.LiveRequest(task_id=f'live/train/users-{self.seed}/{number}')
+    user = f'user-{self.seed}-{number}'
+    url = self.urls['control']
+    opened = self._post(
+      url,
+      '/v1/live/episodes',
+      {'user': user, 'consent': True, 'domain': task.package},
+    )
+    url = self.urls[opened['arm']]
+    answer = self._post(
+      url,
+      '/v1/chat/completions',
+      {
+        'messages': [{'role': 'user', 'content': task.prompt}],
+        'metadata': {'episode': opened['episode']},
+        'max_tokens': 24,
+        # Runs compare: the draws of a user depend on nothing else.
+        'seed': random.Random(user).getrandbits(40),
+      },
+    )
+    choice = answer['choices'][0]
+    text = choice['message']['content'] or ''
+    is_whole = choice['finish_reason'] == 'stop'
+    call = world.read(text) if is_whole else world.ReadCall(tool='')
+    return Asked(
+      url=url,
+      episode=opened['episode'],
+      withdrawal=opened['withdrawal'],
+      task=task,
+      call=call,
+    )
+
+  def _tell(self, asked: Asked) -> None:
+    draw = random.Random(f'tells/{asked.task.task_id}')
+    call = asked.call
+    outcome = 'ok' if call.tool else 'invalid'
+    # Said by the client itself, whatever the user does.
+    self._event(asked, 'call', 'tool_call', tool=call.tool, outcome=outcome)
+    likes = pleases(asked.task, call)
+    if draw.random() < self.quiet:
+      return
+    if call.tool == 'edit':
+      is_kept = draw.random() < likes
+      self._event(
+        asked, 'kept', 'edit_kept', value=float(is_kept), after_s=3650
+      )
+      if draw.random() < _THUMBS:
+        self._event(asked, 'thumb', 'thumb', value=2.0 * is_kept - 1)
+    else:
+      self._event(asked, 'next', 'follow_up', value=-0.5)
+
+  def _event(self, asked: Asked, name: str, kind: str, **fields: Any) -> None:
+    body = {'episode': asked.episode, 'id': name, 'kind': kind, **fields}
+    self._post(asked.url, '/v1/live/events', body)
+
+  def _post(self, url: str, path: str, body: Any) -> Any:
+    answer = self._http.post(url + path, json=body)
+    if answer.status_code != 200:
+      raise RuntimeError(f'{path}: {answer.status_code} {answer.text}')
+    return answer.json()
+
+
+def pleases(task: world.LiveRequest, call: world.ReadCall) -> float:
+  """Returns the chance that a user keeps what a call did."""
+  if call.tool != 'edit':
+    return 0.0
+  if call.code != world.CODE[task.item]:
+    return KEPT_WRONG
+  is_liked = call.is_commented == LIKES_COMMENTS[task.package]
+  return KEPT_IN_STYLE if is_liked else KEPT
