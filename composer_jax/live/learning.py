@@ -112,8 +112,15 @@ class Learner:
 
   @property
   def version(self) -> int:
-    """Version that all users get."""
+    """Version of the candidate; the promoted one, outside of a trial."""
     return int(self._state.step)
+
+  def served(self) -> dict[str, int]:
+    """Returns the versions of the stores that servers follow, by arm."""
+    return {
+      trial.CONTROL: self._base,
+      trial.CANDIDATE: self.version,
+    }
 
   def cycle(self, number: int) -> dict[str, Any]:
     """Runs a cycle to its end; returns its line, at once if it has ended.
@@ -246,7 +253,7 @@ class Learner:
     trial.begin(folder, running)
     try:
       while True:
-        rows = self._outcomes(running.name)
+        rows = self._outcomes(running.name, self.served())
         of = lambda arm, rows=rows: [r for r in rows if r['arm'] == arm]
         control, candidate = of(trial.CONTROL), of(trial.CANDIDATE)
         result = trial.judge(
@@ -273,8 +280,14 @@ class Learner:
     }
     return decision, about
 
-  def _outcomes(self, name: str) -> list[dict[str, Any]]:
-    """Returns rows of the judged episodes of a trial, oldest first."""
+  def _outcomes(
+    self, name: str, versions: Mapping[str, int]
+  ) -> list[dict[str, Any]]:
+    """Returns rows of the judged episodes of a trial, oldest first.
+
+    A server may take a moment to get the weights of its arm: what it answered
+    with others says nothing of the trial.
+    """
     rows = []
     for claim in self._episodes.ripe(self._ports.now()):
       if claim.trial != name:
@@ -285,7 +298,7 @@ class Learner:
       made = pricing.rollout_of(
         episode, self._options.prices, self._ports.judge
       )
-      if made.is_judged:
+      if made.is_judged and set(episode.policies) == {versions[claim.arm]}:
         rows.append(
           {
             'user': claim.user,
@@ -349,6 +362,7 @@ class Learner:
     policy = decoder.policy(self._state.variables())
     self._promoted.publish(policy, self.version)
     self._promoted.wait()
+    self._base = self.version
 
   def _finish(
     self,

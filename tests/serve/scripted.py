@@ -224,7 +224,15 @@ def wait_for(condition, seconds=10.0):
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
+def serving(
+  engine,
+  tokenizer,
+  form,
+  limits=LIMITS,
+  receiver=None,
+  token='',
+  recorder=None,
+):
   served = service.Service(engine, limits, receiver)
   model = openai.Model(
     name='tiny',
@@ -233,7 +241,9 @@ def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
     form=form,
   )
   hosts = http_server.hosts_of('127.0.0.1', token)
-  server = http_server.server_of(app.build(served, model, token, hosts), limits)
+  server = http_server.server_of(
+    app.build(served, model, token, hosts, recorder), limits
+  )
   with http_server.bind('127.0.0.1', 0, token) as sock:
     served.start()
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)

@@ -70,6 +70,10 @@ class Users:
     self._http = httpx2.Client(timeout=60)
     self.kept: list[Asked] = []
 
+  def skip(self, count: int) -> None:
+    """Leaves out the first users, who came before an interruption."""
+    self._count = itertools.count(count)
+
   def come(self, count: int) -> list[Asked]:
     """Has so many users ask, wait, and say what they think."""
     first = [next(self._count) for _ in range(count)]
