@@ -124,9 +124,14 @@ def paired_bound(changes_by_task: Sequence[Sequence[float]], alpha: float):
   sizes_N = np.array([len(c) for c in changes_by_task])
   sums_N = np.append(sums_N, -sizes_N.mean())
   sizes_N = np.append(sizes_N, sizes_N.mean())
+  # Tasks with the same result are drawn together, as a number of draws.
+  kinds_K2, counts_K = np.unique(
+    np.stack([sums_N, sizes_N], axis=1), axis=0, return_counts=True
+  )
+  shares_K = counts_K / counts_K.sum()
   rng = np.random.default_rng(0)
-  drawn_DN = rng.integers(len(sums_N), size=(_DRAWS, len(sums_N)))
-  means_D = sums_N[drawn_DN].sum(1) / sizes_N[drawn_DN].sum(1)
+  drawn_DK = rng.multinomial(len(sums_N), shares_K, size=_DRAWS)
+  means_D = (drawn_DK @ kinds_K2[:, 0]) / (drawn_DK @ kinds_K2[:, 1])
   return float(np.quantile(means_D, alpha, method='lower'))
 
 

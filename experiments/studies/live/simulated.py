@@ -70,6 +70,7 @@ def serving(
   engine = engines.Engine(
     policy.model, policy.variables, policy.version, options
   )
+  engine.warm()
   served = service.Service(engine, _LIMITS, policy.receiver, policy.target_id)
   model = openai.Model(
     name='live',

@@ -67,7 +67,7 @@ class Users:
 
   def __post_init__(self):
     self._count = itertools.count()
-    self._http = httpx2.Client(timeout=60)
+    self._http = httpx2.Client(timeout=300)
     self.kept: list[Asked] = []
 
   def skip(self, count: int) -> None:
