@@ -40,6 +40,11 @@ _SUITES = flags.DEFINE_string(
   'configs/suites/live.toml',
   'File of the pinned suites of the gate.',
 )
+_PATIENCE = flags.DEFINE_float(
+  'patience',
+  1.0,
+  'Factor on the chance that simulated users keep an edit; see the study.',
+)
 _LOOK_S = 10.0
 
 
@@ -63,7 +68,14 @@ def run(spec, systems, workdir, *, command):
     from experiments.studies.live import simulated
 
     return simulated.run(
-      spec, systems, workdir, command, folder, suites, _CYCLES.value
+      spec,
+      systems,
+      workdir,
+      command,
+      folder,
+      suites,
+      _CYCLES.value,
+      _PATIENCE.value,
     )
   recorded = episodes.Episodes(folder)
 

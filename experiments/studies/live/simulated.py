@@ -135,6 +135,7 @@ def run(
   folder: pathlib.Path,
   suites: Any,
   cycles: int,
+  patience: float,
 ) -> list[dict[str, Any]]:
   """Runs cycles, and pretraining and SFT before if need be; returns results.
 
@@ -170,6 +171,7 @@ def run(
       urls={arm: url for arm, (url, _) in served.items()},
       clock=clock,
       seed=spec.seed,
+      patience=patience,
     )
     stack.callback(crowd.close)
     crowd.skip(len(recorded.claims()))

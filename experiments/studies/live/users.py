@@ -58,12 +58,15 @@ class Users:
     clock: clock of the servers.
     seed: seed of requests and tastes.
     quiet: share of users who never say anything.
+    patience: factor on the chance that an edit is kept; users with little undo
+      almost any edit, which a policy may then learn to avoid.
   """
 
   urls: dict[str, str]
   clock: Clock
   seed: int = 0
   quiet: float = 0.05
+  patience: float = 1.0
 
   def __post_init__(self):
     self._count = itertools.count()
@@ -132,7 +135,7 @@ class Users:
     outcome = 'ok' if call.tool else 'invalid'
     # Said by the client itself, whatever the user does.
     self._event(asked, 'call', 'tool_call', tool=call.tool, outcome=outcome)
-    likes = pleases(asked.task, call)
+    likes = self.patience * pleases(asked.task, call)
     if draw.random() < self.quiet:
       return
     if call.tool == 'edit':
