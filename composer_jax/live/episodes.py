@@ -20,7 +20,7 @@ import os
 import pathlib
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -174,18 +174,23 @@ class Episodes:
       self.count('expired', 'episode', count)
     return count
 
-  def claims(self) -> list[tokens.Claim]:
-    """Returns the claims of all episodes there are, by name of the episode."""
+  def claims(self, but: Collection[str] = ()) -> list[tokens.Claim]:
+    """Returns the claims of all episodes, without those of these names."""
     found = []
     for path in (self.folder / _USERS).glob(f'*/*/{_CLAIM}'):
+      if path.parent.name in but:
+        continue
       with contextlib.suppress(FileNotFoundError):  # Withdrawn meanwhile.
         found.append(tokens.Claim(**files.read_json(path)))
     return sorted(found, key=lambda claim: claim.episode)
 
-  def ripe(self, now: float) -> list[tokens.Claim]:
-    """Returns answered episodes all of whose windows closed, oldest first."""
+  def ripe(self, now: float, but: Collection[str] = ()) -> list[tokens.Claim]:
+    """Returns answered episodes all of whose windows closed, oldest first.
+
+    Those of the names `but` are left out, and not even read.
+    """
     found = []
-    for claim in self.claims():
+    for claim in self.claims(but):
       known = self._seen(claim)
       ripe = events.ripe_at(known, self.windows)
       if ripe is not None and now > ripe:

@@ -250,10 +250,11 @@ class Learner:
     running = trial.Running(
       name=f'cycle-{plan.cycle}', share=options.trial.share
     )
+    known: dict[str, Any] = {}
     trial.begin(folder, running)
     try:
       while True:
-        rows = self._outcomes(running.name, self.served())
+        rows = self._outcomes(running.name, self.served(), known)
         of = lambda arm, rows=rows: [r for r in rows if r['arm'] == arm]
         control, candidate = of(trial.CONTROL), of(trial.CANDIDATE)
         result = trial.judge(
@@ -281,34 +282,41 @@ class Learner:
     return decision, about
 
   def _outcomes(
-    self, name: str, versions: Mapping[str, int]
+    self, name: str, versions: Mapping[str, int], known: dict[str, Any]
   ) -> list[dict[str, Any]]:
     """Returns rows of the judged episodes of a trial, oldest first.
 
     A server may take a moment to get the weights of its arm: what it answered
     with others says nothing of the trial.
+
+    Args:
+      name: name of the trial.
+      versions: version of each arm.
+      known: rows by name of the episode, None for one that does not count; new
+        ones are added.
     """
-    rows = []
-    for claim in self._episodes.ripe(self._ports.now()):
-      if claim.trial != name:
-        continue
-      episode = self._episodes.read(claim)
+    for claim in self._episodes.ripe(self._ports.now(), but=known):
+      episode = self._episodes.read(claim) if claim.trial == name else None
+      known[claim.episode] = None
       if episode is None:
         continue
+      sampled = {
+        int(v)
+        for window in episode.windows
+        for v in window.policy_version_T[window.loss_mask_T]
+      }
       made = pricing.rollout_of(
         episode, self._options.prices, self._ports.judge
       )
-      if made.is_judged and set(episode.policies) == {versions[claim.arm]}:
-        rows.append(
-          {
-            'user': claim.user,
-            'arm': claim.arm,
-            'satisfied': float(made.verdict.passed),
-            'num_invalid': made.num_invalid,
-            'tools': list(made.tools),
-          }
-        )
-    return rows
+      if made.is_judged and sampled == {versions[claim.arm]}:
+        known[claim.episode] = {
+          'user': claim.user,
+          'arm': claim.arm,
+          'satisfied': float(made.verdict.passed),
+          'num_invalid': made.num_invalid,
+          'tools': list(made.tools),
+        }
+    return [row for row in known.values() if row is not None]
 
   def _play(self, version: int) -> Mapping[str, Sequence[shipping.Row]]:
     identity = self._identity()

@@ -124,9 +124,7 @@ def draw(
   spent = known.spent()
   judged: list[grouping.JudgedRollout] = []
   left_out = collections.defaultdict[str, list[str]](list)
-  for claim in episodes.ripe(now):
-    if claim.episode in spent:
-      continue
+  for claim in episodes.ripe(now, but=spent):
     episode = episodes.read(claim)
     if episode is None:
       continue  # Withdrawn this moment.
