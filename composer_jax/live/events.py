@@ -26,7 +26,7 @@ LATE = 'late'  # after its window
 UNKNOWN = 'unknown'  # of an episode that was withdrawn, or has no answer yet
 FATES = (COUNTED, DOUBLE, EARLY, LATE, UNKNOWN)
 
-_MAX_TEXT = 8000
+_MAX_TEXT, _MAX_EVENTS = 8000, 1000
 _ID = re.compile(r'[\w.:-]{1,80}', re.ASCII)
 
 
@@ -163,7 +163,7 @@ def fate_of(
   """Says what becomes of an event that comes after others of its episode.
 
   Raises:
-    ValueError: another event has the same id.
+    ValueError: another event has the same id, or there are too many.
   """
   for known in before:
     if known.id == event.id:
@@ -173,6 +173,8 @@ def fate_of(
         f'The event {event.id!r} is known with other fields '
         f'({known.kind}, {known.value:g}); give each event an id of its own.'
       )
+  if len(before) >= _MAX_EVENTS:
+    raise ValueError(f'An episode has at most {_MAX_EVENTS} events.')
   last = answered_at(before)
   if last is None:
     return UNKNOWN

@@ -83,7 +83,10 @@ class Learner:
     ports: LivePorts,
   ):
     """Restores the last promoted version, or begins with the run's policy."""
-    self._job, self._episodes = job, episodes
+    # What has no end has no schedule that leads to one.
+    endless = dataclasses.replace(job.spec.rl, decay_steps=0)
+    spec = dataclasses.replace(job.spec, rl=endless)
+    self._job, self._episodes = dataclasses.replace(job, spec=spec), episodes
     self._options, self._ports = options, ports
     self._folder = job.workdir / FOLDER
     self._plans = plans.Plans(self._folder / 'cycles')
@@ -175,7 +178,7 @@ class Learner:
     timed('publish')
     return self._finish(plan, decision, about, seconds)
 
-  def _collect(self, number: int) -> plans.Plan:
+  def _collect(self, number: int) -> plans.CyclePlan:
     if self._options.keep_days:
       oldest = self._ports.now() - 86400 * self._options.keep_days
       self._episodes.expire(oldest)
@@ -200,7 +203,7 @@ class Learner:
           f'judged episodes of version {self.version}, and fewer are ripe.'
         )
 
-  def _train(self, plan: plans.Plan) -> None:
+  def _train(self, plan: plans.CyclePlan) -> None:
     """Trains on a plan, and publishes the result to the candidates."""
     base, spec = plan.base, self._job.spec
     whole = [
@@ -240,11 +243,11 @@ class Learner:
       save=lambda step, state, is_last: None,
       log=log,
     )
-    section = dataclasses.replace(spec.rl, steps=last)
+    section = dataclasses.replace(spec.rl, steps=last, warmup_steps=0)
     self._state = trainer_worker.run(self._state, learn, ports, section)
     self._candidates.wait()
 
-  def _try(self, plan: plans.Plan) -> tuple[str, dict[str, Any]]:
+  def _try(self, plan: plans.CyclePlan) -> tuple[str, dict[str, Any]]:
     """Lets users of both arms decide; returns the decision, and about it."""
     options, folder = self._options, self._episodes.folder
     running = trial.Running(
@@ -374,7 +377,7 @@ class Learner:
 
   def _finish(
     self,
-    plan: plans.Plan,
+    plan: plans.CyclePlan,
     decision: str,
     about: dict[str, Any],
     seconds: dict[str, float],

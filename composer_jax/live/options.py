@@ -38,7 +38,7 @@ class LiveOptions:
   judge_url: str = ''
   judge_model: str = ''
   prices: pricing.PriceOptions = pricing.PriceOptions()
-  gate: shipping.GateOptions = shipping.GateOptions()
+  gate: shipping.ShippingOptions = shipping.ShippingOptions()
   trial: trials.TrialOptions = trials.TrialOptions()
 
   def __post_init__(self):

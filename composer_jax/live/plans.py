@@ -25,7 +25,7 @@ UNJUDGED, VOID, OLD = 'unjudged', 'void', 'old'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class CyclePlan:
   """What a cycle trains on.
 
   Attributes:
@@ -57,7 +57,7 @@ class Plans:
   def __init__(self, folder: pathlib.Path):
     self._folder = folder
 
-  def load(self, cycle: int) -> Plan | None:
+  def load(self, cycle: int) -> CyclePlan | None:
     path = self._folder / f'{cycle:04d}' / _PLAN
     if not path.exists():
       return None
@@ -66,9 +66,9 @@ class Plans:
       tuple(tuple(group) for group in step) for step in fields.pop('steps')
     )
     left_out = {k: tuple(v) for k, v in fields.pop('left_out').items()}
-    return Plan(steps=steps, left_out=left_out, **fields)
+    return CyclePlan(steps=steps, left_out=left_out, **fields)
 
-  def save(self, plan: Plan) -> None:
+  def save(self, plan: CyclePlan) -> None:
     """Fixes a plan; a ValueError names episodes of an earlier one."""
     if again := plan.spent & self.spent():
       raise ValueError(
@@ -92,7 +92,7 @@ class Plans:
   def finish(self, cycle: int, result: Mapping[str, Any]) -> None:
     files.write_json(self._folder / f'{cycle:04d}' / _RESULT, dict(result))
 
-  def _all(self) -> Iterator[Plan]:
+  def _all(self) -> Iterator[CyclePlan]:
     for path in sorted(self._folder.glob(f'*/{_PLAN}')):
       if (plan := self.load(int(path.parent.name))) is not None:
         yield plan
@@ -113,7 +113,7 @@ def draw(
   now: float,
   fault_of: FaultOf,
   judge: pricing.FollowUpJudge | None = None,
-) -> Plan | None:
+) -> CyclePlan | None:
   """Plans a cycle of what is ripe; None if that is too little yet.
 
   Args:
@@ -152,7 +152,7 @@ def draw(
   judged = judged[: count * size]
   groups = grouping.similar(judged, options.similarity, size)
   satisfied = sum(e.rollout.reward > 0 for e in judged) / len(judged)
-  return Plan(
+  return CyclePlan(
     cycle=cycle,
     base=base,
     steps=_steps(
@@ -188,7 +188,7 @@ def _steps(
 
 def read_step(
   episodes: episodes_lib.Episodes,
-  plan: Plan,
+  plan: CyclePlan,
   step: int,
   options: options_lib.LiveOptions,
 ) -> tuple[list[records.Group], dict[int, float]]:

@@ -30,7 +30,7 @@ _DRAWS = 4000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GateOptions:
+class ShippingOptions:
   """What a candidate may lose.
 
   Attributes:
@@ -50,7 +50,7 @@ class GateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class GateFinding:
   """What the gate found of one domain, or of one canary.
 
   Attributes:
@@ -76,7 +76,7 @@ class GateResult:
   """Whether a candidate ships, and why."""
 
   ships: bool
-  findings: tuple[Finding, ...]
+  findings: tuple[GateFinding, ...]
 
   @property
   def reasons(self) -> list[str]:
@@ -143,7 +143,7 @@ def _of_pairs(
   sign: float,
   margin: float,
   alpha: float,
-) -> Finding:
+) -> GateFinding:
   of = lambda rows: {
     (r['task_id'], r['sample']): value(r)
     for r in rows
@@ -156,7 +156,7 @@ def _of_pairs(
   both = [key for key in old if key in new]
   bound = paired_bound(list(by_task.values()), alpha)
   mean = lambda known: float(np.mean([known[k] for k in both])) if both else 0.0
-  return Finding(
+  return GateFinding(
     name=name,
     episodes=len(both),
     before=mean(old),
@@ -171,7 +171,7 @@ def judge(
   before: Mapping[str, Sequence[Row]],
   after: Mapping[str, Sequence[Row]],
   prices: pricing.PriceOptions,
-  options: GateOptions,
+  options: ShippingOptions,
 ) -> GateResult:
   """Judges a candidate by the rows of pinned suites.
 
@@ -216,7 +216,7 @@ def judge_arms(
   control: Sequence[Row],
   candidate: Sequence[Row],
   prices: pricing.PriceOptions,
-  options: GateOptions,
+  options: ShippingOptions,
 ) -> GateResult:
   """Watches the canaries of a trial, whose episodes are not paired.
 
@@ -237,7 +237,7 @@ def judge_arms(
     nearest = high if sign > 0 else -low  # of a change for the worse, negative
     is_worse = nearest < 0 and sign * (after - before) < -options.canary_margin
     findings.append(
-      Finding(
+      GateFinding(
         name=f'{name} in the trial',
         episodes=min(counts[0][1], counts[1][1]),
         before=before,

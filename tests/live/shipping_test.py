@@ -9,7 +9,7 @@ import pytest
 from composer_jax.live import pricing, shipping, trial
 
 PRICES = pricing.PriceOptions()
-GATE = shipping.GateOptions()
+GATE = shipping.ShippingOptions()
 
 
 def rows(passed, tools=('edit',), invalid=0):
