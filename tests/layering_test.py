@@ -62,9 +62,9 @@ DOORS = {
 # Lines of the spine, with adapters, moments of eight bits and a trainer of
 # several processes. Since then 270 are seams of leased groups and the bounds
 # within which bytes of a worker are read, 90 scores by a rubric, 60 guides of
-# sampling, 60 a loss over large vocabularies and 10 seams of live use. Later work may add what its
-# issue states and no more: numerics 1,000, multi-token prediction and
-# speculation 900.
+# sampling, 60 a loss over large vocabularies and 10 seams of live use. Later
+# work may add what its issue states and no more: numerics 1,000, multi-token
+# prediction and speculation 900.
 SPINE_LINES = 23_150
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 2,400 leases of a fleet and its simulator, 3,300 other people's harnesses,

@@ -111,10 +111,15 @@ class Recorder:
     claim = self._claim(body.pop('episode', None), str(body.get('kind'))[:20])
     try:
       event = events.parse(body, self._now())
-      fate = await asyncio.to_thread(self._episodes.note, claim, event)
+      fate = await asyncio.to_thread(self._note, claim, event)
     except ValueError as error:
       raise errors.invalid(str(error), None, 'invalid_event') from error
     await to.answer({'fate': fate})
+
+  def _note(self, claim: tokens.Claim, event: events.Event) -> str:
+    # The answer that it is about may not be written yet.
+    self.settle()
+    return self._episodes.note(claim, event)
 
   async def withdraw(self, to: exchange.Exchange, body: Any) -> None:
     fields = _fields(body, ('withdrawal',))
@@ -176,7 +181,11 @@ class Recorder:
       seconds: float,
       policies: Mapping[int, str],
     ) -> None:
-      job = lambda: self._keep(claim, request, completion, seconds, policies)
+      # An event that comes next is after it, whenever this is written.
+      now = self._now()
+      job = lambda: self._keep(
+        claim, request, completion, policies, seconds=seconds, now=now
+      )
       try:
         self._waiting.put_nowait(job)
       except queue.Full:
@@ -186,7 +195,9 @@ class Recorder:
 
   def settle(self) -> None:
     """Returns once every answer that ended by now is written."""
-    self._waiting.join()
+    written = threading.Event()
+    self._waiting.put(written.set)
+    written.wait()
 
   def close(self) -> None:
     """Writes what is waiting, and ends the thread."""
@@ -205,8 +216,10 @@ class Recorder:
     claim: tokens.Claim,
     request: records.SampleRequest,
     completion: records.Completion,
-    seconds: float,
     policies: Mapping[int, str],
+    *,
+    seconds: float,
+    now: float,
   ) -> None:
     window = windows_lib.Window()
     window.append(request.context_T, completion)
@@ -219,7 +232,7 @@ class Recorder:
       trajectory,
       {v: policies.get(v, '') for v in versions},
       seconds=seconds,
-      now=self._now(),
+      now=now,
     )
     if not is_kept:
       self._episodes.count(events.UNKNOWN, events.ANSWERED)
@@ -232,9 +245,6 @@ class Recorder:
         # An answer that cannot be kept must not end the service.
         _log.warning('An answer is not kept: %s', error)
         self._episodes.count('failed', events.ANSWERED)
-      finally:
-        self._waiting.task_done()
-    self._waiting.task_done()
 
 
 def _fields(body: Any, known: Sequence[str]) -> dict[str, Any]:

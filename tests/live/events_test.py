@@ -112,6 +112,14 @@ def test_a_token_is_of_its_secret_and_claim_alone(tmp_path):
   # A token of one purpose is none of another.
   with pytest.raises(tokens.Forged):
     own.withdrawing(token)
+  # Nor is a pseudonym, which users get for any name they choose.
+  named = own.pseudonym('u'), own.pseudonym(token.rpartition('.')[0])
+  for check, forged in (
+    (own.withdrawing, f'u.{named[0]}'),
+    (own.claim, f'{token.rpartition(".")[0]}.{named[1]}'),
+  ):
+    with pytest.raises(tokens.Forged):
+      check(forged)
   assert own.withdrawing(own.withdrawal('u')) == 'u'
   assert (tmp_path / 'a' / tokens.SECRET).stat().st_mode & 0o77 == 0
 

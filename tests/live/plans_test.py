@@ -183,6 +183,7 @@ def test_withdrawn_episodes_are_in_no_later_batch(folder, tmp_path):
   folder.now += 200
   plan = draw(folder, known, 1)
   known.save(plan)
+  folder.open()  # Others come meanwhile.
   whole, baselines = plans.read_step(folder.episodes, plan, 0, OPTIONS)
   assert len(whole) == 1 and len(whole[0].rollouts) == 2
   withdrawn = folder.episodes.tokens.pseudonym('u0')

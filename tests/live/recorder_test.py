@@ -1,6 +1,7 @@
 """Consent, answers, events and withdrawal over HTTP, as a client does it."""
 
 import contextlib
+import threading
 
 import httpx2
 import numpy as np
@@ -76,6 +77,28 @@ def test_an_episode_is_kept_with_all_that_training_needs(
   fields = dict(episode=opened['episode'], id='a', kind='thumb', value=1)
   fates = [client.post('/v1/live/events', **fields)[1]['fate'] for _ in '12']
   assert fates == ['counted', 'double']
+
+
+def test_an_event_that_follows_at_once_counts(client, folder):
+  """However long the disk takes; an answer is as old as its last token."""
+  held, event = threading.Event(), dict(kind='thumb', value=1)
+  client.recorder._waiting.put(held.wait)
+  fates = []
+  for i in range(5):
+    _, opened = client.open()
+    metadata = {'episode': opened['episode']}
+    messages = [{'role': 'user', 'content': 'hi'}]
+    client.post('/v1/chat/completions', messages=messages, metadata=metadata)
+    folder.now += 40
+    body = dict(episode=opened['episode'], id=f'e{i}', **event)
+    if not held.is_set():
+      threading.Timer(0.2, held.set).start()
+    fates.append(client.post('/v1/live/events', **body)[1]['fate'])
+  assert fates == ['counted'] * 5
+  ends = [
+    folder.episodes.read(c).events[0].at for c in folder.episodes.claims()
+  ]
+  assert sorted(ends) == [1000.0, 1040.0, 1080.0, 1120.0, 1160.0]
 
 
 def test_without_consent_nothing_is_kept(client, folder):

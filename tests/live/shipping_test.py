@@ -174,8 +174,8 @@ def test_a_trial_without_result_goes_on_until_its_end():
 
 def test_a_decision_does_not_change_with_what_comes_later():
   first = decided(0.3, 0.9, 0)
-  old = np.zeros(300)
-  new = np.concatenate([np.ones(60), np.zeros(240)])
+  new = np.repeat([1.0, 0.0], [60, 240])
+  old = 1 - new
   early = trial.judge(old[:60], new[:60], OPTIONS)
   assert early.decision == first.decision == trial.PROMOTE
   assert trial.judge(old, new, OPTIONS).reason == early.reason

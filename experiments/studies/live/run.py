@@ -60,8 +60,9 @@ def _called(program: str, workdir: pathlib.Path, *words: str) -> None:
 
 def _arm(root: pathlib.Path, arm: str, cycles: int) -> list[results.Row]:
   start_of, workdir = root / 'start', root / arm
-  for program in ('pretrain', 'sft'):  # A finished stage does nothing.
-    _called(program, start_of)
+  if not (start_of / 'evaluation_sft.json').exists():
+    for program in ('pretrain', 'sft'):  # A finished stage does nothing.
+      _called(program, start_of)
   if not workdir.exists():
     partial = workdir.with_suffix('.partial')
     shutil.rmtree(partial, ignore_errors=True)
