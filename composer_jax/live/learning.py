@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.core import records
+from composer_jax.core import processes, records
 from composer_jax.delta import publisher, transport
 from composer_jax.live import episodes as episodes_lib
 from composer_jax.live import (
@@ -82,7 +82,16 @@ class Learner:
     options: options_lib.LiveOptions,
     ports: LivePorts,
   ):
-    """Restores the last promoted version, or begins with the run's policy."""
+    """Restores the last promoted version, or begins with the run's policy.
+
+    Raises:
+      ValueError: several processes share the run.
+    """
+    if processes.count() > 1:
+      raise ValueError(
+        f'Live learning runs in one process, and {processes.count()} share '
+        'this run: leave out --launch.'
+      )
     # What has no end has no schedule that leads to one.
     endless = dataclasses.replace(job.spec.rl, decay_steps=0)
     spec = dataclasses.replace(job.spec, rl=endless)
