@@ -81,7 +81,7 @@ class PinnedSuites:
     from composer_jax import wiring
     from composer_jax.tasks.practice import following
 
-    self._workdir, self._engine = workdir, None
+    self._workdir, self._engine, self._identity = workdir, None, ''
     self._suites, models = following.load(path)
     if models:
       raise ValueError(
@@ -103,8 +103,10 @@ class PinnedSuites:
         if self._engine is None:
           # Copied: the trainer donates its weights to the next step.
           self._engine = stages.make_engine(spec, _copied(values), version)
-        elif self._engine.version != version:
+        elif self._identity != identity:
+          # A number may come again, of another candidate.
           self._engine.swap(_copied(values), version)
+        self._identity = identity
         threads = spec.rollout.num_slots
         play_engine(
           spec,

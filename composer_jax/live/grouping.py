@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from composer_jax.core import records
+from composer_jax.live import episodes as episodes_lib
 from composer_jax.rl import advantage
 
 _SHINGLE = 4  # tokens
@@ -27,6 +28,17 @@ class JudgedRollout:
   user: str
   policies: Mapping[int, str]
   rollout: records.Rollout
+
+
+def of_episode(
+  episode: episodes_lib.LiveEpisode, rollout: records.Rollout
+) -> JudgedRollout:
+  return JudgedRollout(
+    domain=episode.claim.domain,
+    user=episode.claim.user,
+    policies=episode.policies,
+    rollout=rollout,
+  )
 
 
 def prompt_of(rollout: records.Rollout) -> np.ndarray:

@@ -320,7 +320,12 @@ class Learner:
       made = pricing.rollout_of(
         episode, self._options.prices, self._ports.judge
       )
-      if made.is_judged and sampled == {versions[claim.arm]}:
+      single = [grouping.of_episode(episode, made)]
+      group = grouping.group_of(0, single, claim.episode)
+      is_of_arm = sampled == {versions[claim.arm]}
+      # A version's number may come again, of another candidate.
+      is_of_arm = is_of_arm and not self._candidates.fault_of(group)
+      if made.is_judged and is_of_arm:
         known[claim.episode] = {
           'user': claim.user,
           'arm': claim.arm,

@@ -129,12 +129,7 @@ def draw(
     if episode is None:
       continue  # Withdrawn this moment.
     rollout = pricing.rollout_of(episode, options.prices, judge)
-    made = grouping.JudgedRollout(
-      domain=claim.domain,
-      user=claim.user,
-      policies=episode.policies,
-      rollout=rollout,
-    )
+    made = grouping.of_episode(episode, rollout)
     if not rollout.is_judged:
       left_out[UNJUDGED].append(claim.episode)
     elif fault_of(grouping.group_of(0, [made], claim.episode)):
@@ -213,15 +208,10 @@ def read_step(
     for name in names:
       episode = episodes.read(claims[name]) if name in claims else None
       if episode is not None:
-        terms = plan.terms[name]
-        members.append(
-          grouping.JudgedRollout(
-            domain=episode.claim.domain,
-            user=episode.claim.user,
-            policies=episode.policies,
-            rollout=pricing.rollout_of(episode, options.prices, settled=terms),
-          )
+        rollout = pricing.rollout_of(
+          episode, options.prices, settled=plan.terms[name]
         )
+        members.append(grouping.of_episode(episode, rollout))
         baselines[number] = float(baseline_of[name])
     if members:
       groups.append(grouping.group_of(number, members, f'live/{names[0]}'))

@@ -46,7 +46,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     rollouts_per_prompt=8,
     max_staleness=4,
     placement='colocated',
-    learning_rate=1e-3,
+    learning_rate=2e-3,
     rows=16,
     seq_len=64,
   )
@@ -58,6 +58,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # is wide enough for suites of a few hundred episodes.
     prices=dict(),
     gate=dict(margin=0.05, canary_margin=0.05, alpha=0.05),
-    trial=dict(share=0.5, margin=0.1, most_users=300),
+    trial=dict(share=0.5, margin=0.1, most_users=500),
   )
   return c

@@ -93,7 +93,7 @@ def _arm(root: pathlib.Path, arm: str, cycles: int) -> list[results.Row]:
 
 def _planted(root: pathlib.Path, satisfied: float) -> list[results.Row]:
   options = options_lib.LiveOptions(
-    gate=shipping.ShippingOptions(), trial=trial.TrialOptions(most_users=300)
+    gate=shipping.ShippingOptions(), trial=trial.TrialOptions()
   )
   versions = planted.rows_of(root / 'honest')
   rows = []

@@ -20,7 +20,7 @@ LIKES_COMMENTS = {'web': True, 'data': False}
 # Chances that an edit is kept: right in the style of the domain, right in the
 # other, and wrong.
 KEPT_IN_STYLE, KEPT, KEPT_WRONG = 0.97, 0.4, 0.03
-_THUMBS, _GAP_S = 0.3, 60.0
+_THUMBS = 0.3
 
 
 class Clock:
@@ -82,9 +82,11 @@ class Users:
     first = [next(self._count) for _ in range(count)]
     with futures.ThreadPoolExecutor(16, 'user') as pool:
       asked = list(pool.map(self._ask, first))
+      self.clock.advance(30.0)
+      list(pool.map(self._react, asked))
       # Longer than it takes to keep an edit.
       self.clock.advance(3700.0)
-      list(pool.map(self._tell, asked))
+      list(pool.map(self._keep, asked))
     self.clock.advance(7200.0)
     self.kept += asked
     return asked
@@ -129,24 +131,35 @@ class Users:
       call=call,
     )
 
-  def _tell(self, asked: Asked) -> None:
-    draw = random.Random(f'tells/{asked.task.task_id}')
-    call = asked.call
-    outcome = 'ok' if call.tool else 'invalid'
+  def _react(self, asked: Asked) -> None:
+    """Tells what tools and users say at once."""
+    call, outcome = asked.call, 'ok' if asked.call.tool else 'invalid'
     # Said by the client itself, whatever the user does.
     self._event(asked, 'call', 'tool_call', tool=call.tool, outcome=outcome)
-    likes = self.patience * pleases(asked.task, call)
-    if draw.random() < self.quiet:
+    is_kept, has_thumb, is_quiet = self._opinion(asked)
+    if is_quiet:
       return
-    if call.tool == 'edit':
-      is_kept = draw.random() < likes
-      self._event(
-        asked, 'kept', 'edit_kept', value=float(is_kept), after_s=3650
-      )
-      if draw.random() < _THUMBS:
-        self._event(asked, 'thumb', 'thumb', value=2.0 * is_kept - 1)
-    else:
+    if call.tool != 'edit':
       self._event(asked, 'next', 'follow_up', value=-0.5)
+    elif has_thumb:
+      self._event(asked, 'thumb', 'thumb', value=2.0 * is_kept - 1)
+
+  def _keep(self, asked: Asked) -> None:
+    """Tells an hour later what is left of an edit."""
+    is_kept, _, is_quiet = self._opinion(asked)
+    if asked.call.tool == 'edit' and not is_quiet:
+      what = {'value': float(is_kept), 'after_s': 3650}
+      self._event(asked, 'kept', 'edit_kept', **what)
+
+  def _opinion(self, asked: Asked) -> tuple[bool, bool, bool]:
+    """Returns whether a user keeps it, gives a thumb, and is quiet."""
+    draw = random.Random(f'opinion/{asked.task.task_id}')
+    likes = self.patience * pleases(asked.task, asked.call)
+    return (
+      draw.random() < likes,
+      draw.random() < _THUMBS,
+      draw.random() < self.quiet,
+    )
 
   def _event(self, asked: Asked, name: str, kind: str, **fields: Any) -> None:
     body = {'episode': asked.episode, 'id': name, 'kind': kind, **fields}
