@@ -173,7 +173,6 @@ def run(
       seed=spec.seed,
       patience=patience,
     )
-    stack.callback(crowd.close)
     crowd.skip(len(recorded.claims()))
     world = SimulatedWorld(
       crowd=crowd,

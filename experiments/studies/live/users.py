@@ -7,12 +7,13 @@ and are annoyed by questions. Time is simulated: it passes at once.
 
 import dataclasses
 import itertools
+import json
 import random
 import threading
+import urllib.error
+import urllib.request
 from concurrent import futures
 from typing import Any
-
-import httpx2
 
 from experiments.studies.live import world
 
@@ -60,6 +61,7 @@ class Users:
     quiet: share of users who never say anything.
     patience: factor on the chance that an edit is kept; users with little undo
       almost any edit, which a policy may then learn to avoid.
+    leaving: share of users who withdraw their consent in the end.
   """
 
   urls: dict[str, str]
@@ -67,11 +69,10 @@ class Users:
   seed: int = 0
   quiet: float = 0.05
   patience: float = 1.0
+  leaving: float = 0.02
 
   def __post_init__(self):
     self._count = itertools.count()
-    self._http = httpx2.Client(timeout=300)
-    self.kept: list[Asked] = []
 
   def skip(self, count: int) -> None:
     """Leaves out the first users, who came before an interruption."""
@@ -88,27 +89,24 @@ class Users:
       self.clock.advance(3700.0)
       list(pool.map(self._keep, asked))
     self.clock.advance(7200.0)
-    self.kept += asked
+    for each in asked:
+      draw = random.Random(f'leaves/{each.task.task_id}')
+      if draw.random() < self.leaving:
+        body = {'withdrawal': each.withdrawal}
+        _post(each.url, '/v1/live/withdrawal', body)
     return asked
-
-  def withdraw(self, asked: Asked) -> int:
-    body = {'withdrawal': asked.withdrawal}
-    return self._post(asked.url, '/v1/live/withdrawal', body)['episodes']
-
-  def close(self) -> None:
-    self._http.close()
 
   def _ask(self, number: int) -> Asked:
     task = world.LiveRequest(task_id=f'live/train/users-{self.seed}/{number}')
     user = f'user-{self.seed}-{number}'
     url = self.urls['control']
-    opened = self._post(
+    opened = _post(
       url,
       '/v1/live/episodes',
       {'user': user, 'consent': True, 'domain': task.package},
     )
     url = self.urls[opened['arm']]
-    answer = self._post(
+    answer = _post(
       url,
       '/v1/chat/completions',
       {
@@ -163,13 +161,19 @@ class Users:
 
   def _event(self, asked: Asked, name: str, kind: str, **fields: Any) -> None:
     body = {'episode': asked.episode, 'id': name, 'kind': kind, **fields}
-    self._post(asked.url, '/v1/live/events', body)
+    _post(asked.url, '/v1/live/events', body)
 
-  def _post(self, url: str, path: str, body: Any) -> Any:
-    answer = self._http.post(url + path, json=body)
-    if answer.status_code != 200:
-      raise RuntimeError(f'{path}: {answer.status_code} {answer.text}')
-    return answer.json()
+
+def _post(url: str, path: str, body: Any) -> Any:
+  request = urllib.request.Request(
+    url + path, json.dumps(body).encode(), {'content-type': 'application/json'}
+  )
+  try:
+    with urllib.request.urlopen(request, timeout=300) as answer:
+      return json.load(answer)
+  except urllib.error.HTTPError as error:
+    text = error.read().decode(errors='replace')
+    raise RuntimeError(f'{path}: {error.code} {text}') from error
 
 
 def pleases(task: world.LiveRequest, call: world.ReadCall) -> float:
