@@ -81,7 +81,8 @@ class PinnedSuites:
     from composer_jax import wiring
     from composer_jax.tasks.practice import following
 
-    self._workdir, self._engine, self._identity = workdir, None, ''
+    self._workdir, self._identity = workdir, ''
+    self._engine: Any = None
     self._suites, models = following.load(path)
     if models:
       raise ValueError(

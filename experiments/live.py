@@ -67,7 +67,7 @@ def run(spec, systems, workdir, *, command):
   if _USERS.value == 'simulated':
     from experiments.studies.live import simulated
 
-    return simulated.run(
+    simulated.run(
       spec,
       systems,
       workdir,
@@ -77,6 +77,7 @@ def run(spec, systems, workdir, *, command):
       _CYCLES.value,
       _PATIENCE.value,
     )
+    return
   recorded = episodes.Episodes(folder)
 
   def wait() -> bool:

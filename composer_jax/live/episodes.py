@@ -21,6 +21,7 @@ import pathlib
 import shutil
 import threading
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -332,7 +333,7 @@ def merged(
   # A server that was rolled back in between gives two windows.
   if first.policy_version_T[-1] > second.context_version_T[-1]:
     return None
-  parts = {
+  parts: Any = {
     name: np.concatenate([getattr(first, name), getattr(second, name)[count:]])
     for name in _SAMPLED
   }

@@ -71,7 +71,8 @@ class Recorder:
 
   async def open(self, to: exchange.Exchange, body: Any) -> None:
     fields = _fields(body, ('user', 'consent', 'domain'))
-    user, domain = fields.get('user'), fields.get('domain', 'all')
+    user: Any = fields.get('user')
+    domain: Any = fields.get('domain', 'all')
     for name, value in (('user', user), ('domain', domain)):
       if not isinstance(value, str) or not 1 <= len(value) <= 200:
         raise errors.invalid(

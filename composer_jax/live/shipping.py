@@ -107,7 +107,9 @@ def canaries(
   }
 
 
-def paired_bound(changes_by_task: Sequence[Sequence[float]], alpha: float):
+def paired_bound(
+  changes_by_task: Sequence[Sequence[float]], alpha: float
+) -> float:
   """Returns the lower bound of a mean change, by a bootstrap over tasks.
 
   Samples of a task are not independent, so that tasks are drawn. A task that
@@ -167,6 +169,15 @@ def _of_pairs(
   )
 
 
+def _whole(rows: Mapping[str, Sequence[Row]]) -> list[Row]:
+  """Returns the rows of all domains, with the domain in the name of a task."""
+  return [
+    {**row, 'task_id': f'{domain}/{row["task_id"]}'}
+    for domain in sorted(rows)
+    for row in rows[domain]
+  ]
+
+
 def judge(
   before: Mapping[str, Sequence[Row]],
   after: Mapping[str, Sequence[Row]],
@@ -195,16 +206,11 @@ def judge(
     )
     for name in sorted(before)
   ]
-  whole = [
-    [
-      {**row, 'task_id': f'{n}/{row["task_id"]}'}
-      for n in sorted(of)
-      for row in of[n]
-    ]
-    for of in (before, after)
-  ]
+  whole_before, whole_after = _whole(before), _whole(after)
   findings += [
-    _of_pairs(name, *whole, value, sign, options.canary_margin, level)
+    _of_pairs(
+      name, whole_before, whole_after, value, sign, options.canary_margin, level
+    )
     for name, (sign, value) in canaries(prices).items()
   ]
   return GateResult(

@@ -87,7 +87,7 @@ def arm_of(user: str, running: Running | None) -> str:
   return CANDIDATE if place < running.share else CONTROL
 
 
-def capital(differences: Sequence[float]) -> np.ndarray:
+def capital(differences: Sequence[float] | np.ndarray) -> np.ndarray:
   """Returns the bettors' mean capital after each difference in [-1, 1].
 
   It begins at 1. While every difference has a mean of at most 0, given those

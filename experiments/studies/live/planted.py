@@ -58,7 +58,7 @@ def _drawn(
   for domain, chances_N in chances_of.items():
     made[domain] = []
     for i, chance in enumerate(chances_N):
-      real = behaviour[draw.integers(len(behaviour))]
+      real = behaviour[int(draw.integers(len(behaviour)))]
       made[domain].append(
         {
           'task_id': f'{domain}/{i}',
