@@ -15,8 +15,9 @@ def test_each_cycle_has_a_line_with_its_seconds(tmp_path):
   times = dict(collect_s=1.04, train_s=2.0, gate_s=3.0, cycle_s=9.0)
   result(tmp_path, 1, episodes=256, satisfied=0.5, reward=-0.25, version=4,
          decision='promote', trial_s=3.0, **times)  # fmt: skip
-  result(tmp_path, 2, episodes=64, satisfied='x', decision='roll_back',
-         reason='web: lost <b>.', fates={'late': 2, 'counted': 9}, **times)  # fmt: skip
+  said = dict(reason='web: lost <b>.', fates={'late': 2, 'counted': 9})
+  refused = dict(episodes=64, satisfied='x', decision='roll_back')
+  result(tmp_path, 2, **refused, **said, **times)
   (tmp_path / 'live' / 'cycles' / '0003').mkdir()
   (tmp_path / 'live' / 'cycles' / '0003' / 'result.json').write_text('{"cy')
   run = run_data.load(tmp_path)
