@@ -13,7 +13,10 @@ _HEAD = (
   *('arm', 'cycle', 'episodes', 'satisfied', 'reward', 'decision', 'held by'),
   *('train, s', 'gate, s', 'trial, s', 'whole, s'),
 )
-_PLANTED = ('planted', 'count', 'passed the gate', 'shipped', 'share')
+_PLANTED = (
+  *('planted', 'rows drawn anew', 'count', 'passed the gate', 'shipped'),
+  'share',
+)
 
 
 def _line(cells) -> str:
@@ -44,7 +47,8 @@ def table(rows: list[results.Row]) -> str:
   for row in rows:
     if row['arm'] == 'planted':
       share = row['shipped'] / row['count']
-      counts = (row['count'], row['passed_gate'], row['shipped'])
+      counts = (row['drawn_anew'], row['count'])
+      counts += (row['passed_gate'], row['shipped'])
       lines.append(_line((row['stage'], *counts, f'{share:.3f}')))
   return ''.join(lines)
 

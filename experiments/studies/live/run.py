@@ -101,19 +101,26 @@ def _planted(root: pathlib.Path, satisfied: float) -> list[results.Row]:
     ('regression', _REGRESSIONS),
     ('improvement', _IMPROVEMENTS),
   ):
-    cases = planted.plant(
-      versions, satisfied, options, kind=kind, count=count, seed=0
-    )
-    rows.append(
-      {
-        'arm': 'planted',
-        'stage': kind,
-        'count': count,
-        'passed_gate': sum(c.passed_gate for c in cases),
-        'shipped': sum(c.shipped for c in cases),
-        'changes': [round(c.change, 4) for c in cases if c.shipped],
-      }
-    )
+    for share in (planted.redrawn_share(versions), 1.0):
+      cases = planted.plant(
+        versions,
+        satisfied,
+        options,
+        kind=kind,
+        share=share,
+        count=count,
+        seed=0,
+      )
+      rows.append(
+        {
+          'arm': 'planted',
+          'stage': kind,
+          'drawn_anew': round(share, 3),
+          'count': count,
+          'passed_gate': sum(c.passed_gate for c in cases),
+          'shipped': sum(c.shipped for c in cases),
+        }
+      )
   return rows
 
 
