@@ -268,7 +268,7 @@ case "$command" in
 and the commands test, bench, gpu_day, lint, docs, install and help."
     fi
     shift
-    if [[ "$command" == serve ]]; then
+    if [[ "$command" == serve || "$command" == live ]]; then
       install_jobs serve serve,tasks
     else
       install_jobs base tasks

@@ -22,6 +22,7 @@ from composer_jax.fleet.leases import documents, exchange, uploads
 from composer_jax.gate import health
 from composer_jax.hf import imported
 from composer_jax.hf.text import language as hf_language
+from composer_jax.live import options as live_options
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.plan import memory
@@ -73,6 +74,7 @@ SECTIONS = {
   'fleet': exchange.FleetOptions,
   'hints': hints.HintSection,
   'language': hf_language.LanguageOptions,
+  'live': live_options.LiveOptions,
 }
 _PLAIN = ('seed', 'initial', 'layout', 'accelerator')
 

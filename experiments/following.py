@@ -29,6 +29,111 @@ def fields_of(suite: Any) -> dict[str, Any]:
   return fields
 
 
+def play_engine(
+  spec: Any,
+  folder: pathlib.Path,
+  engine: Any,
+  source: pathlib.Path,
+  *,
+  url: str,
+  **fields: Any,
+) -> Any:
+  """Plays a suite with an engine of this process; returns its summary.
+
+  Args:
+    folder: folder of the results; what it has is not played again.
+    source: workdir of the run, with its tokenizer.
+    url: name of the policy in the results.
+    **fields: other fields of `evaluation.EvaluationOptions`.
+  """
+  from composer_jax import wiring
+  from composer_jax.rollout import server
+  from composer_jax.tasks.practice import evaluation
+
+  options = evaluation.EvaluationOptions(
+    policy='tokens',
+    url=url,
+    tokenizer=str(source / 'tokenizer.json'),
+    **fields,
+  )
+  policy = server.EnginePolicy(engine)
+  play = lambda: evaluation.evaluate(
+    spec, wiring.systems_of(spec), options, folder, remote=lambda: policy
+  )
+  try:
+    with futures.ThreadPoolExecutor(1, 'evaluation') as pool:
+      summary = pool.submit(play)
+      policy.serve(summary.done)
+      return summary.result()
+  finally:
+    policy.close()
+
+
+class PinnedSuites:
+  """Suites of a file, played by weights that a run has in memory.
+
+  Each version has a folder by the identity of its weights, so that the version
+  which is served is played once, however many candidates it is compared to.
+  """
+
+  def __init__(self, path: str, workdir: pathlib.Path):
+    """Reads the file and the config of each suite; plays nothing."""
+    from composer_jax import wiring
+    from composer_jax.tasks.practice import following
+
+    self._workdir, self._identity = workdir, ''
+    self._engine: Any = None
+    self._suites, models = following.load(path)
+    if models:
+      raise ValueError(
+        f'{path} names models behind endpoints, which no gate compares: leave '
+        'them out.'
+      )
+    self._specs = {s.name: wiring.spec_of(fields_of(s)) for s in self._suites}
+
+  def play(self, values: Any, version: int, identity: str) -> dict[str, Any]:
+    """Returns the rows of each suite, or of each of its packages."""
+    from composer_jax.pipeline import stages
+    from composer_jax.tasks.practice import evaluation
+
+    rows: dict[str, list[Any]] = {}
+    for suite in self._suites:
+      spec = self._specs[suite.name]
+      folder = self._workdir / 'live' / 'suites' / identity[:24] / suite.name
+      if not (folder / evaluation.SUMMARY).exists():
+        if self._engine is None:
+          # Copied: the trainer donates its weights to the next step.
+          self._engine = stages.make_engine(spec, _copied(values), version)
+        elif self._identity != identity:
+          # A number may come again, of another candidate.
+          self._engine.swap(_copied(values), version)
+        self._identity = identity
+        threads = spec.rollout.num_slots
+        play_engine(
+          spec,
+          folder,
+          self._engine,
+          self._workdir,
+          url=identity,
+          split=suite.split,
+          tasks=suite.tasks,
+          samples=suite.samples,
+          threads=threads,
+        )
+      played = list(evaluation.read(folder).values())
+      packages = sorted({row['package'] for row in played})
+      for package in packages:
+        name = f'{suite.name} {package}' if len(packages) > 1 else suite.name
+        rows[name] = [row for row in played if row['package'] == package]
+    return rows
+
+
+def _copied(values: Any) -> Any:
+  import jax
+
+  return jax.tree.map(lambda leaf: leaf.copy(), values)
+
+
 def follow(
   source: pathlib.Path,
   *,
@@ -52,7 +157,7 @@ def follow(
   from composer_jax.core import files
   from composer_jax.report import versions as page
   from composer_jax.rollout import engine as engines
-  from composer_jax.rollout import placing, server
+  from composer_jax.rollout import placing
   from composer_jax.serve import chat, endpoint, lifetime
   from composer_jax.tasks.practice import evaluation, following
 
@@ -102,20 +207,7 @@ def follow(
       )
       ask = chat.ChatClient(address, stream=False, fields={})
       return begin(options, lambda: ask)
-    options = evaluation.EvaluationOptions(
-      policy='tokens',
-      url=player,
-      tokenizer=str(source / 'tokenizer.json'),
-      **common,
-    )
-    policy = server.EnginePolicy(engine)
-    try:
-      with futures.ThreadPoolExecutor(1, 'evaluation') as pool:
-        summary = pool.submit(begin, options, lambda: policy)
-        policy.serve(summary.done)
-        return summary.result()
-    finally:
-      policy.close()
+    return play_engine(spec, folder, engine, source, url=player, **common)
 
   service = following.SuiteService(pinned, out, play)
   for model in models:

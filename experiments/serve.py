@@ -2,7 +2,11 @@
 
   python -m experiments.serve --source=runs/tiny
   python -m experiments.serve --source=runs/tiny --follow   # while RL runs
+<<<<<<< HEAD
   python -m experiments.serve --lend --store=s3://bucket/run --key=delta.key
+=======
+  python -m experiments.serve --source=runs/tiny --record=runs/live/record
+>>>>>>> livelearn
 
 It listens on 127.0.0.1 unless --host is set; see docs/how_to/serve.md.
 """
@@ -50,6 +54,18 @@ _ON_SWAP = flags.DEFINE_enum(
   ['keep', 'refresh'],
   'With --follow: go on with KV caches of older weights, or compute them anew.',
 )
+_RECORD = flags.DEFINE_string(
+  'record',
+  '',
+  'Folder that keeps episodes of users who consent, with events on them; see '
+  'docs/how_to/live.md. Default: nothing is kept.',
+)
+_ARM = flags.DEFINE_enum(
+  'arm',
+  'control',
+  ['control', 'candidate'],
+  'With --record: the arm of a trial whose weights this server has.',
+)
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.')
 _NAME = flags.DEFINE_string(
@@ -89,6 +105,17 @@ def _check_flags() -> None:
       )
   elif _STORE.value or _ON_SWAP.value:
     raise ValueError('--store and --on_swap need --follow; add it.')
+  if _ARM.value != 'control' and not _RECORD.value:
+    raise ValueError('--arm needs --record, the folder of the trial; add it.')
+
+
+def _recorder(fields):
+  if not _RECORD.value:
+    return None
+  from composer_jax.live import recorder
+
+  folder = pathlib.Path(_RECORD.value).absolute()
+  return recorder.recorder_of(folder, fields['record'], _ARM.value)
 
 
 def _main():
@@ -123,12 +150,29 @@ def _main():
 def _load(**options: Any) -> Any:
   from composer_jax.serve import lifetime
 
+<<<<<<< HEAD
   return lifetime.load(
     pathlib.Path(_SOURCE.value).absolute(),
     stage=_STAGE.value,
     follow=_FOLLOW.value,
     store=_STORE.value,
     **options,
+=======
+  lifetime.run(
+    functools.partial(
+      lifetime.load,
+      pathlib.Path(_SOURCE.value).absolute(),
+      stage=_STAGE.value,
+      follow=_FOLLOW.value,
+      store=_STORE.value,
+    ),
+    fields,
+    host=_HOST.value,
+    port=_PORT.value,
+    name=_NAME.value,
+    token=_token(),
+    recorder=_recorder(fields),
+>>>>>>> livelearn
   )
 
 

@@ -40,12 +40,14 @@ SYSTEMS = {
   'delta': ('hf',),
   'fleet': ('delta',),
   'serve': ('delta', 'hf', 'tasks'),
+  'live': ('delta', 'serve', 'tasks'),
 }
 
 # Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options', 'results'),
-  'tasks': ('practice.conversation',),
+  'tasks': ('judges', 'practice.conversation'),
+  'serve': ('api.errors', 'exchange', 'recording'),
   'hf': (
     'imported',
     'importing',
@@ -55,7 +57,7 @@ DOORS = {
     'text.language',
     'text.tokenizer',
   ),
-  'delta': ('format', 'store', 'subscriber', 'transport'),
+  'delta': ('format', 'publisher', 'store', 'subscriber', 'transport'),
 }
 
 # Lines of the spine, with adapters, moments of eight bits and a trainer of

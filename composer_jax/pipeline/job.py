@@ -269,8 +269,8 @@ def _leaving_nothing(workdir: pathlib.Path) -> Iterator[None]:
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # Folders may move, but their content may not change. No result depends on
   # the gate, which at most ends a run, on the transport of policies, nor, at
-  # staleness 0, on who samples.
-  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'fleet')
+  # staleness 0, on who samples. Live learning begins when all stages are over.
+  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'fleet', 'live')
   ignored += ('initial', 'tasks.folder', 'accelerator')
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG

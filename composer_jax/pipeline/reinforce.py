@@ -86,8 +86,10 @@ def _programs(
   return optimizer, functions
 
 
-def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
-  """Builds the step functions and the state: restored, or made from SFT."""
+def prepare(
+  job: jobs.Job, checkpoints: manager.Checkpoints, stage: str = 'sft'
+) -> StartOfRL:
+  """Builds the step functions and the state: restored, or made of a stage's."""
   spec, placement = job.spec, job.rl_placement
   for line in placement.lines:
     progress.teller('rl')(line)
@@ -107,7 +109,7 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
       variables, optimizer, with_teacher=follows, dtype=options.masters
     )
 
-  variables = stages.load_variables(job, 'sft', placement)
+  variables = stages.load_variables(job, stage, placement)
   places = train_state.shardings(
     jax.eval_shape(create, variables),
     placement.variables,
@@ -116,7 +118,7 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   )
   state = train_state.place(create, variables, places)
   teaches = bool(hints.weight) and hints.teacher == 'frozen'
-  # The policy of SFT, even if the state is restored from a later step.
+  # The policy that it began with, even if the state is of a later step.
   first = None
   if spec.rl.kl_coefficient or teaches:
     first = functions.policy(state)

@@ -22,6 +22,7 @@ from composer_jax.report import (
   episodes,
   figures,
   fleet,
+  live,
   metrics,
   reinforcement,
   run_data,
@@ -169,7 +170,13 @@ def build(run: run_data.RunData) -> str:
     workers=fleet.workers(run),
     worker_head=fleet.HEAD,
     leases=fleet.sentences(run),
+<<<<<<< HEAD
     histograms=fleet.histograms(run),
+=======
+    cycles=live.cycles(run),
+    cycle_head=live.HEAD,
+    of_cycles=live.sentences(run),
+>>>>>>> livelearn
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
     alarms=reinforcement.alarms(run),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from composer_jax.rl.hints import batching as hint_batching
 from composer_jax.rl.hints import distill
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
+
+Compare = Callable[[records.Group, np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,7 @@ def update(
   reference: Any = None,
   teacher: Any = None,
   gate: comparison.Gate | None = None,
+  compare: Compare = advantage.group_advantages,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`; returns the next state and the step's metrics.
 
@@ -207,6 +211,7 @@ def update(
     teacher: policy values of a frozen teacher that reads hints; None without
       one. A teacher that is an average is in `state`.
     gate: judges the records; None trains on whatever they are.
+    compare: (group, rewards_R) -> advantages_R.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.
@@ -215,7 +220,7 @@ def update(
   """
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
-  by_group = list(map(advantage.group_advantages, groups, rewards))
+  by_group = list(map(compare, groups, rewards))
   trained, advantages = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette import applications, exceptions, requests, responses, routing
 
-from composer_jax.serve import exchange, metrics, service
+from composer_jax.serve import exchange, metrics, recording, service
 from composer_jax.serve.api import errors, generate, openai, tokens
 
 
@@ -18,6 +18,7 @@ def build(
   model: openai.Model,
   token: str = '',
   hosts: Collection[str] | None = None,
+  recorder: recording.AnswerRecorder | None = None,
 ) -> applications.Starlette:
   """Returns the application.
 
@@ -27,9 +28,10 @@ def build(
     token: bearer token that requests must carry, but for /health and /ready; ''
       asks for none.
     hosts: Host names that requests may use; None allows any.
+    recorder: keeps episodes of users who consent; None keeps nothing.
   """
   figures = metrics.Metrics(served)
-  text_api = openai.OpenAI(served, figures, model)
+  text_api = openai.OpenAI(served, figures, model, recorder)
   tokens_api = tokens.TokensApi(served, figures, model.name)
   generate_api = generate.GenerateApi(served, figures, model.name)
 
@@ -68,6 +70,7 @@ def build(
     }
     await to.answer(fields, 200 if is_ready else 503)
 
+  recorded = recorder.routes() if recorder is not None else {}
   return applications.Starlette(
     routes=[
       route('POST', '/v1/chat/completions', text_api.chat),
@@ -78,6 +81,7 @@ def build(
       route('POST', '/v1/tokens', tokens_api.sample),
       route('POST', '/inference/v1/generate', generate_api.sample),
       route('DELETE', '/v1/tokens/sessions/{name:path}', tokens_api.close),
+      *(route('POST', path, do) for path, do in recorded.items()),
       route('GET', '/metrics', scrape),
       route('GET', '/health', health, is_open=True),
       route('GET', '/ready', ready, is_open=True),

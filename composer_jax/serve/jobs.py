@@ -8,6 +8,7 @@ from typing import Any
 
 from composer_jax.core import records
 from composer_jax.rollout import sessions
+from composer_jax.serve import recording
 from composer_jax.serve.api import errors
 
 # None says that the engine took all requests.
@@ -25,6 +26,7 @@ class SampleJob:
     guides: Sequence[sessions.Guide | None] = (),
     keep: bool = False,
     session_length: int | None = None,
+    on_end: recording.OnEnd | None = None,
   ):
     """Makes a SampleJob in the event loop that will read it.
 
@@ -36,10 +38,12 @@ class SampleJob:
       keep: true leaves the session open for a later request.
       session_length: tokens that the client expects in its session; None
         without one.
+      on_end: is told of each answer that ended; None for nobody.
     """
     self.requests = tuple(requests)
     self.guides = tuple(guides) or (None,) * len(self.requests)
     self.keep, self.session_length = keep, session_length
+    self.on_end = on_end
     self.opened = time.monotonic()
     self.unfinished = set(range(len(requests)))
     self._leave = leave

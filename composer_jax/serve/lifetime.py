@@ -67,6 +67,7 @@ def run(
   port: int,
   name: str = '',
   token: str = '',
+  recorder: Any = None,
 ) -> None:
   """Serves until a signal ends it.
 
@@ -75,6 +76,8 @@ def run(
     port: port to listen on; 0 takes a free one.
     name: name of the model; '' for that of the folder.
     token: bearer token that clients must send; '' asks for none.
+    recorder: a `recording.AnswerRecorder`, closed at the end; None keeps
+      nothing of what is served.
 
   Raises:
     ValueError: there is nothing to serve, or a package is missing.
@@ -119,10 +122,14 @@ def run(
     # Before anything can connect: requests are answered at once.
     print('Compiling.', flush=True)
     engine.warm(guided=True)
+<<<<<<< HEAD
     served = service.Service(engine, limits, policy.receiver, policy.guest)
+=======
+    served = service.Service(engine, limits, policy.receiver, policy.target_id)
+>>>>>>> livelearn
     hosts = http_server.hosts_of(host, token)
     server = http_server.server_of(
-      app.build(served, model, token, hosts), limits
+      app.build(served, model, token, hosts, recorder), limits
     )
     # uvicorn raises its signals again once it has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -138,6 +145,8 @@ def run(
       server.run([sock])
     finally:
       served.stop()
+      if recorder is not None:
+        recorder.close()
   if served.problem:
     print(f'At the end, version {served.version}: {served.problem}')
 

@@ -8,7 +8,7 @@ Produces: a reference swap in the engine's thread.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from composer_jax.delta import transport as receivers
 from composer_jax.rollout import engine as engines
@@ -25,11 +25,20 @@ class Policies:
     receiver: receivers.Receiver | None,
     interval_s: float,
     notify: Callable[[], None],
+    target_id: str = '',
   ):
     """Wraps an engine, which the thread that calls `serve_newest` steps.
 
-    `notify` is called when that has something to serve.
+    `notify` is called when that has something to serve; `target_id` is the
+    identity of the engine's weights, '' if nobody published them.
     """
+<<<<<<< HEAD
+=======
+    self.version = engine.version
+    # Of every version that was served: replaced, not changed, so that readers
+    # in other threads may keep it.
+    self.identities: Mapping[int, str] = {engine.version: target_id}
+>>>>>>> livelearn
     self.threads: list[threading.Thread] = []
     self._engine, self._refused, self._placing = engine, '', None
     if receiver is not None:
@@ -56,7 +65,13 @@ class Policies:
     if self._placing is not None and policy is not None:
       try:
         self._placing.drop(self._engine.switch(policy.variables))
+<<<<<<< HEAD
         self._refused = ''
+=======
+        self.version, self._refused = policy.version, ''
+        served = {policy.version: policy.target_id}
+        self.identities = {**self.identities, **served}
+>>>>>>> livelearn
       except ValueError as error:
         version = self._engine.version
         _log.warning('Version %d is served on: %s', version, error)

@@ -24,7 +24,7 @@ from composer_jax.core import records
 from composer_jax.delta import transport as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import sessions
-from composer_jax.serve import jobs, policies
+from composer_jax.serve import jobs, policies, recording
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
 
@@ -76,9 +76,15 @@ class Service:
     engine: engines.Engine,
     options: options_lib.ServeOptions,
     receiver: receivers.Receiver | None = None,
+<<<<<<< HEAD
     guest: EngineGuest | None = None,
   ):
     """Wraps an engine that nothing else touches, but through its guest."""
+=======
+    target_id: str = '',
+  ):
+    """Wraps an engine that nothing else touches; `target_id` its weights."""
+>>>>>>> livelearn
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
     self.state, self.num_open = SERVING, 0
@@ -101,6 +107,7 @@ class Service:
       receiver,
       options.poll_s,
       lambda: self._inbox.put(self._policies.serve_newest),
+      target_id,
     )
     self._threads = [thread, *self._policies.threads]
 
@@ -152,6 +159,7 @@ class Service:
     guides: Sequence[sessions.Guide | None] = (),
     keep: bool = False,
     session_length: int | None = None,
+    on_end: recording.OnEnd | None = None,
   ) -> jobs.SampleJob:
     """Queues requests for a SampleJob to await, or raises 429, 500 or 503."""
     job = jobs.SampleJob(
@@ -160,6 +168,7 @@ class Service:
       guides=guides,
       keep=keep,
       session_length=session_length,
+      on_end=on_end,
     )
     self._queue(job, lambda: self._submit(job))
     return job
@@ -329,6 +338,10 @@ class Service:
       return
     if isinstance(outcome, records.Completion):
       event: jobs.Event = outcome
+      if job.on_end is not None:
+        seconds = time.monotonic() - job.opened
+        known = self._policies.identities
+        job.on_end(job.requests[index], outcome, seconds, known)
     else:
       event = errors.ApiError(
         500,

@@ -41,4 +41,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     stall_s=60.0,  # without a step until /health says so
     poll_s=0.5,  # between looks at the store, with --follow
   )
+  # With --record, a folder keeps its own: seconds after the last answer within
+  # which events count; see live.events.WindowOptions.
+  c.record = dict(
+    edit_kept_s=7200.0,
+    follow_up_s=3600.0,
+    thumb_s=3600.0,
+    tool_call_s=600.0,
+    kept_after_s=3600.0,  # least age of an edit that is reported as kept
+  )
   return c

@@ -232,9 +232,15 @@ def serving(
   limits=LIMITS,
   receiver=None,
   token='',
+<<<<<<< HEAD
   guest=None,
 ):
   served = service.Service(engine, limits, receiver, guest)
+=======
+  recorder=None,
+):
+  served = service.Service(engine, limits, receiver)
+>>>>>>> livelearn
   model = openai.Model(
     name='tiny',
     tokenizer=tokenizer,
@@ -242,7 +248,9 @@ def serving(
     form=form,
   )
   hosts = http_server.hosts_of('127.0.0.1', token)
-  server = http_server.server_of(app.build(served, model, token, hosts), limits)
+  server = http_server.server_of(
+    app.build(served, model, token, hosts, recorder), limits
+  )
   with http_server.bind('127.0.0.1', 0, token) as sock:
     served.start()
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.serve import exchange, generation, guides, metrics, service
+from composer_jax.serve import (
+  exchange,
+  generation,
+  guides,
+  metrics,
+  recording,
+  service,
+)
 from composer_jax.serve.api import (
   answers,
   chat_format,
@@ -40,8 +47,13 @@ class Model:
 
 class OpenAI:
   def __init__(
-    self, served: service.Service, figures: metrics.Metrics, model: Model
+    self,
+    served: service.Service,
+    figures: metrics.Metrics,
+    model: Model,
+    recorder: recording.AnswerRecorder | None = None,
   ):
+    self._recorder = recorder
     self._service, self._figures, self._model = served, figures, model
     self._started = int(time.time())
     self._grammars = guides.Grammars(
@@ -180,6 +192,12 @@ class OpenAI:
       )
     ]
     made_guides = await self._guides(asked, grammar, len(sampled))
+    on_end = None
+    if self._recorder is not None:
+      changed = ['a constraint or penalty'] * bool(made_guides)
+      # The engine samples on where a stop string cuts the answer.
+      changed += ['stop'] * bool(asked.stops)
+      on_end = self._recorder.keeper(asked.metadata, sampled, changed)
     ends, tokenizer = sampled[0].stop_tokens, self._model.tokenizer
     choices = [
       generation.GrowingAnswer(i, tokenizer, ends, asked.stops, form, tools)
@@ -196,7 +214,8 @@ class OpenAI:
       )
       return answer.usage(num_prompt, num_sampled, cached)
 
-    async with self._service.open(sampled, guides=made_guides) as job:
+    opened = self._service.open(sampled, guides=made_guides, on_end=on_end)
+    async with opened as job:
       self._figures.prompt_tokens.inc(num_prompt)
       events = _held(generation.play(job, choices, self._figures), made_guides)
       if not asked.stream:

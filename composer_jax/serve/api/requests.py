@@ -43,7 +43,7 @@ _CODES = {
   'missing': 'missing_required_parameter',
 }
 # Parameters that change no answer.
-IGNORED = ('user', 'metadata', 'safety_identifier', 'prompt_cache_key')
+IGNORED = ('user', 'safety_identifier', 'prompt_cache_key')
 
 # Names of branches in unions.
 _BRANCHES = ('str', 'list[int]', 'list[str]', 'list[list[int]]')
@@ -81,6 +81,8 @@ class GenerationRequest(Sampling):
   frequency_penalty: float = pydantic.Field(default=0, ge=-2, le=2)
   presence_penalty: float = pydantic.Field(default=0, ge=-2, le=2)
   logit_bias: dict[str, float] = {}
+  # A server that records takes the name of an episode from it.
+  metadata: dict[str, Any] = {}
 
   @property
   def stops(self) -> list[str]:

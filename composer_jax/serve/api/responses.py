@@ -68,6 +68,7 @@ class ResponsesRequest(pydantic.BaseModel):
   min_p: float | None = None
   seed: int | None = None
   stop_token_ids: list[int] = []
+  metadata: dict[str, Any] = {}
 
 
 # Parameters that may be sent with values that ask for nothing.
@@ -142,6 +143,7 @@ def parse(body: Any) -> tuple[ResponsesRequest, requests.ChatRequest]:
   }
   same = ('model', 'tool_choice', 'parallel_tool_calls', 'temperature', 'top_p')
   more = ('top_logprobs', 'stream', 'top_k', 'min_p', 'seed', 'stop_token_ids')
+  more += ('metadata',)
   fields |= {name: getattr(asked, name) for name in (*same, *more)}
   with own_names():
     return asked, requests.parse(requests.ChatRequest, fields)

@@ -1,0 +1,1 @@
+"""Learning from live use: episodes with consent, rewards of users, shipping."""

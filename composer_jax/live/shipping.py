@@ -1,0 +1,258 @@
+"""The gate of a candidate: pinned suites per domain, and canaries.
+
+A candidate ships only if in every domain, and by every canary, it is shown to
+be at most a margin worse than the version before (an intersection-union test:
+each at level alpha, so that a candidate which is worse by the margin anywhere
+ships with probability alpha at most). Absence of evidence does not ship.
+
+Canaries watch behaviour that rewards of users can pay for by mistake (Cursor's
+real-time RL, March 2026): calls that are broken in order not to be judged, and
+questions asked in order not to edit.
+
+  invalid      share of episodes with a call that no tool takes; may not rise
+  asked_back   share that asks the user and edits nothing; may not rise
+  edited       share with an edit; may not fall
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import checks, records
+from composer_jax.live import pricing
+from composer_jax.telemetry import intervals
+
+Row = Mapping[str, Any]  # of `tasks.practice.evaluation`
+_DRAWS = 4000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShippingOptions:
+  """What a candidate may lose.
+
+  Attributes:
+    margin: loss of the pass rate of a domain that may not be, from 0 to 1.
+    canary_margin: change for the worse of a canary that may not be.
+    alpha: chance of shipping a candidate that loses a margin.
+  """
+
+  margin: float = 0.05
+  canary_margin: float = 0.05
+  alpha: float = 0.05
+
+  def __post_init__(self):
+    for name in ('margin', 'canary_margin', 'alpha'):
+      value = getattr(self, name)
+      checks.require(self, name, 0 < value < 1, 'lie between 0 and 1')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateFinding:
+  """What the gate found of one domain, or of one canary.
+
+  Attributes:
+    name: name of the domain or canary.
+    episodes: number of pairs of episodes, or of episodes of the smaller arm.
+    before, after: rates of both versions.
+    bound: one-sided bound of the change, at the level of the gate.
+    margin: change for the worse that the bound must exclude.
+    is_shown: true if it does.
+  """
+
+  name: str
+  episodes: int
+  before: float
+  after: float
+  bound: float
+  margin: float
+  is_shown: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateResult:
+  """Whether a candidate ships, and why."""
+
+  ships: bool
+  findings: tuple[GateFinding, ...]
+
+  @property
+  def reasons(self) -> list[str]:
+    """Returns a sentence for each finding that keeps the candidate back."""
+    return [
+      f'{f.name}: {f.before:.3f} before, {f.after:.3f} after; bound of the '
+      f'change {f.bound:+.3f} ({f.episodes} episodes), where {f.margin:g} for '
+      'the worse must be excluded.'
+      for f in self.findings
+      if not f.is_shown
+    ]
+
+
+def canaries(
+  prices: pricing.PriceOptions,
+) -> dict[str, tuple[float, Callable[[Row], float]]]:
+  """Returns the sign for the better, and the value of a row, by canary."""
+  return {
+    'invalid': (-1.0, lambda row: float(row['num_invalid'] > 0)),
+    'asked_back': (
+      -1.0,
+      lambda row: float(pricing.asks_back(row['tools'], prices)),
+    ),
+    'edited': (
+      1.0,
+      lambda row: float(any(t in prices.edit_tools for t in row['tools'])),
+    ),
+  }
+
+
+def paired_bound(
+  changes_by_task: Sequence[Sequence[float]], alpha: float
+) -> float:
+  """Returns the lower bound of a mean change, by a bootstrap over tasks.
+
+  Samples of a task are not independent, so that tasks are drawn. A task that
+  the candidate alone loses is added: without it no lost task in n would bound
+  the loss by 0, and with it by about 3 / n, as the rule of three does.
+
+  Args:
+    changes_by_task: for each task the change of each sample, from -1 to 1.
+    alpha: probability that the bound is above the true change.
+  """
+  if not changes_by_task:
+    return -1.0
+  sums_N = np.array([sum(c) for c in changes_by_task])
+  sizes_N = np.array([len(c) for c in changes_by_task])
+  sums_N = np.append(sums_N, -sizes_N.mean())
+  sizes_N = np.append(sizes_N, sizes_N.mean())
+  # Tasks with the same result are drawn together, as a number of draws.
+  kinds_K2, counts_K = np.unique(
+    np.stack([sums_N, sizes_N], axis=1), axis=0, return_counts=True
+  )
+  shares_K = counts_K / counts_K.sum()
+  rng = np.random.default_rng(0)
+  drawn_DK = rng.multinomial(len(sums_N), shares_K, size=_DRAWS)
+  means_D = (drawn_DK @ kinds_K2[:, 0]) / (drawn_DK @ kinds_K2[:, 1])
+  return float(np.quantile(means_D, alpha, method='lower'))
+
+
+def _of_pairs(
+  name: str,
+  before: Sequence[Row],
+  after: Sequence[Row],
+  value: Callable[[Row], float],
+  sign: float,
+  margin: float,
+  alpha: float,
+) -> GateFinding:
+  of = lambda rows: {
+    (r['task_id'], r['sample']): value(r)
+    for r in rows
+    if r['status'] != records.INFRASTRUCTURE
+  }
+  old, new = of(before), of(after)
+  by_task = collections.defaultdict[str, list[float]](list)
+  for key in sorted(old.keys() & new.keys()):
+    by_task[key[0]].append(sign * (new[key] - old[key]))
+  both = [key for key in old if key in new]
+  bound = paired_bound(list(by_task.values()), alpha)
+  mean = lambda known: float(np.mean([known[k] for k in both])) if both else 0.0
+  return GateFinding(
+    name=name,
+    episodes=len(both),
+    before=mean(old),
+    after=mean(new),
+    bound=sign * bound,
+    margin=margin,
+    is_shown=bound > -margin,
+  )
+
+
+def _whole(rows: Mapping[str, Sequence[Row]]) -> list[Row]:
+  """Returns the rows of all domains, with the domain in the name of a task."""
+  return [
+    {**row, 'task_id': f'{domain}/{row["task_id"]}'}
+    for domain in sorted(rows)
+    for row in rows[domain]
+  ]
+
+
+def judge(
+  before: Mapping[str, Sequence[Row]],
+  after: Mapping[str, Sequence[Row]],
+  prices: pricing.PriceOptions,
+  options: ShippingOptions,
+) -> GateResult:
+  """Judges a candidate by the rows of pinned suites.
+
+  Args:
+    before, after: rows of the version that is served and of the candidate, by
+      domain; each domain is tested by itself, canaries on all of them.
+
+  Raises:
+    ValueError: the domains differ, or there is none.
+  """
+  if not before or before.keys() != after.keys():
+    raise ValueError(
+      'A gate compares the same domains, at least one; got '
+      f'{sorted(before)} and {sorted(after)}.'
+    )
+  passed = lambda row: float(row['passed'])
+  level = options.alpha
+  findings = [
+    _of_pairs(
+      name, before[name], after[name], passed, 1.0, options.margin, level
+    )
+    for name in sorted(before)
+  ]
+  whole_before, whole_after = _whole(before), _whole(after)
+  findings += [
+    _of_pairs(
+      name, whole_before, whole_after, value, sign, options.canary_margin, level
+    )
+    for name, (sign, value) in canaries(prices).items()
+  ]
+  return GateResult(
+    ships=all(f.is_shown for f in findings), findings=tuple(findings)
+  )
+
+
+def judge_arms(
+  control: Sequence[Row],
+  candidate: Sequence[Row],
+  prices: pricing.PriceOptions,
+  options: ShippingOptions,
+) -> GateResult:
+  """Watches the canaries of a trial, whose episodes are not paired.
+
+  A trial is too short to exclude a small change by itself, which the suites
+  did. It is stopped by a canary that has changed for the worse by more than the
+  margin, if the whole 95 % interval is for the worse (Newcombe, 1998).
+  """
+  findings = []
+  for name, (sign, value) in canaries(prices).items():
+    counts = [
+      (int(sum(value(row) for row in rows)), len(rows))
+      for rows in (control, candidate)
+    ]
+    if not (counts[0][1] and counts[1][1]):
+      continue
+    before, after = (part / whole for part, whole in counts)
+    low, high = intervals.difference(*counts)
+    nearest = high if sign > 0 else -low  # of a change for the worse, negative
+    is_worse = nearest < 0 and sign * (after - before) < -options.canary_margin
+    findings.append(
+      GateFinding(
+        name=f'{name} in the trial',
+        episodes=min(counts[0][1], counts[1][1]),
+        before=before,
+        after=after,
+        bound=sign * nearest,
+        margin=options.canary_margin,
+        is_shown=not is_worse,
+      )
+    )
+  return GateResult(
+    ships=all(f.is_shown for f in findings), findings=tuple(findings)
+  )

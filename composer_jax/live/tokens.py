@@ -1,0 +1,110 @@
+"""Tokens that name an episode of a user who consented; nobody else makes them.
+
+A token is its claim and an HMAC of it, so that a server checks an event without
+a look at any file. Users are kept under a pseudonym, which is a keyed hash of
+what the client calls them: the folder of episodes names nobody.
+"""
+
+import base64
+import binascii
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import os
+import pathlib
+import secrets
+
+SECRET = 'secret'
+_BYTES = 32
+
+
+class Forged(ValueError):
+  """A token that this service did not make."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+  """What a token says of its episode.
+
+  Attributes:
+    episode: name of the episode, random.
+    user: pseudonym of the user.
+    domain: domain of the request, such as a product or a language.
+    arm: 'control' or 'candidate', whose weights answer.
+    trial: name of the trial that drew the arm; '' outside of one.
+  """
+
+  episode: str
+  user: str
+  domain: str
+  arm: str
+  trial: str = ''
+
+
+class Tokens:
+  """Makes and checks tokens with a secret."""
+
+  def __init__(self, secret: bytes):
+    self._secret = secret
+
+  @classmethod
+  def of_folder(cls, folder: pathlib.Path) -> 'Tokens':
+    """Reads the secret of a folder, which the first process makes."""
+    path = folder / SECRET
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+      made = folder / f'{SECRET}.{secrets.token_hex(4)}'
+      with open(os.open(made, os.O_CREAT | os.O_WRONLY, 0o600), 'wb') as file:
+        file.write(secrets.token_bytes(_BYTES))
+      # Of two that start together, one links its secret first.
+      with contextlib.suppress(FileExistsError):
+        os.link(made, path)
+      made.unlink()
+    secret = path.read_bytes()
+    if len(secret) != _BYTES:
+      raise ValueError(
+        f'{path} has {len(secret)} bytes and must have {_BYTES}; bring the '
+        'secret back that was there, or the tokens of users are void.'
+      )
+    return cls(secret)
+
+  def pseudonym(self, user: str) -> str:
+    return self._mac('user', user.encode())
+
+  def sign(self, claim: Claim) -> str:
+    data = json.dumps(dataclasses.asdict(claim), sort_keys=True).encode()
+    text = base64.urlsafe_b64encode(data).decode()
+    return f'{text}.{self._mac("episode", data)}'
+
+  def claim(self, token: str) -> Claim:
+    """Returns what a token says; `Forged` if it was not signed here."""
+    text, _, mac = token.rpartition('.')
+    try:
+      data = base64.urlsafe_b64decode(text.encode())
+    except (binascii.Error, UnicodeEncodeError):
+      data = b''
+    if not _equal(mac, self._mac('episode', data)):
+      raise Forged('The token of the episode was not made by this service.')
+    return Claim(**json.loads(data))
+
+  def withdrawal(self, user: str) -> str:
+    """Returns the token by which a user, given as pseudonym, withdraws."""
+    return f'{user}.{self._mac("withdrawal", user.encode())}'
+
+  def withdrawing(self, token: str) -> str:
+    """Returns the pseudonym of a withdrawal token; `Forged` as `claim`."""
+    user, _, mac = token.rpartition('.')
+    if not _equal(mac, self._mac('withdrawal', user.encode())):
+      raise Forged('The token of withdrawal was not made by this service.')
+    return user
+
+  def _mac(self, purpose: str, data: bytes) -> str:
+    whole = purpose.encode() + b'\0' + data
+    return hmac.new(self._secret, whole, hashlib.sha256).hexdigest()[:40]
+
+
+def _equal(given: str, right: str) -> bool:
+  # In constant time; bytes, since texts must be ASCII for it.
+  return hmac.compare_digest(given.encode(errors='replace'), right.encode())

@@ -1,0 +1,60 @@
+"""What the report says of a run that learns from live use."""
+
+import json
+from typing import Any
+
+from composer_jax.report import run_data
+
+HEAD = (
+  *('cycle', 'episodes', '% satisfied', 'reward', 'decision', 'version'),
+  *('collect, s', 'train, s', 'gate, s', 'trial, s', 'whole, s'),
+)
+_SECONDS = ('collect_s', 'train_s', 'gate_s', 'trial_s', 'cycle_s')
+
+
+def _results(run: run_data.RunData) -> list[dict[str, Any]]:
+  """Reads what became of each cycle; leaves out what is damaged."""
+  found = []
+  for path in sorted((run.workdir / 'live' / 'cycles').glob('*/result.json')):
+    try:
+      row = json.loads(path.read_text())
+    except (OSError, ValueError):
+      continue
+    if isinstance(row, dict):
+      found.append(row)
+  return found
+
+
+def cycles(run: run_data.RunData) -> list[tuple[Any, ...]]:
+  """Returns a row for each cycle; `HEAD` names the columns."""
+  rows = []
+  for row in _results(run):
+    of = lambda name, row=row: run_data.number(row.get(name))
+    shares = [of('satisfied'), of('reward')]
+    shares[0] = None if shares[0] is None else 100 * shares[0]
+    shown = [of('cycle'), of('episodes'), *shares]
+    seconds = [of(name) for name in _SECONDS]
+    rows.append(
+      (
+        *('' if v is None else v for v in shown),
+        str(row.get('decision', '')),
+        '' if of('version') is None else of('version'),
+        *('' if v is None else round(v, 1) for v in seconds),
+      )
+    )
+  return rows
+
+
+def sentences(run: run_data.RunData) -> list[str]:
+  """Says why candidates were held back, and what became of events."""
+  results = _results(run)
+  texts = [
+    f'Cycle {row.get("cycle")}: {row["reason"]}'
+    for row in results
+    if row.get('decision') != 'promote' and row.get('reason')
+  ]
+  fates = results[-1].get('fates') if results else None
+  if isinstance(fates, dict) and fates:
+    counts = ', '.join(f'{name} {fates[name]}' for name in sorted(fates))
+    texts.append(f'Events and episodes by fate: {counts}.')
+  return texts

@@ -1,0 +1,161 @@
+"""Plants regressions and improvements before the gate and the trial.
+
+The code that decides is that of a cycle, and what it is given are the rows of a
+real run on the pinned suites. A planted version has the rows of a real one, of
+which a share is drawn anew: as many as differ between two versions of the run,
+which play with the same random numbers; or all of them, as if they did not. A
+regression then loses 1 to 3 margins of the pass rate in one domain, and its
+users do not see it (the worst case: a trial that cannot help). An improvement
+mends as many failures as gain 0.03 to 0.1 in every domain, and its users are as
+much more satisfied.
+"""
+
+import collections
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.live import options as options_lib
+from composer_jax.live import shipping, trial
+from composer_jax.tasks.practice import evaluation
+from composer_jax.telemetry import writer
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def rows_of(workdir: pathlib.Path) -> list[Rows]:
+  """Returns the rows of the versions that a run's gate has seen, in order."""
+  published = [
+    row['target_id'][:24]
+    for row in writer.read(workdir / 'live')
+    if row['stage'] == 'delta'
+  ]
+  found = []
+  for name in dict.fromkeys(published):
+    rows: Rows = collections.defaultdict(list)
+    for suite in sorted((workdir / 'live' / 'suites' / name).glob('*')):
+      for row in evaluation.read(suite).values():
+        rows[f'{suite.name} {row["package"]}'].append(row)
+    if rows:
+      found.append({d: sorted(of, key=_task) for d, of in rows.items()})
+  return found
+
+
+def _task(row: Mapping[str, Any]) -> tuple[str, int]:
+  return row['task_id'], row['sample']
+
+
+def redrawn_share(versions: Sequence[Rows]) -> float:
+  """Returns the share of rows that are drawn anew from version to version.
+
+  It is the share whose verdict differs, over that of independent draws.
+  """
+  shares = []
+  for old, new in itertools.pairwise(versions):
+    for domain in old:
+      before, after = (
+        np.array([r['passed'] for r in of[domain]], float) for of in (old, new)
+      )
+      apart = before.mean() * (1 - after.mean())
+      apart += after.mean() * (1 - before.mean())
+      if apart:
+        shares.append((before != after).mean() / apart)
+  return float(np.clip(np.mean(shares), 0, 1)) if shares else 1.0
+
+
+def changed(
+  rows: Sequence[Mapping[str, Any]],
+  change: float,
+  share: float,
+  draw: np.random.Generator,
+) -> list[dict[str, Any]]:
+  """Returns the rows of another version, whose pass rate is `change` higher.
+
+  Args:
+    share: share of rows that are drawn anew from all of them.
+  """
+  rate = float(np.mean([row['passed'] for row in rows]))
+  made = []
+  for row in rows:
+    other = row
+    if draw.random() < share:
+      other = rows[int(draw.integers(len(rows)))]
+    said = {k: other[k] for k in ('passed', 'num_invalid', 'tools')}
+    if change < 0 and said['passed'] and draw.random() < -change / rate:
+      said['passed'] = False
+    if (
+      change > 0 and not said['passed'] and draw.random() < change / (1 - rate)
+    ):
+      said = {'passed': True, 'num_invalid': 0, 'tools': ['edit']}
+    made.append({**row, **said})
+  return made
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlantedCase:
+  """A planted version, and whether it shipped."""
+
+  kind: str
+  change: float
+  passed_gate: bool
+  shipped: bool
+
+
+def plant(
+  versions: Sequence[Rows],
+  satisfied: float,
+  options: options_lib.LiveOptions,
+  *,
+  kind: str,
+  share: float,
+  count: int,
+  seed: int,
+) -> list[PlantedCase]:
+  """Plants so many versions of a kind, and has them judged.
+
+  Args:
+    versions: real rows of versions, each of which is served in turn; of
+      improvements those that fail a tenth or more in every domain.
+    satisfied: share of satisfied users of the served version.
+    share: share of rows that are drawn anew.
+  """
+  served = [
+    rows
+    for rows in versions
+    if kind == 'regression'
+    or all(np.mean([r['passed'] for r in of]) <= 0.9 for of in rows.values())
+  ]
+  cases = []
+  for number in range(count):
+    draw = np.random.default_rng((seed, number))
+    before = served[number % len(served)]
+    if kind == 'regression':
+      change, gain = -options.gate.margin * draw.uniform(1, 3), 0.0
+      hit = {str(draw.choice(sorted(before)))}
+    else:
+      change = gain = draw.uniform(0.03, 0.1)
+      hit = set(before)
+    after = {
+      domain: changed(of, change if domain in hit else 0.0, share, draw)
+      for domain, of in before.items()
+    }
+    result = shipping.judge(before, after, options.prices, options.gate)
+    users = draw.random((2, options.trial.most_users))
+    tried = trial.judge(
+      (users[0] < satisfied).astype(float),
+      (users[1] < min(1.0, satisfied + gain)).astype(float),
+      options.trial,
+    )
+    cases.append(
+      PlantedCase(
+        kind=kind,
+        change=float(change),
+        passed_gate=result.ships,
+        shipped=result.ships and tried.decision == trial.PROMOTE,
+      )
+    )
+  return cases

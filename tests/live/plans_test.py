@@ -1,0 +1,243 @@
+"""Rewards, baselines, and plans in which nothing stands twice."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from composer_jax.live import grouping, options, plans, pricing
+from composer_jax.rl import advantage
+from composer_jax.tasks import judges
+from tests.live.conftest import window
+
+PRICES = pricing.PriceOptions()
+OPTIONS = options.LiveOptions(steps=2, least_steps=1, max_age=2)
+
+
+def said(folder, *events, **opened):
+  claim = folder.open(**opened)
+  folder.answer(claim)
+  folder.now += 70
+  start = folder.now
+  for i, (kind, fields) in enumerate(events):
+    # A tool says at once what it thinks.
+    folder.now = (
+      start - 65 if kind in ('tool_call', 'thumb', 'follow_up') else start
+    )
+    assert folder.tell(claim, kind, name=f'e{i}', **fields) == 'counted'
+  folder.now = start
+  return pricing.rollout_of(folder.episodes.read(claim), PRICES)
+
+
+def test_the_reward_is_the_sum_of_its_terms(folder):
+  rollout = said(
+    folder,
+    ('tool_call', dict(tool='edit')),
+    ('tool_call', dict(outcome='invalid')),
+    ('tool_call', dict(tool='run', outcome='failed')),
+    ('follow_up', dict(value=-1.0)),
+    ('thumb', dict(value=1.0)),
+    ('edit_kept', dict(value=0.75, after_s=65)),
+  )
+  assert rollout.reward_terms == {
+    'kept': 0.5, 'follow_up': -0.5, 'thumb': 0.5, 'invalid': -1.0,
+    'failed': -0.1,
+  }  # fmt: skip
+  assert rollout.reward == pytest.approx(-0.6)
+  assert rollout.tools == ('edit', '', 'run') and rollout.num_invalid == 1
+
+
+def test_silence_is_a_status_and_no_reward(folder):
+  silent = said(folder)
+  used = said(folder, ('tool_call', dict(tool='edit')))
+  for rollout in (silent, used):
+    assert not rollout.is_judged and rollout.not_judged == 'no word of the user'
+  # A broken call is a word, whatever the user says: it cannot be a way out.
+  broken = said(folder, ('tool_call', dict(outcome='invalid')))
+  assert broken.is_judged and broken.reward == -PRICES.invalid
+  asked = said(folder, ('tool_call', dict(tool='ask')))
+  assert asked.is_judged and asked.reward == -PRICES.asked
+
+
+def test_a_model_judges_follow_ups_and_its_failure_is_a_status(folder):
+  claim = folder.open()
+  folder.answer(claim)
+  folder.tell(claim, 'follow_up', text='No! Undo that.')
+  episode = folder.episodes.read(claim)
+
+  class Model:
+    def answer(self, instructions, questions, record):
+      assert record == 'No! Undo that.'
+      return {'mood': judges.Answer(choice='dissatisfied', reason='undo')}
+
+  judge = pricing.follow_up_judge(Model())
+  assert pricing.rollout_of(episode, PRICES, judge).reward == -0.5
+
+  def fails(text):
+    raise judges.JudgeError('no answer')
+
+  for judge, reason in ((None, 'no model'), (fails, 'no answer')):
+    rollout = pricing.rollout_of(episode, PRICES, judge)
+    assert not rollout.is_judged and reason in rollout.not_judged
+
+
+def test_baselines_leave_the_episode_itself_out():
+  """n / (n - 1) times the distance from the mean of the domain."""
+  rewards = np.array([1.0, 0.0, 0.0, 4.0, 2.0, 7.0])
+  domains = ['a', 'a', 'a', 'b', 'b', 'c']
+  gained_N = rewards - grouping.baselines(domains, rewards)
+  np.testing.assert_allclose(
+    gained_N, [1.0, -0.5, -0.5, 2.0, -2.0, 7.0 - 7 / 5]
+  )
+  alone = rewards[:3]
+  np.testing.assert_allclose(
+    alone - grouping.baselines(['a'] * 3, alone), 1.5 * (alone - alone.mean())
+  )
+  assert grouping.baselines(['a'], [3.0]) == [3.0]  # It teaches nothing.
+  # An unbiased baseline: it does not move with the episode's own reward.
+  other = rewards.copy()
+  other[0] = 100.0
+  assert grouping.baselines(domains, other)[0] == 0.0
+
+
+def made(folder, prompt, kept, user, domain='web'):
+  claim = folder.judged(kept, made=window(prompt), user=user, domain=domain)
+  episode = folder.episodes.read(claim)
+  return grouping.JudgedRollout(
+    domain=domain,
+    user=claim.user,
+    policies=episode.policies,
+    rollout=pricing.rollout_of(episode, PRICES),
+  )
+
+
+def test_similar_prompts_of_different_users_make_a_group(folder):
+  base = tuple(range(100, 120))
+  near = (*base[:-1], 5)  # 16 of 18 runs of four tokens are in both.
+  episodes = [
+    made(folder, base, True, 'a'),
+    made(folder, near, False, 'b'),
+    made(folder, base, True, 'a'),  # The same user has one place.
+    made(folder, base, True, 'c', domain='data'),
+    made(folder, base[::-1], True, 'd'),
+    made(folder, base, True, 'e'),
+  ]
+  groups = grouping.similar(episodes, 0.8, 8)
+  assert groups == [[0, 1, 5], [2], [3], [4]]
+  assert grouping.similar(episodes, 0.95, 8)[0] == [0, 5]
+  assert max(map(len, grouping.similar(episodes, 0.8, 2))) == 2
+
+
+def test_groups_have_their_mean_and_single_episodes_their_baseline(folder):
+  base = tuple(range(100, 120))
+  pair = [made(folder, base, k, u) for k, u in ((True, 'a'), (False, 'b'))]
+  group = grouping.group_of(0, pair, 'live/x')
+  single = grouping.group_of(1, pair[:1], 'live/y')
+  compare = grouping.advantages({1: 0.25})
+  of = lambda g: np.array([r.reward for r in g.rollouts])
+  np.testing.assert_array_equal(
+    compare(group, of(group)), advantage.group_advantages(group, of(group))
+  )
+  np.testing.assert_array_equal(compare(single, of(single)), [0.75])
+  assert group.policies == {0: 'a' * 8}
+
+
+def draw(folder, known, cycle, base=0, size=2, fault_of=lambda group: ''):
+  return plans.draw(
+    folder.episodes,
+    known,
+    OPTIONS,
+    cycle=cycle,
+    base=base,
+    size=size,
+    now=folder.now,
+    fault_of=fault_of,
+  )
+
+
+def test_no_episode_is_in_two_plans(folder, tmp_path):
+  known = plans.Plans(tmp_path / 'cycles')
+  all_claims = [folder.judged(i % 2 == 0, user=f'u{i}') for i in range(11)]
+  folder.now += 200
+  seen = []
+  for cycle in range(1, 5):
+    plan = draw(folder, known, cycle)
+    if plan is None:
+      break
+    known.save(plan)
+    assert known.load(cycle) == plan
+    assert all(sum(map(len, step)) == 2 for step in plan.steps)
+    seen += [name for step in plan.steps for group in step for name in group]
+  # Two cycles of two steps of two, and one of a step: one episode waits.
+  assert cycle == 4 and len(seen) == len(set(seen)) == 10
+  assert seen == [c.episode for c in all_claims[:10]]
+  again = dataclasses.replace(known.load(1), cycle=9)
+  with pytest.raises(ValueError, match='nothing is trained twice'):
+    known.save(again)
+
+
+def test_withdrawn_episodes_are_in_no_later_batch(folder, tmp_path):
+  known = plans.Plans(tmp_path / 'cycles')
+  for i in range(4):
+    folder.judged(i == 0, user=f'u{i}', domain='web' if i < 3 else 'data')
+  folder.now += 200
+  plan = draw(folder, known, 1)
+  known.save(plan)
+  folder.open()  # Others come meanwhile.
+  whole, baselines = plans.read_step(folder.episodes, plan, 0, OPTIONS)
+  assert len(whole) == 1 and len(whole[0].rollouts) == 2
+  withdrawn = folder.episodes.tokens.pseudonym('u0')
+  folder.episodes.withdraw(withdrawn)
+  left, baselines = plans.read_step(folder.episodes, plan, 0, OPTIONS)
+  assert len(left[0].rollouts) == 1
+  # Its reward is in no baseline either: all others were undone.
+  assert baselines == {0: -1.0}
+  assert draw(folder, known, 2) is None
+  for i in range(1, 4):
+    folder.episodes.withdraw(folder.episodes.tokens.pseudonym(f'u{i}'))
+  assert plans.read_step(folder.episodes, plan, 0, OPTIONS)[0] == []
+
+
+def test_what_teaches_nothing_is_left_out_with_its_reason(folder, tmp_path):
+  known = plans.Plans(tmp_path / 'cycles')
+  good = [
+    folder.judged(made=window(version=5), policies={5: 'x'}) for _ in range(2)
+  ]
+  old = folder.judged(made=window(version=2), policies={2: 'x'})
+  void = folder.judged(made=window(version=5), policies={5: 'rejected'})
+  silent = folder.open()
+  folder.answer(silent, window(version=5), {5: 'x'})
+  folder.now += 200
+  fault_of = lambda group: 'void' * ('rejected' in group.policies.values())
+  plan = draw(folder, known, 1, base=5, fault_of=fault_of)
+  assert set(plan.terms) == {c.episode for c in good}
+  assert plan.left_out == {
+    plans.OLD: (old.episode,),
+    plans.VOID: (void.episode,),
+    plans.UNJUDGED: (silent.episode,),
+  }
+  assert plan.satisfied == 1.0
+  known.save(plan)
+  assert known.spent() == {c.episode for c in (*good, old, void, silent)}
+
+
+def test_settled_rewards_do_not_change_with_prices(folder, tmp_path):
+  known = plans.Plans(tmp_path / 'cycles')
+  folder.judged(True, user='a')
+  folder.judged(False, user='b')
+  folder.now += 200
+  plan = draw(folder, known, 1)
+  dearer = dataclasses.replace(
+    OPTIONS, prices=pricing.PriceOptions(version=1, kept=9.0)
+  )
+  (group,), _ = plans.read_step(folder.episodes, plan, 0, dearer)
+  assert sorted(r.reward for r in group.rollouts) == [-1.0, 1.0]
+
+
+def test_options_name_what_is_wrong():
+  with pytest.raises(ValueError, match=r'least_steps must be at most steps'):
+    options.LiveOptions(steps=1, least_steps=2)
+  with pytest.raises(ValueError, match='set both, or neither'):
+    options.LiveOptions(judge_url='http://x/v1')
+  with pytest.raises(ValueError, match='invalid'):
+    pricing.PriceOptions(invalid=-1.0)
