@@ -2,11 +2,8 @@
 
   python -m experiments.serve --source=runs/tiny
   python -m experiments.serve --source=runs/tiny --follow   # while RL runs
-<<<<<<< HEAD
   python -m experiments.serve --lend --store=s3://bucket/run --key=delta.key
-=======
   python -m experiments.serve --source=runs/tiny --record=runs/live/record
->>>>>>> livelearn
 
 It listens on 127.0.0.1 unless --host is set; see docs/how_to/serve.md.
 """
@@ -95,6 +92,11 @@ def _check_flags() -> None:
       raise ValueError(
         '--lend follows the RL in --store; leave out --follow and --stage.'
       )
+    if _RECORD.value:
+      raise ValueError(
+        '--record keeps what a server of published weights answered, and '
+        '--lend serves those of an engine that plays rollouts; leave out one.'
+      )
   elif flags.FLAGS.key:
     raise ValueError('--key needs --lend; add it.')
   elif _FOLLOW.value:
@@ -144,35 +146,19 @@ def _main():
       port=_PORT.value,
       name=_NAME.value,
       token=_token(),
+      recorder=_recorder(fields),
     )
 
 
 def _load(**options: Any) -> Any:
   from composer_jax.serve import lifetime
 
-<<<<<<< HEAD
   return lifetime.load(
     pathlib.Path(_SOURCE.value).absolute(),
     stage=_STAGE.value,
     follow=_FOLLOW.value,
     store=_STORE.value,
     **options,
-=======
-  lifetime.run(
-    functools.partial(
-      lifetime.load,
-      pathlib.Path(_SOURCE.value).absolute(),
-      stage=_STAGE.value,
-      follow=_FOLLOW.value,
-      store=_STORE.value,
-    ),
-    fields,
-    host=_HOST.value,
-    port=_PORT.value,
-    name=_NAME.value,
-    token=_token(),
-    recorder=_recorder(fields),
->>>>>>> livelearn
   )
 
 

@@ -170,13 +170,10 @@ def build(run: run_data.RunData) -> str:
     workers=fleet.workers(run),
     worker_head=fleet.HEAD,
     leases=fleet.sentences(run),
-<<<<<<< HEAD
     histograms=fleet.histograms(run),
-=======
     cycles=live.cycles(run),
     cycle_head=live.HEAD,
     of_cycles=live.sentences(run),
->>>>>>> livelearn
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
     alarms=reinforcement.alarms(run),

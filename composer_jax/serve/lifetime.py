@@ -122,11 +122,11 @@ def run(
     # Before anything can connect: requests are answered at once.
     print('Compiling.', flush=True)
     engine.warm(guided=True)
-<<<<<<< HEAD
-    served = service.Service(engine, limits, policy.receiver, policy.guest)
-=======
-    served = service.Service(engine, limits, policy.receiver, policy.target_id)
->>>>>>> livelearn
+    served = service.Service(
+      *(engine, limits, policy.receiver),
+      target_id=policy.target_id,
+      guest=policy.guest,
+    )
     hosts = http_server.hosts_of(host, token)
     server = http_server.server_of(
       app.build(served, model, token, hosts, recorder), limits
@@ -278,6 +278,8 @@ def _imported(
 def _policy_of(model, masters):
   policy = functools.partial(decoder.policy, config=model)
   return jax.jit(policy, donate_argnums=0)(masters)
+
+
 def lend(
   worker: rollout_worker.RolloutWorker, folder: pathlib.Path, name: str
 ) -> ServedPolicy:

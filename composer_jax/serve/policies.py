@@ -32,13 +32,9 @@ class Policies:
     `notify` is called when that has something to serve; `target_id` is the
     identity of the engine's weights, '' if nobody published them.
     """
-<<<<<<< HEAD
-=======
-    self.version = engine.version
     # Of every version that was served: replaced, not changed, so that readers
     # in other threads may keep it.
     self.identities: Mapping[int, str] = {engine.version: target_id}
->>>>>>> livelearn
     self.threads: list[threading.Thread] = []
     self._engine, self._refused, self._placing = engine, '', None
     if receiver is not None:
@@ -65,13 +61,9 @@ class Policies:
     if self._placing is not None and policy is not None:
       try:
         self._placing.drop(self._engine.switch(policy.variables))
-<<<<<<< HEAD
         self._refused = ''
-=======
-        self.version, self._refused = policy.version, ''
         served = {policy.version: policy.target_id}
         self.identities = {**self.identities, **served}
->>>>>>> livelearn
       except ValueError as error:
         version = self._engine.version
         _log.warning('Version %d is served on: %s', version, error)

@@ -76,15 +76,14 @@ class Service:
     engine: engines.Engine,
     options: options_lib.ServeOptions,
     receiver: receivers.Receiver | None = None,
-<<<<<<< HEAD
+    *,
+    target_id: str = '',
     guest: EngineGuest | None = None,
   ):
-    """Wraps an engine that nothing else touches, but through its guest."""
-=======
-    target_id: str = '',
-  ):
-    """Wraps an engine that nothing else touches; `target_id` its weights."""
->>>>>>> livelearn
+    """Wraps an engine that nothing else touches, but through its guest.
+
+    `target_id` is the identity of its weights.
+    """
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
     self.state, self.num_open = SERVING, 0

@@ -377,6 +377,8 @@ def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
   with opened(tmp_path, shared, tokenizer) as job:
     with pytest.raises(ValueError, match='which groups step 0 took'):
       reinforce.reinforce(job)
+
+
 def leave_in_mid_episode(worker):
   """Has a worker leave once an episode of its has several turns and no end."""
   while (

@@ -232,15 +232,10 @@ def serving(
   limits=LIMITS,
   receiver=None,
   token='',
-<<<<<<< HEAD
   guest=None,
-):
-  served = service.Service(engine, limits, receiver, guest)
-=======
   recorder=None,
 ):
-  served = service.Service(engine, limits, receiver)
->>>>>>> livelearn
+  served = service.Service(engine, limits, receiver, guest=guest)
   model = openai.Model(
     name='tiny',
     tokenizer=tokenizer,
