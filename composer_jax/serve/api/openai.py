@@ -16,7 +16,6 @@ import numpy as np
 from composer_jax.serve import (
   exchange,
   generation,
-  guides,
   metrics,
   recording,
   service,
@@ -26,6 +25,7 @@ from composer_jax.serve.api import (
   chat_format,
   errors,
   grammars,
+  guides,
   requests,
   responses,
   texts,

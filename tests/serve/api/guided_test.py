@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from composer_jax.hf.text import call_formats
-from composer_jax.serve import guides
-from composer_jax.serve.api import chat_format, errors, grammars, requests
+from composer_jax.serve.api import (
+  chat_format,
+  errors,
+  grammars,
+  guides,
+  requests,
+)
 from tests.hf.text import published_templates as published
 
 EDIT = {
