@@ -129,8 +129,8 @@ def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
   if positions and window > positions:
     window = positions
     _say(
-      f'window of {window} tokens instead, all positions of the model; episodes '
-      'go on from summaries'
+      f'window of {window} tokens instead, all positions of the model; '
+      'episodes go on from summaries'
     )
   c.episode.max_tokens = c.summary.trigger = window
   for stage in (c.cpt, c.sft, c.rl):

@@ -6,6 +6,7 @@ import pytest
 
 from configs import hardware
 from tests import programs
+from tests.hf import imported_test
 
 FIT = """
 import sys, types
@@ -90,6 +91,40 @@ def test_the_doctor_names_what_does_not(tmp_path):
   assert 'not run here: devices, files, store' in done.stderr
   assert 'jax sees no accelerator: none is here' in done.stdout
   assert '127.0.0.1:1/run can only be read' in done.stdout
+
+
+def test_the_doctor_asks_what_the_run_would_ask(tmp_path):
+  folder = imported_test.write(tmp_path / 'import')
+  done = programs.run(
+    'experiments.doctor',
+    f'--config=configs/composer/imported.py:{folder},smoke',
+    '--config.demonstrations.conversations=absent.jsonl',
+    f'--workdir={tmp_path / "run"}',
+  )
+  assert done.returncode == 1
+  assert 'not run here: beginning.' in done.stderr
+  assert "conversations names 'absent.jsonl', which cannot" in done.stdout
+  # As many devices as the run emulates.
+  assert 'sft: ' in done.stdout and ' on each of 2 devices' in done.stdout
+
+
+KEEP = """
+import pathlib, sys
+from composer_jax.core import files
+from experiments import launch
+workdir = pathlib.Path(sys.argv[1])
+(workdir / 'config.json').write_text('{}')
+with files.alone(workdir):
+  assert launch._keep_traceback(workdir) == ''
+  assert not (workdir / 'error.txt').exists()
+assert 'error.txt' in launch._keep_traceback(workdir)
+"""
+
+
+def test_a_run_that_another_one_keeps_out_leaves_its_workdir(tmp_path):
+  done = programs._run(['-c', KEEP, str(tmp_path)])
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / 'error.txt').exists()
 
 
 def on_bus(folder, *row):
