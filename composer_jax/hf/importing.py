@@ -212,8 +212,8 @@ def check_finished(out: str | os.PathLike) -> None:
     raise ValueError(
       f'{os.fspath(out)!r} is not a finished import: it lacks '
       f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
-      '--source=CHECKPOINT --out=DIR` and name it: '
-      '--config=configs/composer/imported.py:DIR.'
+      '--source=CHECKPOINT --out=DIR` and name it in --config: imported.py:DIR '
+      'or agent.py:DIR,TASKS.'
     )
 
 

@@ -148,6 +148,19 @@ def test_a_card_whose_driver_does_not_answer_is_named(tmp_path, monkeypatch):
   assert reason == 'its driver does not answer (version mismatch)'
 
 
+def test_cards_that_are_hidden_do_not_count(tmp_path, monkeypatch):
+  rows = ['A, 8 GiB, 580.1, 9.0', 'B, 8 GiB, 580.1, 5.0']
+  lines = ''.join(f'echo "{row}"\n' for row in rows)
+  (tmp_path / 'nvidia-smi').write_text(f'#!/bin/sh\n{lines}')
+  (tmp_path / 'nvidia-smi').chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  monkeypatch.setenv('JAX_PLATFORMS', '')
+  assert 'hide that card' in hardware.look().reason
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
+  found = hardware.look()
+  assert (len(found.lines), found.extras[0]) == (1, 'gpu')
+
+
 def test_chips_of_the_bus(tmp_path, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS', raising=False)
   monkeypatch.setenv('PATH', os.fspath(tmp_path))  # No nvidia-smi.

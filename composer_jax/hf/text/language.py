@@ -245,15 +245,7 @@ class TemplateLanguage(chat.Language):
     return self._written(self.turn(calls * self.is_native, call))
 
   def _written(self, turn: Mapping[str, Any]) -> np.ndarray:
-    body = self.continued([_USER], turn)
-    ids = self.ids(body).tolist()
-    at = next((i for i, t in enumerate(ids) if t in self.ends), None)
-    if at is not None:
-      return np.array(ids[: at + 1], np.int32)
-    # DeepSeek-V3's template leaves the last call of a turn open.
-    last = self._format.marks[-1] if turn_calls(turn) else ''
-    closing = '' if last in body else self.tokenizer.mark(last)
-    return np.array([*ids, *self.ids(closing), self.ends[0]], np.int32)
+    return self.ids(self.closed(self.continued([_USER], turn), turn))
 
   def turn(self, calls: _Calls, content: str) -> dict[str, Any]:
     """Returns an assistant's message with calls, or with content alone."""
@@ -292,12 +284,18 @@ class TemplateLanguage(chat.Language):
       'that begin otherwise: no turn can be learnt by it.'
     )
 
-  def end_of(self, body: str) -> int:
-    """Returns the place behind the mark of a turn's end, or its length."""
+  def closed(self, body: str, turn: Mapping[str, Any]) -> str:
+    """Returns what the template writes of a turn up to the end of the turn.
+
+    DeepSeek-V3's leaves the last call open, and the model has to end it.
+    """
     spellings = map(self.tokenizer.decode, ([i] for i in self.ends))
-    marks = (re.escape(f'{hf_tokenizer.MARK}{s}') for s in spellings)
-    found = re.search('|'.join(marks), body)
-    return found.end() if found else len(body)
+    marks = [f'{hf_tokenizer.MARK}{s}' for s in spellings]
+    if found := re.search('|'.join(map(re.escape, marks)), body):
+      return body[: found.end()]
+    is_open = turn_calls(turn) and self.calls != _TEXT
+    last = self._format.marks[-1] if is_open else ''
+    return body + self.tokenizer.mark(last) * (last not in body) + marks[0]
 
   def masked(
     self, markup: str, spans: Sequence[tuple[int, int]]

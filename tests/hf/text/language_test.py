@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 
 from composer_jax.agent import environment, episode, summarize
 from composer_jax.core import records, turns
-from composer_jax.hf.text import language
+from composer_jax.hf.text import call_formats, language
 from composer_jax.serve.api import chat_format, requests
 from composer_jax.tasks import mistakes
 from composer_jax.tasks.repository import schemas, scripts
@@ -435,6 +435,29 @@ def test_the_gold_policy_speaks_it(folders, name):
   )
   assert env.asked == calls and rollout.num_invalid == 0
   assert rollout.verdict.passed
+
+
+@pytest.mark.parametrize('form', ['hermes', 'deepseek', 'kimi'])
+def test_marks_in_an_argument_are_words(form):
+  call_format = call_formats.FORMATS[form]
+  end = call_format.marks[1 if form == 'hermes' else 3]
+  open_call = {
+    'hermes': '<tool_call>\n{"name": "f", "arguments": ',
+    'deepseek': '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n',
+    'kimi': '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>',
+  }[form]
+  closing = {'hermes': '}\n', 'deepseek': '\n```', 'kimi': ''}[form]
+
+  def written(text):
+    return f'{open_call}{text}{closing}{end}\n'
+
+  words = {'new': f'a "b" {{}}{end} \\'}
+  found = call_format.find(written(json.dumps(words)) * 2)
+  assert [(c.name, c.arguments) for c in found] == [('f', words)] * 2
+  for damaged in ('{"a": "x}', '{"a": x}', '{"a" "x"}'):
+    both = call_format.marks[0] + written(damaged) + written('{}')
+    assert call_format.find(both) is None
+    assert call_format.find(written('{}') + written(damaged)) is None
 
 
 def test_what_was_kept_speaks_as_the_import_does(folders, tmp_path):
