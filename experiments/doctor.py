@@ -182,6 +182,9 @@ def main() -> None:
   fields = start.config_fields(_CONFIG)
   # As many as the run would have, before jax counts them.
   start.emulate_run(fields)
+  found, rl = hardware.look(), fields.get('rl')
+  if found.extras and len(found.lines) == 1 and isinstance(rl, dict):
+    rl['placement'] = 'colocated'  # As the run does.
   from composer_jax import wiring
 
   spec = wiring.spec_of(fields)

@@ -205,8 +205,10 @@ def main(run: Callable[..., None]) -> None:
       except (ValueError, OSError) as error:
         start.fail(error)
       sys.exit(reason and f'error: {reason}')
-    count = 1 if ticket is None else ticket.count
-    start.emulate_run(config, count, ticket and ticket.devices)
+    if ticket is None:
+      start.emulate_run(config)
+    else:
+      start.emulate_run(config, ticket.count, ticket.devices)
     if ticket is not None:
       # Before the imports, since the job may die during them.
       orphans.die_with_parent()

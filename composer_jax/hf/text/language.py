@@ -127,7 +127,7 @@ class TemplateLanguage(chat.Language):
     before = self.tokenizer.without_marks(self.markup([_USER, reasoned]))
     long = {'role': 'tool', 'tool_call_id': 'x', 'content': 'x\n' * 10_000}
     turn = {**self.turn([_PROBE], ''), 'reasoning_content': _WORD}
-    replies = [turn, {**long, 'tool_call_id': turn['tool_calls'][0]['id']}]
+    replies = [turn, {**long, 'tool_call_id': turn_calls(turn)[0]['id']}]
     if self.calls == _TEXT:
       replies = [reasoned, {**_USER, 'content': long['content']}]
     called = [_USER, *(replies * 6), said, _USER, *replies, said]
