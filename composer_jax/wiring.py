@@ -312,11 +312,16 @@ def _initial(
 ) -> imported.ImportedModel | None:
   if not spec.initial:
     return None
+  # Others begin anew in each document of a row.
+  windows = {'episode.max_tokens': spec.episode.max_tokens}
+  if spec.cpt.steps:
+    windows['cpt.seq_len'] = spec.cpt.seq_len
   return imported.ImportedModel(
     folder=spec.initial,
     model=spec.model,
     conversations_file=spec.systems['demonstrations'].conversations,
     seq_len=spec.sft.seq_len,
+    windows=windows,
     speech=spec.systems['language'],
     functions=functions,
   )

@@ -80,7 +80,11 @@ def _nvidia() -> tuple[list[list[str]], str]:
   except (OSError, subprocess.SubprocessError) as error:
     return [], str(error)
   rows = [line.split(', ') for line in result.stdout.splitlines()]
-  return [row for row in rows if len(row) == 4], 'it names no card'
+  rows = [row for row in rows if len(row) == 4]
+  chosen = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')
+  if all(place.isdecimal() for place in chosen):
+    rows = [rows[int(p)] for p in chosen if int(p) < len(rows)]
+  return rows, 'it names no card'
 
 
 def _of_nvidia(rows: list[list[str]]) -> Found:
@@ -94,11 +98,15 @@ def _of_nvidia(rows: list[list[str]]) -> Found:
     if _number(driver) >= oldest and _number(capability) >= least:
       return Found(lines, (extra, 'kernels'))
   _, oldest, least = _WHEELS[-1]
+  cure = 'renew the driver'
+  if _number(driver) >= oldest:
+    cure = 'hide that card by CUDA_DEVICE_ORDER=PCI_BUS_ID and, for example, '
+    cure += 'CUDA_VISIBLE_DEVICES=0,1'
   return Found(
     lines,
     (),
     f'jax needs a driver from {oldest} on and compute capability {least}, not '
-    f'{driver} and {capability}: renew the driver',
+    f'{driver} and {capability}: {cure}',
   )
 
 

@@ -3,7 +3,8 @@
   ./run.sh doctor --config=configs/composer/deletion.py --workdir=runs/mine
 
 Looks at devices, memory, packages, sandboxes, files of tasks and corpus, the
-store and the server's port. Exits with 1 if the config would not run here.
+model and conversations that a run begins with, the store and the server's port.
+Exits with 1 if the config would not run here.
 """
 
 import contextlib
@@ -131,13 +132,23 @@ def _files(spec, systems) -> Iterator[str]:
     yield 'corpus: every source is there'
 
 
+def _beginning(systems) -> Iterator[str]:
+  if systems.initial is None:
+    yield 'of random weights'
+    return
+  systems.initial.claim()
+  with tempfile.TemporaryDirectory() as folder:
+    systems.initial.take(pathlib.Path(folder))  # Tells how it speaks.
+  yield f'of {systems.initial.folder}'
+
+
 def _store(spec) -> Iterator[str]:
   from composer_jax.delta import transport
   from composer_jax.train import workdir as workdirs
 
   workdir = pathlib.Path(_WORKDIR.value).absolute()
   if (workdir / workdirs.CONFIG).exists():
-    yield f'not asked: a run is in {workdir}'
+    yield f'not asked: a run is in {workdir}; --workdir names another place'
   else:
     yield transport.check_store(workdir, spec.systems['delta'])
 
@@ -168,9 +179,15 @@ def _tell(name: str, check: Callable[[], Iterator[str]]) -> bool:
 
 def main() -> None:
   logging.set_verbosity(logging.ERROR)
+  fields = start.config_fields(_CONFIG)
+  # As many as the run would have, before jax counts them.
+  start.emulate_run(fields)
+  found, rl = hardware.look(), fields.get('rl')
+  if found.extras and len(found.lines) == 1 and isinstance(rl, dict):
+    rl['placement'] = 'colocated'  # As the run does.
   from composer_jax import wiring
 
-  spec = wiring.spec_of(start.config_fields(_CONFIG))
+  spec = wiring.spec_of(fields)
   systems = wiring.systems_of(spec)
   checks = {
     'machine': _machine,
@@ -179,6 +196,7 @@ def main() -> None:
     'packages': _packages,
     'sandbox': lambda: _sandboxes(spec, systems),
     'files': lambda: _files(spec, systems),
+    'beginning': lambda: _beginning(systems),
     'store': lambda: _store(spec),
   }
   failed = [name for name, check in checks.items() if not _tell(name, check)]

@@ -1,6 +1,5 @@
 """Shared by the mains of a run: flags, the config as a Spec, errors."""
 
-import math
 import os
 import pathlib
 import re
@@ -42,25 +41,18 @@ _FLEET = start.define_fields(supervisor.SupervisorOptions, '')
 def _keep_traceback(workdir: pathlib.Path) -> str:
   """Writes the current traceback; returns a sentence that names its file.
 
-  Nothing into the folder of a run that has not begun: --debug shows it.
+  Nothing into the folder of a run that has not begun, or that another process
+  goes on with: --debug shows it.
   """
   if not (workdir / _BOUND).exists():
     return ''
   path = workdir / _TRACEBACK
   try:
-    files.write_atomic(path, traceback.format_exc().encode())
-  except OSError:
+    with files.alone(workdir):
+      files.write_atomic(path, traceback.format_exc().encode())
+  except (OSError, ValueError):
     return ''  # The disk is full or read-only: most likely the error.
   return f' (traceback: {path})'
-
-
-def _num_devices(
-  section: Any, axes: tuple[str, ...] = ('replica', 'fsdp', 'context')
-) -> int:
-  """Returns a section's number of devices; the spec refuses a wrong mesh."""
-  mesh = section.get('mesh') if isinstance(section, dict) else None
-  sizes = [mesh.get(axis) for axis in axes] if isinstance(mesh, dict) else []
-  return math.prod(size for size in sizes if type(size) is int)
 
 
 def _fit(config: dict[str, Any], module: str) -> None:
@@ -126,7 +118,7 @@ def _check_meshes(
   if module.rpartition('.')[2] in _WITH_RL:
     meshes['rl.mesh'] = config.get('rl')
   for name, section in meshes.items():
-    size = _num_devices(section)
+    size = start.num_devices(section)
     if size % total:
       raise ValueError(
         f'--config.{name} has {size} devices, which do not divide over '
@@ -227,11 +219,10 @@ def main(run: Callable[..., None]) -> None:
       except (ValueError, OSError) as error:
         start.fail(error)
       sys.exit(reason and f'error: {reason}')
-    devices = max(map(_num_devices, (config, config.get('rl'))))
-    serving = _num_devices({'mesh': config.get('rollout')}, ('devices',))
-    if ticket is not None:
-      devices = ticket.devices or -(-devices // ticket.count)
-    start.emulate_devices(max(devices, serving))
+    if ticket is None:
+      start.emulate_run(config)
+    else:
+      start.emulate_run(config, ticket.count, ticket.devices)
     if ticket is not None:
       # Before the imports, since the job may die during them.
       orphans.die_with_parent()

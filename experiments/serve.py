@@ -75,6 +75,9 @@ _TOKEN_FILE = flags.DEFINE_string(
   'the variable COMPOSER_JAX_TOKEN; without either, none is asked for.',
 )
 
+# Of an import, whose own may be too long for the memory.
+_IMPORT_WINDOW = 8192
+
 
 def _token() -> str:
   if not _TOKEN_FILE.value:
@@ -120,6 +123,35 @@ def _recorder(fields):
   return recorder.recorder_of(folder, fields['record'], _ARM.value)
 
 
+def _fit_window(engine: dict[str, Any]) -> None:
+  """Chooses the window if it is 0, and refuses one that the model lacks."""
+  from composer_jax.core import files
+  from composer_jax.hf import importing
+  from composer_jax.train import workdir as workdirs
+
+  folder = pathlib.Path(_SOURCE.value).absolute()
+  config = folder / workdirs.CONFIG
+  if (folder / importing.RECORD).exists():
+    model, window = str(folder), importing.positions(folder) or _IMPORT_WINDOW
+    window = min(window, _IMPORT_WINDOW)
+    why = f'at most {_IMPORT_WINDOW}, and the positions of the model'
+  elif config.exists():
+    run = files.read_json(config)
+    model, window = run['initial'], run['episode']['max_tokens']
+    why = 'that of the run'
+  else:
+    return  # The loading says what is lacking.
+  if not engine['max_len']:
+    engine['max_len'] = window
+    print(
+      f'A window of {window} tokens: {why} (--config.engine.max_len).',
+      flush=True,
+    )
+  # A run of a new model, or one whose import has gone, has no such limit.
+  if model and pathlib.Path(model).is_dir():
+    importing.check_window(model, 'engine.max_len', engine['max_len'])
+
+
 def _main():
   if not start.DEBUG.value:
     logging.set_verbosity(logging.WARNING)  # orbax logs every file
@@ -134,6 +166,7 @@ def _main():
       fields['devices'] = run.spec.rollout.devices
       load = functools.partial(_lent, run, folder, fields['engine'], stack)
     else:
+      _fit_window(fields['engine'])
       start.emulate_devices(int(fields['devices']))
       load = _load
     # After the flags: this import loads jax.

@@ -6,6 +6,7 @@ overridden where its flag is defined. All of these errors become one line here.
 """
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -151,6 +152,27 @@ def _describe(error: Exception) -> str:
   else:
     text = f'--config must be a Python file with a function get_config: {error}'
   return ' '.join(text.split())
+
+
+def num_devices(
+  section: Any, axes: tuple[str, ...] = ('replica', 'fsdp', 'context')
+) -> int:
+  """Returns a section's number of devices; the spec refuses a wrong mesh."""
+  mesh = section.get('mesh') if isinstance(section, dict) else None
+  sizes = [mesh.get(axis) for axis in axes] if isinstance(mesh, dict) else []
+  return math.prod(size for size in sizes if type(size) is int)
+
+
+def emulate_run(
+  config: dict[str, Any], count: int = 1, each: int | None = None
+) -> None:
+  """Emulates the devices of a run, or those of one of its `count` processes.
+
+  `each` is the number of a process where the user has named it.
+  """
+  devices = max(map(num_devices, (config, config.get('rl'))))
+  serving = num_devices({'mesh': config.get('rollout')}, ('devices',))
+  emulate_devices(max(each or -(-devices // count), serving))
 
 
 def emulate_devices(num_devices: int) -> None:

@@ -158,6 +158,7 @@ def with_card(folder: pathlib.Path, driver: str, capability: str) -> str:
     # CUDA 13 has left Volta behind.
     ('590.1', '7.0', '.[tasks,gpu_cuda12,kernels]', ''),
     ('470.1', '8.0', '.[tasks]', 'NVIDIA X, 80 MiB, driver 470.1 stays unused'),
+    ('580.1', '5.0', '.[tasks]', 'and 5.0: hide that card by'),
   ],
 )
 def test_jax_for_the_card_is_installed(

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_jax.core import files
@@ -102,6 +102,7 @@ class ImportedModel:
 
   Attributes:
     conversations_file: the user's own conversations for SFT; '' for none.
+    windows: tokens of the longest windows, by the field that asks for them.
     speech: choices of how the model is spoken to.
     functions: tools of the run's tasks.
   """
@@ -110,12 +111,18 @@ class ImportedModel:
   model: model_config.ModelConfig
   conversations_file: str
   seq_len: int
+  windows: Mapping[str, int]
   speech: language.LanguageOptions = language.LanguageOptions()
   functions: Sequence[Any] = ()
 
   def claim(self) -> dict[str, Any]:
-    """Returns the identities; a ValueError if the model is not the import's."""
+    """Returns the identities.
+
+    A ValueError if the model is not the import's, or a window is too long.
+    """
     check_model(self.folder, self.model)
+    for field, num_tokens in self.windows.items():
+      importing.check_window(self.folder, field, num_tokens)
     file = self.conversations_file
     return {
       'imported': identity(self.folder),

@@ -24,6 +24,7 @@ import jax
 from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
+from composer_jax.hf.architecture import config
 from composer_jax.hf.tensors import blocks, carried
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import source as hf_source
@@ -211,8 +212,25 @@ def check_finished(out: str | os.PathLike) -> None:
     raise ValueError(
       f'{os.fspath(out)!r} is not a finished import: it lacks '
       f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
-      '--source=CHECKPOINT --out=DIR` and name it: '
-      '--config=configs/composer/imported.py:DIR.'
+      '--source=CHECKPOINT --out=DIR` and name it in --config: imported.py:DIR '
+      'or agent.py:DIR,TASKS.'
+    )
+
+
+def positions(out: str | os.PathLike) -> int | None:
+  """Returns for how many positions the model was made; None if it is unsaid."""
+  path = pathlib.Path(out) / 'config.json'
+  return config.positions(files.read_json(path)) if path.exists() else None
+
+
+def check_window(out: str | os.PathLike, field: str, num_tokens: int) -> None:
+  """Raises a ValueError for a field that asks for more positions than those."""
+  most = positions(out)
+  if most and num_tokens > most:
+    raise ValueError(
+      f'--config.{field} ({num_tokens}) must be at most {most}: the model in '
+      f'{out} was made for so many positions (max_position_embeddings of its '
+      'config.json). Lower it, and other lengths with it.'
     )
 
 

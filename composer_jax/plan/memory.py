@@ -9,6 +9,7 @@ what this works on. No array is allocated and nothing is compiled.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 _GIB = 1 << 30
+_Choices = list[tuple[str, specs.Spec]]  # words, and a changed run
 # Tokens of a traced row; what attention keeps grows with them, not faster.
 _TRACED = 256
 
@@ -112,30 +114,52 @@ def check(spec: specs.Spec, limit: int | None = None) -> Iterator[str]:
 
   `limit` is the memory of one device; None asks the devices that are here.
   """
-  limit = limit or device_limit()
+  limit, refused = limit or device_limit(), []
   for need in needs(spec):
     yield str(need)
-    if need.total <= limit:
-      continue
-    largest = max(need.terms, key=lambda term: need.terms[term])
-    fitting: dict[str, str] = {}
-    for kind, words, other in _choices(spec, need.name):
-      if kind in fitting:
-        continue
-      totals = [n.total for n in needs(other) if n.name == need.name]
-      if max(totals) <= limit:
-        fitting[kind] = words
-    cure = (
-      f'What fits: {"; or ".join(fitting.values())}.'
-      if fitting
-      else 'No single one of these fits: fewer rows, narrow state, '
-      'adapters, shorter windows, up to 64 times as many devices.'
-    )
-    raise ValueError(
-      f'{need.name} needs {size(need.total)} on a device that has '
-      f'{size(limit)}; the largest part is {largest}, '
-      f'{size(need.terms[largest])}. {cure}'
-    )
+    refused += [need] * (need.total > limit)
+  if not refused:
+    return
+  need = max(refused, key=lambda need: need.total)
+  largest = max(need.terms, key=lambda term: need.terms[term])
+  names = [need.name for need in refused]
+  also = f', and too little for {", ".join(names)}' * (len(names) > 1)
+  fitting = _fitting(spec, names, limit)
+  cure = (
+    f'What fits: {"; or ".join(fitting)}.'
+    if fitting
+    else 'No two of these fit: fewer rows, narrow state, adapters, shorter '
+    'windows, up to 64 times as many devices.'
+  )
+  raise ValueError(
+    f'{need.name} needs {size(need.total)} on a device that has '
+    f'{size(limit)}{also}; the largest part is {largest}, '
+    f'{size(need.terms[largest])}. {cure}'
+  )
+
+
+def _fitting(spec: specs.Spec, parts: list[str], limit: int) -> list[str]:
+  """Returns changes with which the whole run fits, each the least of its kind.
+
+  Up to three pairs where no single one does.
+  """
+
+  def least(choices: _Choices) -> list[str]:
+    for words, other in choices:
+      if all(need.total <= limit for need in needs(other)):
+        return [words]
+    return []
+
+  options = _choices(spec, parts)
+  found = [words for choices in options.values() for words in least(choices)]
+  for first, second in itertools.combinations(options if not found else (), 2):
+    for words, other in options[first]:
+      more = _choices(other, parts).get(second, [])
+      # The most of the second kind says whether this of the first can do.
+      if len(found) < 3 and least(more[-1:]):
+        found.append(f'{words} with {least(more)[0]}')
+        break
+  return found
 
 
 def device_limit() -> int:
@@ -147,36 +171,43 @@ def device_limit() -> int:
   return memory // len(jax.devices())
 
 
-def _choices(
-  spec: specs.Spec, part: str
-) -> Iterator[tuple[str, str, specs.Spec]]:
-  """Yields changes of a kind for a part of a run, the least one first."""
-  length = spec.episode.max_tokens
+def _choices(spec: specs.Spec, parts: list[str]) -> dict[str, _Choices]:
+  """Returns changes by kind that may help parts of a run, the least first."""
+  length, rl = spec.episode.max_tokens, spec.rl
   stages = {name: getattr(spec, name) for name in ('cpt', 'sft', 'rl')}
-  rl, stage = spec.rl, stages.get(part)
-  is_rl = part == 'rl'
-  fewer, more = lambda n: {}, lambda n: {'rollout.devices': n}
-  if is_rl:
-    fewer = lambda n: {'rl.rows': max(1, rl.rows // n)}
-    more = lambda n: {'rl.mesh.fsdp': rl.mesh.fsdp * n, 'rl.rows': rl.rows * n}
-  elif stage is not None:
-    fewer = lambda n: {f'{part}.accumulate': stage.accumulate * n}
-    more = lambda n: {
-      'mesh.fsdp': spec.mesh.fsdp * n,
-      **{f'{k}.batch_size': stages[k].batch_size * n for k in ('cpt', 'sft')},
-    }
-  ranks = model_config.AdapterConfig(attention=16)
+  trained = [name for name in stages if name in parts]
+  whole = [name for name in trained if name != 'rl']  # on the run's mesh
+  is_rl = 'rl' in parts
+  is_served = 'engine' in parts or (is_rl and rl.placement == 'colocated')
+
+  def fewer(n: int) -> dict[str, Any]:
+    rows = {f'{k}.accumulate': stages[k].accumulate * n for k in whole}
+    return rows | ({'rl.rows': max(1, rl.rows // n)} if is_rl else {})
+
+  def more(n: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    if whole:
+      made['mesh.fsdp'] = spec.mesh.fsdp * n
+      for k in ('cpt', 'sft'):
+        made[f'{k}.batch_size'] = stages[k].batch_size * n
+    if is_rl:
+      made |= {'rl.mesh.fsdp': rl.mesh.fsdp * n, 'rl.rows': rl.rows * n}
+    if is_served:
+      made['rollout.devices'] = spec.rollout.devices * n
+    return {**made, 'layout': 'hsdp'} if made else made
+
+  def each(field: str, value: Any) -> tuple[str, Callable[[int], Any]]:
+    fields = {f'{name}.{field}': value for name in trained}
+    return ', '.join(f'{f}={value}' for f in fields), lambda n: fields
+
   kinds: tuple[tuple[str, Callable[[int], dict[str, Any]]], ...] = (
     ('rows of a microbatch divided by {}', fewer),
-    *(
-      (
-        f'{part}.state={state}',
-        lambda n, state=state: {f'{part}.state': state} if stage else {},
-      )
-      for state in ('bfloat16', 'int8')
+    *(each('state', state) for state in ('bfloat16', 'int8')),
+    each('offload', True),
+    (
+      'model.adapters.attention=16',
+      lambda n: {'model.adapters': model_config.AdapterConfig(attention=16)},
     ),
-    (f'{part}.offload=True', lambda n: {f'{part}.offload': bool(stage)}),
-    ('model.adapters.attention=16', lambda n: {'model.adapters': ranks}),
     (
       'windows divided by {}',
       lambda n: {
@@ -185,17 +216,18 @@ def _choices(
         **{f'{k}.seq_len': v.seq_len // n for k, v in stages.items()},
       },
     ),
-    (
-      '{} times as many devices in layout hsdp',
-      lambda n: {'layout': 'hsdp', **more(n)},
-    ),
+    ('{} times as many devices in layout hsdp', more),
   )
+  options: dict[str, _Choices] = {}
   for words, fields in kinds:
     for n in (2, 4, 8, 16, 32, 64) if '{}' in words else (1,):
       try:
-        yield words, words.format(n), _changed(spec, fields(n))
+        other = _changed(spec, fields(n))
       except ValueError:  # A rule of configs refuses it.
         break
+      if other != spec:
+        options.setdefault(words, []).append((words.format(n), other))
+  return options
 
 
 def _changed(section: Any, fields: dict[str, Any]) -> Any:

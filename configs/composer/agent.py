@@ -7,14 +7,16 @@
 SFT on the solutions of some tasks, or none with --config.sft.steps=0, then RL
 on others; continued pretraining before that with --config.cpt.steps. Model and
 rates of finetuning are those of imported.py, tools and sandbox those of
-deletion.py. Lengths follow from the tasks in the model's tokens, counts from
-the number of tasks, meshes from the accelerators that are here; each is printed
-with its reason.
+deletion.py. Lengths follow from the tasks in the model's tokens and from the
+positions that the model was made for, counts from the number of tasks, meshes
+from the accelerators that are here; each is printed with its reason.
 
 Arguments: IMPORT,TASKS, and `agent.py:IMPORT,TASKS,smoke` for a job of minutes
 on a CPU. Without them the file can be loaded, and a run of it says what is
 missing. Not measured on published weights.
 """
+
+import collections
 
 import ml_collections
 import numpy as np
@@ -45,9 +47,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.rl.learning_rate = model.rl.learning_rate
   if arg:
     _fit_lengths(c, *parts[:2])
+    _fit_counts(c, parts[1], is_short=bool(variant))
     if not variant:
-      _fit_counts(c, parts[1])
       _fit_devices(c)
+    _say(
+      f'{c.sft.optimizer} at {c.sft.learning_rate:g} in SFT and '
+      f'{c.rl.learning_rate:g} in RL: rates of finetuning, see imported.py'
+    )
   return c
 
 
@@ -63,6 +69,7 @@ def _power(least: float) -> int:
 def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
   # These load jax.
   from composer_jax import sections
+  from composer_jax.hf import importing
   from composer_jax.hf.text import language
   from composer_jax.hf.text import tokenizer as hf_tokenizer
   from composer_jax.tasks.repository import (
@@ -89,8 +96,12 @@ def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
     schemas.prompt(options.schemas),
   )
   known = task_set.load(tasks)
+  if not known.tasks:
+    raise ValueError(
+      f'{tasks} holds no task; `./run.sh make_tasks` says why it made none.'
+    )
   prompts, calls, longest, chars, words = [], [], [], 0, 0
-  for task in (*known.split(False), *known.split(True)):
+  for task in known.tasks:
     prompt = environment.prompt_of(task, options)
     chars += len(prompt)
     words += len(tokenizer.encode(prompt))
@@ -103,6 +114,10 @@ def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
   usual = int(np.median(calls))
   answer = int(options.bounds.answer_chars * words / chars)
   c.episode.max_call_tokens = _power(call)
+  _say(
+    f'{c.episode.max_call_tokens} tokens a call: 0.95 of solutions have none '
+    f'longer than {call}'
+  )
   room = prompt + call + _TURNS * (answer + usual)
   window = max(_LEAST_WINDOW, _power(room))
   _say(
@@ -110,25 +125,49 @@ def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
     f'solutions the longest call at most {call}; beside them fit {_TURNS} '
     f'turns of {usual} tokens with the longest answers of tools, {answer}'
   )
+  positions = importing.positions(folder)
+  if positions and window > positions:
+    window = positions
+    _say(
+      f'window of {window} tokens instead, all positions of the model; '
+      'episodes go on from summaries'
+    )
   c.episode.max_tokens = c.summary.trigger = window
   for stage in (c.cpt, c.sft, c.rl):
     stage.seq_len = window
   c.rl.rows = max(1, _ROW_TOKENS // window)
   _say(f'{c.rl.rows} rows a microbatch of RL: {_ROW_TOKENS} tokens at most')
+  _say(f'{c.rollout.num_slots} episodes at once, with {window} tokens each')
+  limit = max(task.timeout_s for task in known.tasks)
+  c.sandbox.wall_s = c.sandbox.cpu_s = max(c.sandbox.wall_s, limit)
+  _say(
+    f'{c.sandbox.wall_s:g} s for what runs in the sandbox: tasks give their '
+    f'tests up to {limit:g}'
+  )
 
 
-def _fit_counts(c: ml_collections.ConfigDict, tasks: str) -> None:
+def _fit_counts(
+  c: ml_collections.ConfigDict, tasks: str, is_short: bool
+) -> None:
   from composer_jax.tasks.repository import task_set
 
   known = task_set.load(tasks)
-  train, held_out = (len(list(known.split(x))) for x in (False, True))
-  c.demonstrations.count = max(1, min(c.demonstrations.count, train // 4))
-  left = train - c.demonstrations.count
-  c.rl.prompts = max(1, min(c.rl.prompts, left))
-  c.rl.steps = left // c.rl.prompts
-  c.rl.warmup_steps = min(c.rl.warmup_steps, c.rl.steps)
-  c.rl.decay_steps = c.rl.steps // 2
-  c.evaluation.episodes = max(1, min(200, held_out))
+  train, held_out = (len(known.split(x)) for x in (False, True))
+  if train < 2 or not held_out:
+    raise ValueError(
+      f'{tasks} has {train} tasks to train on and {held_out} held-out ones; '
+      'SFT and RL need one each, and so does evaluation. Make more: '
+      '`./run.sh make_tasks` with --config.options.min_lines=1, or with a '
+      'second repository.'
+    )
+  if not is_short:
+    c.demonstrations.count = max(1, min(c.demonstrations.count, train // 4))
+    left = train - c.demonstrations.count
+    c.rl.prompts = max(1, min(c.rl.prompts, left))
+    c.rl.steps = left // c.rl.prompts
+    c.rl.warmup_steps = min(c.rl.warmup_steps, c.rl.steps)
+    c.rl.decay_steps = c.rl.steps // 2
+    c.evaluation.episodes = min(200, held_out)
   _say(
     f'of {train} training tasks SFT shows {c.demonstrations.count}; '
     f'{c.rl.steps} steps of RL play {c.rl.prompts} others each; '
@@ -146,12 +185,14 @@ def _fit_devices(c: ml_collections.ConfigDict) -> None:
   c.sft.batch_size = c.cpt.batch_size = 2 * count
   if found.extras:
     c.rl.placement = 'colocated'
-  if count > 1:
-    c.rl.mesh = dict(replica=1, fsdp=count // 2, context=1)
-    c.rollout.devices = count - count // 2
-    c.rl.rows = -(-c.rl.rows // (count // 2)) * (count // 2)
+  # Trainer and engine take turns on all of them.
+  c.rl.mesh = dict(c.mesh)
+  c.rollout.devices = count
+  c.rl.rows = -(-c.rl.rows // count) * count
+  kinds = collections.Counter(found.lines)
+  listed = ', '.join(f'{n} x {line}' for line, n in kinds.items()) or 'CPU'
   _say(
-    f'{count} device{"s" * (count > 1)} ({", ".join(found.lines) or "CPU"}): '
-    f'layout {c.layout}, placement {c.rl.placement}, batches of '
-    f'{c.sft.batch_size} rows'
+    f'{count} device{"s" * (count > 1)} ({listed}): layout {c.layout}, '
+    f'placement {c.rl.placement}, batches of {c.sft.batch_size} rows, '
+    f'{c.rl.rows} rows a microbatch of RL'
   )

@@ -65,9 +65,12 @@ def _model(folder: str) -> ml_collections.ConfigDict:
   try:
     fields = json.loads(path.read_text())
   except (OSError, ValueError) as error:
+    source, out = 'CHECKPOINT', folder
+    if (pathlib.Path(folder) / 'config.json').exists():
+      source, out = folder, f'runs/import/{pathlib.Path(folder).name}'
     raise ValueError(
       f'{folder!r} is not an import ({error}); make it with `python -m '
-      f'experiments.hf_import --source=CHECKPOINT --out={folder}`.'
+      f'experiments.hf_import --source={source} --out={out}`, and name {out}.'
     ) from error
   # Absent from imports that are older than these, and to be set by a run.
   fields.setdefault('numerics', 'fast')

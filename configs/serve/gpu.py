@@ -17,7 +17,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c = tiny.get_config()
   c.engine.update(
     num_slots=64,
-    max_len=8192,
     prefill_chunk=512,
     decode_steps=8,
     num_top=20,  # OpenAI's limit

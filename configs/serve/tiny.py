@@ -17,7 +17,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Shapes that are compiled once; see rollout.engine.EngineOptions.
   c.engine = dict(
     num_slots=16,  # sequences sampled together
-    max_len=512,  # tokens of a context window, prompt and answer
+    # Tokens of a context window, prompt and answer. 0: as in the run; of an
+    # import 8192, or all its positions if those are fewer.
+    max_len=0,
     prefill_chunk=64,  # context tokens that a row consumes in one dispatch
     prefill_rows=4,  # sequences whose context is consumed together
     decode_steps=4,  # tokens between two looks at requests and weights

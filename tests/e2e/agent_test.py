@@ -1,6 +1,7 @@
 """An imported model on a task set: lengths and counts fit, the job runs."""
 
 import json
+import shutil
 
 import pytest
 import transformers
@@ -26,17 +27,17 @@ def test_lengths_counts_and_meshes_fit(imported, folder, monkeypatch, capsys):
     len(list(task_set.load(folder).split(x))) for x in (False, True)
   )
   cards = ('H100, 80 GiB, driver 580.1',) * 5
-  for lines, trainer, engine in (((), 1, 1), (cards[:1], 1, 1), (cards, 2, 3)):
+  for lines in ((), cards[:1], cards):
     extras = ('gpu',) if lines else ()
     found = hardware.Found(lines, extras)
     monkeypatch.setattr(hardware, 'look', lambda found=found: found)
     c = agent.get_config(f'{imported},{folder}')
     spec = wiring.spec_of(c.to_dict())
     wiring.systems_of(spec).family.check_files()
-    assert spec.mesh.fsdp == max(1, len(lines))
-    assert (spec.rl.mesh.fsdp, spec.rollout.devices) == (trainer, engine)
+    count = max(1, len(lines))
+    assert spec.mesh.fsdp == spec.rl.mesh.fsdp == spec.rollout.devices == count
     assert (spec.rl.placement == 'colocated') == bool(lines)
-    assert spec.rl.rows % trainer == 0
+    assert spec.rl.rows % count == spec.sft.batch_size % count == 0
   assert spec.initial == str(imported) and spec.sft.optimizer == 'adam'
   played = spec.rl.steps * spec.rl.prompts
   shown = spec.systems['demonstrations'].count
@@ -45,7 +46,30 @@ def test_lengths_counts_and_meshes_fit(imported, folder, monkeypatch, capsys):
   window = spec.episode.max_tokens
   assert window == spec.sft.seq_len == spec.rl.seq_len
   text = capsys.readouterr().out
-  assert f'window of {window} tokens' in text and '5 devices' in text
+  assert f'window of {window} tokens' in text
+  assert '5 devices (5 x H100, 80 GiB, driver 580.1)' in text
+  for words in (
+    'tokens a call',
+    'episodes at once',
+    'sandbox',
+    'adam at 2e-05',
+  ):
+    assert words in text, words
+
+
+def test_windows_have_at_most_the_positions_of_the_model(
+  imported, folder, tmp_path, capsys
+):
+  short = tmp_path / 'short'
+  shutil.copytree(imported, short)
+  fields = json.loads((short / 'config.json').read_text())
+  fields['max_position_embeddings'] = 1500
+  (short / 'config.json').write_text(json.dumps(fields))
+  c = agent.get_config(f'{short},{folder},smoke')
+  for length in (c.episode.max_tokens, c.summary.trigger, c.rl.seq_len):
+    assert length == 1500
+  assert 'all positions of the model' in capsys.readouterr().out
+  wiring.systems_of(wiring.spec_of(c.to_dict())).initial.claim()
 
 
 def test_prompts_too_long_for_the_window_leave_nothing(

@@ -6,6 +6,7 @@ import pytest
 
 from configs import hardware
 from tests import programs
+from tests.hf import imported_test
 
 FIT = """
 import sys, types
@@ -101,6 +102,40 @@ def test_the_doctor_names_what_does_not(tmp_path):
   assert '127.0.0.1:1/run can only be read' in done.stdout
 
 
+def test_the_doctor_asks_what_the_run_would_ask(tmp_path):
+  folder = imported_test.write(tmp_path / 'import')
+  done = programs.run(
+    'experiments.doctor',
+    f'--config=configs/composer/imported.py:{folder},smoke',
+    '--config.demonstrations.conversations=absent.jsonl',
+    f'--workdir={tmp_path / "run"}',
+  )
+  assert done.returncode == 1
+  assert 'not run here: beginning.' in done.stderr
+  assert "conversations names 'absent.jsonl', which cannot" in done.stdout
+  # As many devices as the run emulates.
+  assert 'sft: ' in done.stdout and ' on each of 2 devices' in done.stdout
+
+
+KEEP = """
+import pathlib, sys
+from composer_jax.core import files
+from experiments import launch
+workdir = pathlib.Path(sys.argv[1])
+(workdir / 'config.json').write_text('{}')
+with files.alone(workdir):
+  assert launch._keep_traceback(workdir) == ''
+  assert not (workdir / 'error.txt').exists()
+assert 'error.txt' in launch._keep_traceback(workdir)
+"""
+
+
+def test_a_run_that_another_one_keeps_out_leaves_its_workdir(tmp_path):
+  done = programs._run(['-c', KEEP, str(tmp_path)])
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / 'error.txt').exists()
+
+
 def on_bus(folder, *row):
   folder.mkdir()
   for name, value in zip(('vendor', 'device', 'class'), row, strict=True):
@@ -120,6 +155,19 @@ def test_a_card_whose_driver_does_not_answer_is_named(tmp_path, monkeypatch):
   tool.chmod(0o755)
   reason = hardware.look(tmp_path).reason
   assert reason == 'its driver does not answer (version mismatch)'
+
+
+def test_cards_that_are_hidden_do_not_count(tmp_path, monkeypatch):
+  rows = ['A, 8 GiB, 580.1, 9.0', 'B, 8 GiB, 580.1, 5.0']
+  lines = ''.join(f'echo "{row}"\n' for row in rows)
+  (tmp_path / 'nvidia-smi').write_text(f'#!/bin/sh\n{lines}')
+  (tmp_path / 'nvidia-smi').chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  monkeypatch.setenv('JAX_PLATFORMS', '')
+  assert 'hide that card' in hardware.look().reason
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
+  found = hardware.look()
+  assert (len(found.lines), found.extras[0]) == (1, 'gpu')
 
 
 def test_chips_of_the_bus(tmp_path, monkeypatch):

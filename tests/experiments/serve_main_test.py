@@ -39,7 +39,8 @@ def _workdir(folder):
   fields = tiny.get_config('smoke').model.to_dict()
   fields |= {'embed_dim': 32, 'num_layers': 2, 'vocab_size': 300}
   model = config_lib.ModelConfig.from_dict(fields)
-  files.write_json(folder / 'config.json', {'model': fields})
+  run = {'model': fields, 'initial': '', 'episode': {'max_tokens': 256}}
+  files.write_json(folder / 'config.json', run)
   tokenizers.Tokenizer.train(['hello world'], 300).save(
     folder / 'tokenizer.json'
   )
@@ -60,7 +61,6 @@ def test_it_serves_and_drains_at_sigterm(tmp_path):
     '--config.engine.num_slots=1',
     '--config.engine.prefill_rows=1',
     '--config.engine.num_top=0',
-    '--config.engine.max_len=256',
   )
   watch = threading.Timer(100, process.kill)
   watch.start()
@@ -73,6 +73,7 @@ def test_it_serves_and_drains_at_sigterm(tmp_path):
     else:
       raise AssertionError((lines, process.stderr.read()))
     assert 'Serving mine-sft, policy version 0' in line
+    assert 'A window of 256 tokens: that of the run' in ''.join(lines)
     with openai.OpenAI(
       base_url=found[0], api_key='geheim', max_retries=0
     ) as client:

@@ -21,6 +21,7 @@ from composer_jax.tasks.practice import list_functions as practice
 from composer_jax.train.checkpoints import manager
 from configs.composer import imported as imported_config
 from configs.composer import tiny
+from tests.hf import published
 from tests.hf.text import tokenizer_files
 from tests.pipeline import runs
 
@@ -270,6 +271,30 @@ def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
     ):
       pass
   assert not (tmp_path / 'run').exists()
+
+
+def test_windows_are_no_longer_than_the_positions(folder, tmp_path):
+  short = tmp_path / 'short'
+  shutil.copytree(folder, short)
+  fields = published.QWEN3_30B_A3B | {'max_position_embeddings': 100}
+  (short / 'config.json').write_text(json.dumps(fields))
+  spec = spec_of(short)
+  with (
+    pytest.raises(
+      ValueError, match=r'episode\.max_tokens \(\d+\) must be at most 100'
+    ),
+    runs.open_run(spec, tmp_path / 'run'),
+  ):
+    pass
+  assert not (tmp_path / 'run').exists()
+  fields['max_position_embeddings'] = max(
+    spec.episode.max_tokens, spec.cpt.seq_len
+  )
+  (short / 'config.json').write_text(json.dumps(fields))
+  wiring.systems_of(spec).initial.claim()
+  spec = spec_of(short, seq_len=2 * spec.cpt.seq_len)
+  with pytest.raises(ValueError, match=r'cpt\.seq_len'):
+    wiring.systems_of(spec).initial.claim()
 
 
 def test_an_import_is_what_it_holds_and_not_where_it_lies(folder, tmp_path):

@@ -31,7 +31,8 @@ def test_both_sides_read_it(tmp_path, family):
     {'role': 'user', 'content': 'Hi.'},
     {'role': 'assistant', 'content': 'Yes.'},
   ]
-  ids = chat_template.load(folder).encode(tokenizer, messages)
+  markup = chat_template.load(folder).markup(tokenizer, messages)
+  ids, _ = tokenizer.encode_markup(markup)
   speech = language.from_folder(folder, tokenizer)
   assert speech.calls == {'qwen3_moe': 'hermes'}.get(family, 'deepseek')
   assert tokenizer.decode(ids).count('Yes.') == 1

@@ -178,6 +178,31 @@ def test_what_does_not_fit_is_refused_with_what_does():
     list(memory.check(spec, int(0.7 * largest)))
 
 
+def test_what_fits_is_said_of_the_whole_run():
+  c = tiny.get_config()
+  c.sft.accumulate = 1
+  spec = wiring.spec_of(c.to_dict())
+  by_name = {need.name: need.total for need in memory.needs(spec)}
+  for limit in (0.9 * min(by_name['sft'], by_name['rl']), 0.25 * by_name['rl']):
+    with pytest.raises(ValueError) as refused:
+      list(memory.check(spec, int(limit)))
+    names = [name for name, total in by_name.items() if total > limit]
+    assert {'sft', 'rl'} <= {*names}
+    assert f'too little for {", ".join(names)};' in str(refused.value)
+    said = str(refused.value).partition('What fits: ')[2].split('; or ')
+    parts = names
+    options = memory._choices(spec, parts)
+    for words in said:
+      first, _, second = words.removesuffix('.').partition(' with ')
+      known = dict(pair for made in options.values() for pair in made)
+      other = known[first]
+      if second:
+        more = memory._choices(other, parts).values()
+        other = dict(pair for made in more for pair in made)[second]
+      assert max(need.total for need in memory.needs(other)) <= limit
+  assert second  # No single one is enough for the last.
+
+
 def test_masters_of_sixteen_bits_are_the_policys_values():
   counted = {
     state: memory.training(

@@ -153,16 +153,24 @@ def _run(fields, port=0):
   lifetime.run(load, fields, host='127.0.0.1', port=port)
 
 
+def _fields(config=serve_tiny):
+  fields = config.get_config().to_dict()
+  # The program takes the window of what it serves.
+  assert fields['engine']['max_len'] == 0
+  fields['engine']['max_len'] = 512
+  return fields
+
+
 @pytest.mark.parametrize('section', ['engine', 'limits'])
 def test_a_misspelt_field_is_named(section):
-  fields = serve_tiny.get_config().to_dict()
+  fields = _fields()
   fields[section]['misspelt'] = 1
   with pytest.raises(ValueError, match=rf'config\.{section} has no .*misspelt'):
     _run(fields)
 
 
 def test_a_missing_limit_is_named():
-  fields = serve_tiny.get_config().to_dict()
+  fields = _fields()
   del fields['limits']['max_queue']
   with pytest.raises(ValueError, match=r'config\.limits: .*missing.*max_queue'):
     _run(fields)
@@ -171,11 +179,11 @@ def test_a_missing_limit_is_named():
 @pytest.mark.parametrize('config', [serve_tiny, serve_gpu])
 def test_configs_are_those_of_a_server(config):
   with pytest.raises(ValueError, match='neither the workdir'):
-    _run(config.get_config().to_dict())
+    _run(_fields(config))
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
-  fields = serve_tiny.get_config().to_dict()
+  fields = _fields()
   with http_server.bind('127.0.0.1', 0, '') as sock:
     sock.listen()
     port = sock.getsockname()[1]

@@ -110,6 +110,9 @@ class ScriptedEngine:
       ended += self._advance(work)
     return ended
 
+  def room(self, expected):
+    return None
+
   def _guided(self, guide, wanted):
     """Returns what is wanted if that is likeliest, else another token."""
     bias_V = np.array(guide.bias())

@@ -157,6 +157,15 @@ def from_hf(
   return config, name, prefix
 
 
+def positions(config_json: dict[str, Any]) -> int | None:
+  """Returns for how many positions a model was made; None if it is unsaid."""
+  fields, _ = _language_model(config_json)
+  yarn = from_hf(config_json)[0].rope.yarn
+  stretched = round(yarn.factor * yarn.original_max_len) if yarn else 0
+  given = hf_keys.take(fields, 'max_position_embeddings', int, 0)
+  return max(given, stretched) or None
+
+
 def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
   if config_json.get('model_type') != 'kimi_k25':
     return config_json, ''

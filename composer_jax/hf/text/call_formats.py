@@ -10,6 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# An object, in whose texts marks may stand; else what looks like a damaged one.
+_JSON = r'(?P<json>\{(?:[^"]|"(?:\\.|[^"\\])*")*?\}|\{.*?\})'
+
 
 class WrittenCall(NamedTuple):
   """A call as a model wrote it; `number` is '' where its form has none."""
@@ -54,7 +57,7 @@ FORMATS = {
   # Qwen and others that follow Hermes.
   'hermes': CallFormat(
     marks=('<tool_call>', '</tool_call>'),
-    pattern=re.compile(r'<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>', re.S),
+    pattern=re.compile(rf'<tool_call>\s*{_JSON}\s*</tool_call>', re.S),
   ),
   'deepseek': CallFormat(
     marks=(
@@ -63,7 +66,7 @@ FORMATS = {
     ),
     pattern=re.compile(
       r'<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)'
-      r'(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?(?P<json>\{.*?\})'
+      rf'(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?{_JSON}'
       r'\s*(?:```)?\s*<｜tool▁call▁end｜>',
       re.S,
     ),
@@ -76,7 +79,7 @@ FORMATS = {
     ),
     pattern=re.compile(
       r'<\|tool_call_begin\|>\s*(?P<number>(?:functions\.)?(?P<name>[^<:]+)'
-      r'(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*(?P<json>\{.*?\})\s*'
+      rf'(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*{_JSON}\s*'
       r'<\|tool_call_end\|>',
       re.S,
     ),

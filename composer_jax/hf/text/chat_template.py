@@ -17,7 +17,6 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-import numpy as np
 from jinja2 import nodes, parser
 
 from composer_jax.hf.text import roles, tokenizer_json
@@ -83,17 +82,6 @@ class ChatTemplate:
     """
     variables = self._variables(messages, options)
     return self._run(self._plain, {**self.special_tokens, **variables})
-
-  def encode(
-    self,
-    tokenizer: hf_tokenizer.ImportedTokenizer,
-    messages: Messages,
-    **options: Any,
-  ) -> np.ndarray:
-    """Returns int32 ids; raises what `markup` raises."""
-    return tokenizer.encode_markup(self.markup(tokenizer, messages, **options))[
-      0
-    ]
 
   def markup(
     self,

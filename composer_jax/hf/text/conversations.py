@@ -76,15 +76,31 @@ def of_messages(
     before = messages[:place]
     opening = speech.markup(before, tools=tools, add_generation_prompt=True)
     body = speech.continued(before, message, tools=tools)
-    start = len(opening)
-    stop = start + speech.end_of(body)
+    _check_calls(speech, before, message, tools, body)
+    body = speech.closed(body, message)
+    start, stop = len(opening), len(opening) + len(body)
     text, spans = made[-1] if made else ('', [])
     if not made or not opening.startswith(text):
       spans = []
       made.append(('', spans))
     spans.append((start, stop))
-    made[-1] = ((opening + body)[:stop], spans)
+    made[-1] = (opening + body, spans)
   return [speech.masked(text, spans) for text, spans in made]
+
+
+def _check_calls(
+  speech: language.TemplateLanguage, before: Any, turn: Any, tools: Any, body
+) -> None:
+  """Raises for a turn whose calls the template leaves out beside its words."""
+  if not (language.turn_calls(turn) and turn.get('content')):
+    return
+  words = {name: turn[name] for name in turn if name != 'tool_calls'}
+  if speech.continued(before, words, tools=tools) == body:
+    raise ValueError(
+      f'{speech.template.name}: the chat template leaves out the calls of a '
+      'turn that has content, too; give that turn the content null, and its '
+      'words, if they matter, a turn before it.'
+    )
 
 
 def identity(path: str | os.PathLike) -> str:

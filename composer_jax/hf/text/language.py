@@ -79,7 +79,6 @@ class TemplateLanguage(chat.Language):
     is_native: true if calls of the run's tools are written in that form.
     lists_tools: true if the template tells the model of tools.
     listed: tools that the template shall list; None where it lists none.
-    rewrites: true if the template changes earlier turns of a conversation.
   """
 
   def __init__(
@@ -114,14 +113,33 @@ class TemplateLanguage(chat.Language):
     self.lists_tools = self._looks_at_tools()
     self.is_native = self.calls != _TEXT and bool(self._functions)
     self.listed = self._functions if self.is_native * self.lists_tools else None
+
+  @functools.cached_property
+  def rewrites(self) -> bool:
+    """True if the template changes earlier turns of a conversation.
+
+    Some leave out reasoning, or write an empty one in a last turn alone; others
+    keep the last messages, or shorten old answers.
+    """
     thought = f'{_THOUGHT}\n{_WORD}\n{_THOUGHT_END}'
-    before = self.markup([_USER, {**said, 'content': f'{thought}\n\n{_WORD}'}])
-    kept = thought in tokenizer.without_marks(before)
-    # Some leave out reasoning, some also write an empty one in a last turn.
-    self.rewrites = not kept or any(
-      not self.markup([*talk, _USER]).startswith(self.markup(talk))
-      for talk in ([_USER, said], [_USER, {**said, 'content': thought}])
-    )
+    said = {'role': 'assistant', 'content': _WORD}
+    reasoned = {**said, 'content': f'{thought}\n\n{_WORD}'}
+    before = self.tokenizer.without_marks(self.markup([_USER, reasoned]))
+    long = {'role': 'tool', 'tool_call_id': 'x', 'content': 'x\n' * 10_000}
+    turn = {**self.turn([_PROBE], ''), 'reasoning_content': _WORD}
+    replies = [turn, {**long, 'tool_call_id': turn_calls(turn)[0]['id']}]
+    if self.calls == _TEXT:
+      replies = [reasoned, {**_USER, 'content': long['content']}]
+    called = [_USER, *(replies * 6), said, _USER, *replies, said]
+    spoken = [_USER, said, _USER, reasoned, _USER, said]
+    return thought not in before or not all(map(self._grows, (spoken, called)))
+
+  def _grows(self, talk: _Messages) -> bool:
+    """True if each message of a talk only adds to what the template writes."""
+    texts = []
+    with contextlib.suppress(ValueError):  # It may refuse some.
+      texts += (self.markup(talk[:n]) for n in range(1, len(talk) + 1))
+    return all(b.startswith(a) for a, b in itertools.pairwise(texts))
 
   def _choose_calls(self, asked: str) -> None:
     """Takes the form in which the template's own calls are found."""
@@ -227,15 +245,7 @@ class TemplateLanguage(chat.Language):
     return self._written(self.turn(calls * self.is_native, call))
 
   def _written(self, turn: Mapping[str, Any]) -> np.ndarray:
-    body = self.continued([_USER], turn)
-    ids = self.ids(body).tolist()
-    at = next((i for i, t in enumerate(ids) if t in self.ends), None)
-    if at is not None:
-      return np.array(ids[: at + 1], np.int32)
-    # DeepSeek-V3's template leaves the last call of a turn open.
-    last = self._format.marks[-1] if turn_calls(turn) else ''
-    closing = '' if last in body else self.tokenizer.mark(last)
-    return np.array([*ids, *self.ids(closing), self.ends[0]], np.int32)
+    return self.ids(self.closed(self.continued([_USER], turn), turn))
 
   def turn(self, calls: _Calls, content: str) -> dict[str, Any]:
     """Returns an assistant's message with calls, or with content alone."""
@@ -260,12 +270,11 @@ class TemplateLanguage(chat.Language):
     whole = self.markup([*before, turn], **options)
     if whole.startswith(opening):
       return whole[len(opening) :]
-    common = len(os.path.commonprefix([opening, whole]))
-    begun = self.tokenizer.without_marks(opening[common:])
-    if begun.strip() == _THOUGHT:
+    head, _, rest = opening.rpartition(self.tokenizer.mark(_THOUGHT))
+    if head and not rest.strip() and whole.startswith(head):
       # DeepSeek-R1 opens a turn with reasoning, and then leaves that out.
       thought = str(turn.get('reasoning_content') or '')
-      return f'{thought}\n{_THOUGHT_END}\n\n{whole[common:]}'
+      return f'{thought}\n{_THOUGHT_END}\n\n{whole.removeprefix(head)}'
     if list(before) != [_USER]:
       # DeepSeek-V3 forgets to close answers before a second call.
       return self.continued([_USER], turn)
@@ -275,12 +284,18 @@ class TemplateLanguage(chat.Language):
       'that begin otherwise: no turn can be learnt by it.'
     )
 
-  def end_of(self, body: str) -> int:
-    """Returns the place behind the mark of a turn's end, or its length."""
+  def closed(self, body: str, turn: Mapping[str, Any]) -> str:
+    """Returns what the template writes of a turn up to the end of the turn.
+
+    DeepSeek-V3's leaves the last call open, and the model has to end it.
+    """
     spellings = map(self.tokenizer.decode, ([i] for i in self.ends))
-    marks = (re.escape(f'{hf_tokenizer.MARK}{s}') for s in spellings)
-    found = re.search('|'.join(marks), body)
-    return found.end() if found else len(body)
+    marks = [f'{hf_tokenizer.MARK}{s}' for s in spellings]
+    if found := re.search('|'.join(map(re.escape, marks)), body):
+      return body[: found.end()]
+    is_open = turn_calls(turn) and self.calls != _TEXT
+    last = self._format.marks[-1] if is_open else ''
+    return body + self.tokenizer.mark(last) * (last not in body) + marks[0]
 
   def masked(
     self, markup: str, spans: Sequence[tuple[int, int]]

@@ -145,7 +145,8 @@ class Package:
     name: normalised name of the distribution.
     version: version of the distribution; '' for a folder without one.
     image: folder of the image; '' if none could be made.
-    held_out: true if no task of the package may be trained on.
+    held_out: true if no task of the package may be trained on; of others some
+      may be held out.
     sha256: hash of the sdist, or of the folder's names and contents.
     refused: reason why there is no task of it ('no_tests', 'no_import', ...);
       '' if there is none.
@@ -185,7 +186,7 @@ class TaskSet:
       raise ValueError(f'Two tasks in {self.root} are {min(twice)!r}.')
     for task in self.tasks:
       package = self.packages.get(task.package)
-      if package is None or package.held_out != task.held_out:
+      if package is None or package.held_out > task.held_out:
         raise ValueError(
           f'Task {task.task_id!r} in {self.root} says held_out='
           f'{task.held_out}; its package is {package or "not there"}.'

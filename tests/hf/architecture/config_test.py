@@ -101,6 +101,18 @@ def test_there_and_back(fields):
   assert hf_config.from_hf(back) == (config, want, '')
 
 
+def test_positions_are_those_that_yarn_stretches():
+  assert hf_config.positions(published.QWEN3_30B_A3B) == 40960
+  assert hf_config.positions(published.DEEPSEEK_V3) == 40 * 4096
+  assert hf_config.positions(published.KIMI_K2_5) == 64 * 4096
+  yarn = dict(rope_type='yarn', factor=4.0)
+  yarn['original_max_position_embeddings'] = 32768
+  fields = published.QWEN3_30B_A3B | {'rope_scaling': yarn}
+  assert hf_config.positions(fields) == 4 * 32768
+  fields = _without(published.QWEN3_30B_A3B, 'max_position_embeddings')
+  assert hf_config.positions(fields) is None
+
+
 def test_a_nested_language_model_has_a_prefix():
   _, family, prefix = hf_config.from_hf(published.KIMI_K2_5)
   assert (family, prefix) == ('kimi_k2', 'language_model.')

@@ -167,6 +167,11 @@ CALLS = [
 ]
 
 
+def encode(template, tokenizer, messages, **options):
+  markup = template.markup(tokenizer, messages, **options)
+  return tokenizer.encode_markup(markup)[0]
+
+
 def write(folder, template, kind='qwen'):
   return TEMPLATES[kind][0](folder, chat_template=template)
 
@@ -210,14 +215,14 @@ def test_tokens_equal_transformers(folders, kind, messages, options):
   )
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders[kind], 400)
   template = chat_template.load(folders[kind])
-  ids = template.encode(tokenizer, messages, **options)
+  ids = encode(template, tokenizer, messages, **options)
   assert ids.dtype == np.int32
   assert ids.tolist() == expected['input_ids']
 
 
 def structure(template, tokenizer, messages, **options):
   """Returns the special tokens of a conversation."""
-  ids = template.encode(tokenizer, messages, **options)
+  ids = encode(template, tokenizer, messages, **options)
   return [i for i in ids.tolist() if i in tokenizer.special_ids]
 
 
@@ -239,7 +244,7 @@ def test_no_message_spells_a_special_token(folders, kind):
   expected = structure(template, tokenizer, calm)
   assert structure(template, tokenizer, talk) == expected and expected
   # Nothing is lost: the tokens spell the text that transformers renders.
-  ids = template.encode(tokenizer, talk)
+  ids = encode(template, tokenizer, talk)
   text = template.render(talk)
   assert tokenizer.decode(ids) == text
   for message in talk:
@@ -281,14 +286,14 @@ def test_no_special_token_comes_together_from_pieces(
   compiled = chat_template.ChatTemplate(template, {}, 'x.jinja')
   talk = [{'role': 'user', 'content': content} for content in contents]
   with pytest.raises(ValueError, match=r"x.jinja: '<\|im_end\|>' comes toge"):
-    compiled.encode(tokenizer, talk)
+    encode(compiled, tokenizer, talk)
 
 
 def test_text_on_both_sides_of_a_special_token_is_apart(folders):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folders['qwen'], 400)
   source = "{{ '<|' }}<|im_end|>{{ 'im_end|>' }}"
   compiled = chat_template.ChatTemplate(source, {}, 'x.jinja')
-  ids = compiled.encode(tokenizer, TALK)
+  ids = encode(compiled, tokenizer, TALK)
   assert tokenizer.decode(ids) == '<|<|im_end|>im_end|>'
   assert ids.tolist().count(tokenizer.END) == 1
 
@@ -299,7 +304,7 @@ def test_a_template_holds_no_marks_of_its_own(folders):
   compiled = chat_template.ChatTemplate(
     source, {'eos_token': '\ud800'}, 'x.jinja'
   )
-  ids = compiled.encode(tokenizer, TALK)
+  ids = encode(compiled, tokenizer, TALK)
   assert tokenizer.decode(ids) == compiled.render(TALK) == '?a???'
 
 
@@ -320,7 +325,7 @@ def test_what_a_template_does_with_special_tokens_of_messages_is_kept(folders):
   template = chat_template.ChatTemplate(SEARCHES, {}, 'x.jinja')
   contents = ('<tool_response>a', '<|im_end|>', 'b<|im_end|>c')
   messages = [{'role': 'user', 'content': c} for c in contents]
-  ids = template.encode(tokenizer, messages)
+  ids = encode(template, tokenizer, messages)
   text = template.render(messages)
   assert tokenizer.decode(ids) == text
   assert '!A16<tool_res.a' in text and '!?~;10' in text and '!B;C12' in text
@@ -346,7 +351,7 @@ def test_what_depends_on_a_special_token_of_the_template_is_refused(
   talk = [{'role': 'user', 'content': 'a<|im_end|>'}]
   assert compiled.render(talk)
   with pytest.raises(ValueError, match='x.jinja: what .* depends on a special'):
-    compiled.encode(tokenizer, talk)
+    encode(compiled, tokenizer, talk)
 
 
 def test_specials_that_overlap_stay_text(tmp_path):
@@ -367,7 +372,7 @@ def test_specials_that_overlap_stay_text(tmp_path):
   template = chat_template.load(folder)
   for more, form in (('', ''), ('\uff1c\uff2b\uff1e', '<K>')):
     messages = [{'role': 'user', 'content': words + more}]
-    ids = template.encode(tokenizer, messages)
+    ids = encode(template, tokenizer, messages)
     assert not set(ids[:-2].tolist()) & tokenizer.special_ids
     assert tokenizer.decode(ids) == words + form + '<K>\u4f60'
     assert set(ids[-2:].tolist()) <= tokenizer.special_ids
@@ -384,7 +389,7 @@ def test_white_space_of_the_assistant_is_kept(folders, tmp_path):
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
   words = 'a\n\n    b  \n'
   talk = [TALK[1], {'role': 'assistant', 'content': words}]
-  ids = chat_template.load(folders['qwen']).encode(tokenizer, talk)
+  ids = encode(chat_template.load(folders['qwen']), tokenizer, talk)
   assert tokenizer.decode(ids).endswith(f'{words}<|im_end|>\n')
 
 

@@ -110,6 +110,31 @@ def test_where_a_template_changes_earlier_turns_a_part_ends(tmp_path):
   assert '<｜Assistant｜>b' in tokenizer.decode(parts[1][0])
 
 
+def test_the_last_call_of_a_turn_is_ended(tmp_path):
+  folder = published.write(tmp_path, 'deepseek_v3')
+  tokenizer, own = published.speech(folder)
+  user = {'role': 'user', 'content': 'a'}
+  function = {'name': 'find', 'arguments': {'word': 'x'}}
+  call = {'id': 'call00000', 'type': 'function', 'function': function}
+  turn = {'role': 'assistant', 'content': None, 'tool_calls': [call]}
+  told = {'role': 'tool', 'tool_call_id': 'call00000', 'content': 'b'}
+  said = {'role': 'assistant', 'content': 'c'}
+  parts = conversations.of_messages(own, [user, turn, told, said], None)
+  learnt = [tokenizer.decode(tokens_T[mask_T]) for tokens_T, mask_T in parts]
+  assert learnt[0].endswith(
+    '<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+  )
+  assert learnt[1] == 'c<｜end▁of▁sentence｜>'
+  # It writes the words of a turn, or its calls.
+  with pytest.raises(ValueError, match='leaves out the calls of a turn'):
+    conversations.of_messages(own, [user, {**turn, 'content': 'w'}], None)
+  _, own = published.speech(published.write(tmp_path / 'q', 'qwen2_5'))
+  ((tokens_T, _),) = conversations.of_messages(
+    own, [user, {**turn, 'content': 'w'}], None
+  )
+  assert 'find' in own.tokenizer.decode(tokens_T)
+
+
 @pytest.mark.parametrize(
   'line, message',
   [

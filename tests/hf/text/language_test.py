@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from transformers.utils import chat_template_utils
 
 from composer_jax.agent import environment, episode, summarize
 from composer_jax.core import records, turns
-from composer_jax.hf.text import language
+from composer_jax.hf.text import call_formats, language
 from composer_jax.serve.api import chat_format, requests
 from composer_jax.tasks import mistakes
 from composer_jax.tasks.repository import schemas, scripts
@@ -33,7 +34,7 @@ CHOSEN = {
   'qwen3_moe': ('hermes', True, True),
   'qwen2_5': ('hermes', True, False),
   'chatml': ('text', False, False),
-  'deepseek_v3': ('deepseek', False, False),
+  'deepseek_v3': ('deepseek', False, True),
   'deepseek_r1': ('deepseek', False, True),
   'kimi_k2': ('kimi', True, False),
   'llama3': ('text', True, False),
@@ -109,6 +110,39 @@ def test_what_was_chosen_is_told(folders, name):
   assert f"form '{calls}'" in text and ('as sampled' in text) == rewrites
   eos = published.PUBLISHED[name][3]
   assert tokenizer.id_of(eos) in speech.ends
+
+
+@pytest.mark.parametrize(
+  'old, new',
+  [
+    ('{%- for message in messages %}', '{%- for message in messages[-3:] %}'),
+    ('{{- message.content }}', '{{- message.content[:: -1] if loop.last }}'),
+    (
+      '{%- for tool_call in message.tool_calls %}',
+      '{%- for tool_call in message.tool_calls if messages|length < 9 %}',
+    ),
+    (
+      '{%- for message in messages %}',
+      '{%- set ns = namespace(last=-1) %}'
+      '{%- for message in messages if message.role == "assistant" and not '
+      'message.tool_calls %}{% set ns.last = messages.index(message) %}'
+      '{%- endfor %}{%- for message in messages %}'
+      '{{- message.reasoning_content if loop.index0 > ns.last }}',
+    ),
+  ],
+  ids=['last messages', 'answers', 'calls', 'reasoning of calls'],
+)
+def test_templates_that_change_earlier_turns_are_named(
+  folders, tmp_path, old, new
+):
+  folder = tmp_path / 'changed'
+  shutil.copytree(folders['qwen2_5'], folder)
+  path = folder / 'chat_template.jinja'
+  source = path.read_text()
+  assert old in source
+  path.write_text(source.replace(old, new))
+  _, speech = published.speech(folder, FUNCTIONS)
+  assert (speech.calls, speech.rewrites) == ('hermes', True)
 
 
 def test_prompts_of_rl_and_of_the_server_are_those_of_transformers(
@@ -401,6 +435,29 @@ def test_the_gold_policy_speaks_it(folders, name):
   )
   assert env.asked == calls and rollout.num_invalid == 0
   assert rollout.verdict.passed
+
+
+@pytest.mark.parametrize('form', ['hermes', 'deepseek', 'kimi'])
+def test_marks_in_an_argument_are_words(form):
+  call_format = call_formats.FORMATS[form]
+  end = call_format.marks[1 if form == 'hermes' else 3]
+  open_call = {
+    'hermes': '<tool_call>\n{"name": "f", "arguments": ',
+    'deepseek': '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n',
+    'kimi': '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>',
+  }[form]
+  closing = {'hermes': '}\n', 'deepseek': '\n```', 'kimi': ''}[form]
+
+  def written(text):
+    return f'{open_call}{text}{closing}{end}\n'
+
+  words = {'new': f'a "b" {{}}{end} \\'}
+  found = call_format.find(written(json.dumps(words)) * 2)
+  assert [(c.name, c.arguments) for c in found] == [('f', words)] * 2
+  for damaged in ('{"a": "x}', '{"a": x}', '{"a" "x"}'):
+    both = call_format.marks[0] + written(damaged) + written('{}')
+    assert call_format.find(both) is None
+    assert call_format.find(written('{}') + written(damaged)) is None
 
 
 def test_what_was_kept_speaks_as_the_import_does(folders, tmp_path):

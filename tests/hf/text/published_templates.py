@@ -41,7 +41,11 @@ PUBLISHED = {
   'qwen2_5': (*_QWEN, '', '<|im_end|>'),
   'chatml': (*_QWEN, '', '<|im_end|>'),
   'deepseek_v3': (_DEEPSEEK, (), *_DEEPSEEK[:2]),
-  'deepseek_r1': (_DEEPSEEK, ('<think>', '</think>'), *_DEEPSEEK[:2]),
+  'deepseek_r1': (
+    _DEEPSEEK[:3],  # Its tokenizer has no other special ones.
+    (*_DEEPSEEK[3:], '<think>', '</think>'),
+    *_DEEPSEEK[:2],
+  ),
   'kimi_k2': (_KIMI, _KIMI_CALLS, '[BOS]', '[EOS]'),
   'llama3': (_LLAMA, (), *_LLAMA[:2]),
   'mistral': (('<unk>', '<s>', '</s>'), (), '<s>', '</s>'),

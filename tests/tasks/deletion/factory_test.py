@@ -156,7 +156,6 @@ def test_every_tier_gives_a_task(made):
   tasks, lines, _ = made
   assert {t.tier for t in tasks.tasks} == set(task_set.TIERS)
   assert {t.package for t in tasks.tasks} == {'larder', 'pantry', 'jar'}
-  assert not any(t.held_out for t in tasks.tasks)
   assert 'larder: 28 tests, 0 unstable' in '\n'.join(lines)
   facts = [tasks.packages[name].facts for name in ('larder', 'pantry', 'jar')]
   counts = [c for each in facts for c in each['candidates'].values()]
@@ -166,6 +165,41 @@ def test_every_tier_gives_a_task(made):
     package = tasks.packages[task.package]
     assert task.provenance['sha256'] == package.sha256
     assert (task.licence, task.tier in task.task_id) == ('MIT', True)
+
+
+def test_a_set_without_a_held_out_package_holds_out_files(made):
+  tasks, lines, folder = made
+  held_out, train = tasks.split(True), tasks.split(False)
+  assert 0 < len(held_out) <= len(train)
+  assert 5 * len(held_out) >= len(tasks.tasks)
+  files = [
+    {(t.package, p) for t in s for p in t.solution} for s in (held_out, train)
+  ]
+  assert not files[0] & files[1]
+  (line,) = [line for line in lines if 'no package is held out' in line]
+  assert f'{len(held_out)} of {len(tasks.tasks)} tasks' in line
+  for task in held_out:
+    assert any(f'{task.package}: {path}' in line for path in task.solution)
+  # The same command says the same.
+  again, _ = make(folder / 'set', pins(folder, {'jar': JAR}))
+  assert again.tasks == tasks.tasks
+
+
+def test_a_single_file_holds_out_some_of_its_tasks(made, tmp_path):
+  tasks, _, folder = made
+  task = next(t for t in tasks.tasks if t.tier == 'body')
+  record = dataclasses.replace(tasks.packages[task.package], held_out=False)
+  for count, wanted in ((1, 0), (2, 1), (7, 2)):
+    root = tmp_path / str(count)
+    for place in range(count):
+      name = f'deletion/{place}'
+      task = dataclasses.replace(task, task_id=name, held_out=False)
+      task_set.save_task(root, task)
+    task_set.save_package(root, record)
+    lines = []
+    made = factory._hold_out(root, lines.append)
+    assert len(made.split(True)) == wanted
+    assert ('too few' in lines[0]) == (not wanted)
 
 
 def test_bad_packages_are_refused_by_name_and_the_run_goes_on(made):

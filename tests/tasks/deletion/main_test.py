@@ -12,6 +12,7 @@ from composer_jax.tasks.repository import task_set
 from configs.tasks import packages
 from experiments.studies import results
 from experiments.studies.deletion import analyze
+from tests import programs
 from tests.tasks import small_package
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -77,3 +78,16 @@ def test_the_command_makes_a_set_of_a_folder(tmp_path):
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 1
   assert "was begun with other values of ['options']" in done.stderr
+
+
+def test_a_set_of_no_task_is_an_error_and_leaves_nothing(tmp_path):
+  (tmp_path / 'bare').mkdir()
+  (tmp_path / 'bare' / 'bare.py').write_text('x = 1\n')
+  done = programs.run(
+    'experiments.make_tasks',
+    *(f'--out={tmp_path / "set"}', f'--folders={tmp_path / "bare"}'),
+  )
+  assert done.returncode == 1
+  assert done.stderr.startswith('error: No task could be made (bare: no_tests')
+  assert '--config.options.min_lines=1' in done.stderr
+  assert not (tmp_path / 'set').exists()
