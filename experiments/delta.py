@@ -79,7 +79,7 @@ def _run(command: str) -> None:
 
   values = {flag.name: flag.value for flag in (*needed, *optional)}
   if 'source' in values:
-    _check_format(values['source'])
+    _check_format(str(values['source']))
   if values['key'] is None:
     store = _STORE.value or _OUT.value or ''
     if '://' in store:

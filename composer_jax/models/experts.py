@@ -162,8 +162,12 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
     return Forms(MLP, expert_mlp_in_tiles, dense_mlp)
   pair = products.Formats(config.experts, config.backward)
   bind = lambda fn: functools.partial(fn, pair)
-  parts = map(bind, (products.mlp, products.mlp_kept, products.mlp_gradient))
-  mlp = dispatch.Experts(*parts, _zeros)
+  mlp = dispatch.Experts(
+    bind(products.mlp),
+    bind(products.mlp_kept),
+    bind(products.mlp_gradient),
+    _zeros,
+  )
   return Forms(mlp, bind(products.tiled), bind(products.single))
 
 

@@ -71,7 +71,9 @@ def serving(
     policy.model, policy.variables, policy.version, options
   )
   engine.warm()
-  served = service.Service(engine, _LIMITS, policy.receiver, policy.target_id)
+  served = service.Service(
+    engine, _LIMITS, policy.receiver, target_id=policy.target_id
+  )
   model = openai.Model(
     name='live',
     tokenizer=policy.tokenizer,
