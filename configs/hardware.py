@@ -81,10 +81,25 @@ def _nvidia() -> tuple[list[list[str]], str]:
     return [], str(error)
   rows = [line.split(', ') for line in result.stdout.splitlines()]
   rows = [row for row in rows if len(row) == 4]
-  chosen = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')
-  if all(place.isdecimal() for place in chosen):
-    rows = [rows[int(p)] for p in chosen if int(p) < len(rows)]
+  visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+  if rows and visible is not None:
+    rows = _visible(rows, visible.split(','))
+    return rows, f'CUDA_VISIBLE_DEVICES={visible} shows no card'
   return rows, 'it names no card'
+
+
+def _visible(rows, places):
+  """Returns the cards that CUDA shows: those before the first bad place."""
+  chosen = []
+  for place in places:
+    if place.isdecimal() and int(place) < len(rows):
+      chosen.append(rows[int(place)])
+    elif place.startswith(('GPU-', 'MIG-')) and len(chosen) < len(rows):
+      # Which one is not asked: cards of a machine are mostly alike.
+      chosen.append(rows[len(chosen)])
+    else:
+      break
+  return chosen
 
 
 def _of_nvidia(rows: list[list[str]]) -> Found:

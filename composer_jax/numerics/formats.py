@@ -16,7 +16,9 @@ Blocks lie along the axis that a product contracts; a last one may be shorter.
 The outer scale of NVFP4 is that of a token or of a weight's output, never of a
 tensor, in which later tokens would change earlier ones (Composer 2, section on
 low precision); as a power of two it wastes at most one of E4M3's 15 exponents.
-Codes are exact, whatever a backend makes of a division (`numerics.grids`).
+Codes of floats are exact, whatever a backend makes of a division
+(`numerics.grids`). The scales of NVFP4 and all of INT4 take one quotient each,
+which is exact where the backend's division is: on CPU, not on a TPU.
 A number that is not finite makes its block NaN, in NVFP4 its row.
 
 Sources: OCP Microscaling Formats 1.0; NVFP4 of arXiv 2509.25149; blocks of 128
@@ -129,11 +131,11 @@ def _scaled(x, name, axes):
   if name == 'nvfp4':
     # Largest code times largest scale.
     most = grids.E2M1_MAX * grids.E4M3_MAX
-    top = jnp.abs(x).max(axes.row, keepdims=True)
+    top = grids.largest(x, axes.row)
     outer = grids.scale_up(top, most)
     x /= outer
   x = _in_blocks(x, name, axes.blocks)
-  top = jnp.abs(x).max(_inner(axes.blocks), keepdims=True)
+  top = grids.largest(x, _inner(axes.blocks))
   if name == 'nvfp4':
     scales = grids.e4m3(_divided(top, grids.E2M1_MAX))
     codes = grids.e2m1(x, scales)
@@ -141,6 +143,7 @@ def _scaled(x, name, axes):
     scales = jnp.maximum(_divided(top, _INT4_MAX), _INT4_LEAST)
     scales = rounding.rounded(scales, jnp.bfloat16).astype(jnp.float32)
     codes = jnp.clip(jnp.round(_divided(x, scales)), -_INT4_MAX, _INT4_MAX)
+    codes = jnp.where(codes == 0, 0.0, codes)  # INT4 has no -0.
   else:
     scales = grids.scale_up(top, grids.E4M3_MAX)
     codes = grids.e4m3(x / scales)

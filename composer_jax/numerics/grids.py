@@ -71,6 +71,17 @@ def scale_up(top: jax.Array, most: float) -> jax.Array:
   return jnp.where(power * most < top, 2 * power, power)
 
 
+def largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+  """Returns the largest magnitude over axes, which are kept; NaN if any is.
+
+  XLA:CPU's maximum of floats loses NaN in large arrays. As integers NaN is
+  above infinity, and both are above all numbers.
+  """
+  bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+  top = bits.max(axes, keepdims=True)
+  return jax.lax.bitcast_convert_type(top, jnp.float32)
+
+
 def power_of_two(x: jax.Array) -> jax.Array:
   """Returns the smallest power of two from x on, as E8M0 rounded up.
 

@@ -169,9 +169,14 @@ def by_rows(x_YD: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
   block_Y = jnp.minimum(block_Y, most - 1)
   x_YD = jnp.where((group_Y < len(group_sizes_E))[:, None], x_YD, 0)
   wide_YD = x_YD.astype(jnp.float32)
+  # As integers, in which NaN is largest (`grids.largest`).
   top_ND = jax.ops.segment_max(
-    jnp.abs(wide_YD), block_Y, num_segments=most, indices_are_sorted=True
+    jax.lax.bitcast_convert_type(jnp.abs(wide_YD), jnp.int32),
+    block_Y,
+    num_segments=most,
+    indices_are_sorted=True,
   )
+  top_ND = jax.lax.bitcast_convert_type(jnp.maximum(top_ND, 0), jnp.float32)
   scale_YD = grids.scale_up(top_ND, grids.E4M3_MAX)[block_Y]
   rounded_YD = grids.e4m3(wide_YD / scale_YD) * scale_YD
   return rounding.rounded(rounded_YD, x_YD.dtype)

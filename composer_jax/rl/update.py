@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import batches, checks, records
-from composer_jax.models import decoder
 from composer_jax.rl import (
   advantage,
   batching,
@@ -242,7 +241,7 @@ def update(
   hint_counts, hint_stats, hinted = {}, None, comparison.Hinted([], [])
   if options.hints.weight:
     if options.hints.teacher == 'ema':
-      teacher = {**values, decoder.trained(values): state.teacher}
+      teacher = functions.policy(state.replace(params=state.teacher))
     sums, hint_counts, hint_stats, hinted = add_hints(
       sums, groups, functions, shape, values, teacher, replay=options.replay
     )

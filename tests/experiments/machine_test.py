@@ -168,6 +168,10 @@ def test_cards_that_are_hidden_do_not_count(tmp_path, monkeypatch):
   monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
   found = hardware.look()
   assert (len(found.lines), found.extras[0]) == (1, 'gpu')
+  # As CUDA: those before the first bad place.
+  for visible, count in (('', 0), ('-1', 0), ('0,7,1', 1), ('GPU-3f2a', 1)):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+    assert len(hardware.look(tmp_path / 'none').lines) == count, visible
 
 
 def test_chips_of_the_bus(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from experiments.studies import results
 from experiments.studies.deletion import analyze as deletion
 from experiments.studies.hint import analyze as hint
 from experiments.studies.live import analyze as live
+from experiments.studies.low_precision import analyze as low_precision
 from experiments.studies.monitors import analyze as monitors
 from experiments.studies.real_code import analyze as real_code
 from experiments.studies.rubric import analyze as rubric
@@ -67,7 +68,7 @@ def test_results_are_one_compact_file_a_study():
 
 
 @pytest.mark.parametrize(
-  'analyze', [deletion, hint, live, monitors, real_code, rubric]
+  'analyze', [deletion, hint, live, low_precision, monitors, real_code, rubric]
 )
 def test_table_and_readme_are_those_of_the_results(analyze):
   table = analyze.table(results.read(analyze.ROOT / 'results'))

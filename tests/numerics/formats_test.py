@@ -102,6 +102,7 @@ def test_rounding_is_quantising_and_back(name):
   if name != 'int4':
     # Exact in bfloat16, so that a policy can hold it.
     np.testing.assert_array_equal(got.astype(jnp.bfloat16), got)
+  np.testing.assert_array_equal(np.signbit(got), np.signbit(rounded))
   if array.outer is not None:
     assert array.outer.shape == (3, 1, 1, 40)  # One of gate and up.
   blocks = -(-72 // formats.BLOCKS[name])
@@ -138,6 +139,18 @@ def test_a_number_that_is_not_finite_makes_its_block_nan(name, odd):
   start = 130 // size * size
   assert np.isnan(got[0, start : start + size]).all()
   assert np.isfinite(got[0, :start]).all() and np.isfinite(got[1]).all()
+  # Larger arrays, where a maximum of floats would lose NaN.
+  many = np.ones((140, 64), np.float32)
+  many[3, 5] = odd
+  array = jax.jit(formats.quantise, static_argnums=(1, 2))(
+    many, name, formats.last(many)
+  )
+  for made in (
+    _rounded(many, name, formats.last(many)),
+    formats.dequantise(array, name, formats.last(many)),
+  ):
+    assert np.isnan(np.asarray(made)[3, 5]) and np.isnan(made[3, 4])
+    assert np.isfinite(np.delete(np.asarray(made), 3, 0)).all()
   array = formats.quantise(x, name, formats.last(x))
   back = np.asarray(formats.dequantise(array, name, formats.last(x)))
   assert np.isfinite(back[1]).all()
