@@ -44,9 +44,18 @@ def branches(trace: dict[str, Any]) -> list[TraceBranch]:
   """Returns the branches that may train, in the order of their leaves.
 
   Of a harness that compacts its context, an attempt that it did not go on with
-  is none.
+  is none. A ValueError if its nodes are no graph, or their arrays no numbers of
+  the kinds that `TraceBranch` names.
   """
   nodes = trace['nodes']
+  for index, node in enumerate(nodes):
+    parent = node['parent']
+    # A path back from a node so ends.
+    if parent is not None and not (type(parent) is int and 0 <= parent < index):
+      raise ValueError(
+        f'Node {index} of a trace has the parent {parent!r}; it must be an '
+        'earlier node, or None.'
+      )
   links = lambda node: node.get('semantic_parents') or ()
   taken = {
     k['node'] for n in nodes for k in links(n) if k['type'] == 'compaction'

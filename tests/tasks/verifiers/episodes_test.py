@@ -409,6 +409,14 @@ def test_a_compaction_that_was_not_taken_is_no_branch():
   assert found == [[1, 3], [4]]
 
 
+@pytest.mark.parametrize('parents', [(1, 0), (None, -1), (None, 1), (None, 7)])
+def test_a_parent_is_an_earlier_node(parents):
+  nodes = [node(parent, i) for i, parent in enumerate(parents)]
+  nodes.append(node(1, 2))
+  with pytest.raises(ValueError, match='must be an earlier node'):
+    traces.branches({'nodes': nodes})
+
+
 def test_a_reward_of_any_size_is_what_success_earns(play):
   chain, verdict = play(recorded('null'))
   verdict = dataclasses.replace(verdict, score=-0.25, passed=False)
