@@ -145,8 +145,13 @@ class HarnessedEnvironment(environment.Environment):
     (trace,) = ours
     status = records.UNFINISHED if traces.is_cut(trace) else records.GRADED
     given = {k: r and r['score'] for k, r in trace['rewards'].items()}
+    try:
+      score = traces.reward_of(trace)
+    except ValueError as error:
+      said = f'{error} Rewards: {given}'
+      return calls.broken_verdict(0, 'none', said[:_MAX_DETAIL])
     detail = f'{trace["stop_condition"]}, rewards {given}'
-    return self._graded(traces.reward_of(trace), status, detail)
+    return self._graded(score, status, detail)
 
   def _graded(self, score: float, status: str, detail: str) -> records.Verdict:
     is_enough = score >= self._service.options.pass_reward

@@ -417,6 +417,58 @@ def test_a_parent_is_an_earlier_node(parents):
     traces.branches({'nodes': nodes})
 
 
+def routes(ids, dtype):
+  value_TMA = np.array([[ids]], dtype)
+  return {
+    'data': value_TMA.tobytes(),
+    'dtype': value_TMA.dtype.str,
+    'shape': value_TMA.shape,
+  }
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    *({'token_ids': [i]} for i in (1.7, '3', True, 2**31, -1, 10**400, [1])),
+    {'mask': ['no']},
+    {'logprobs': ['-1.0']},
+    *({'routed_experts': routes([0, i], np.int32)} for i in (1 << 16, -1)),
+    {'routed_experts': routes([0, 1.9], float)},
+    {'routed_experts': {**routes([0, 1], np.uint8), 'dtype': 'zz'}},
+    {'routed_experts': {'data': b'', 'dtype': 'u1'}},
+    {'routed_experts': routes([[0, 1]], np.uint8)},
+  ],
+)
+def test_no_number_of_a_trace_becomes_another(fields):
+  right = node(None, 3, routed_experts=routes([0, 1], np.uint8))
+  (branch,) = traces.branches({'nodes': [right]})
+  assert branch.tokens_T.tolist() == [3]
+  with pytest.raises(ValueError, match='of a trace has|A trace has an array'):
+    traces.branches({'nodes': [right, {**right, 'parent': 0, **fields}]})
+
+
+@pytest.mark.parametrize(
+  'score',
+  [float('nan'), float('inf'), 1e300, -1e300, '1', None],
+)
+def test_a_score_that_is_no_number_is_the_environments_failure(play, score):
+  given = {'a': {'score': score, 'weight': 1.0}, 'b': None}
+  _, verdict = play(changed(recorded('null'), ended(rewards=given)))
+  assert verdict.status == records.INFRASTRUCTURE
+  assert 'reward' in verdict.detail and verdict.score is None
+
+
+def test_rewards_of_any_size_differ_by_a_finite_number():
+  bound = float(np.finfo(np.float32).max) / 2
+  reward_of = lambda score: traces.reward_of(
+    {'rewards': {'a': {'score': score, 'weight': 1}}}
+  )
+  assert np.isfinite(np.float32(reward_of(bound) - reward_of(-bound)))
+  for score in (np.nextafter(bound, np.inf), 10**400):
+    with pytest.raises(ValueError, match='reward'):
+      reward_of(score)
+
+
 def test_a_reward_of_any_size_is_what_success_earns(play):
   chain, verdict = play(recorded('null'))
   verdict = dataclasses.replace(verdict, score=-0.25, passed=False)
