@@ -108,6 +108,8 @@ def play(tmp_path):
         route=route,
         options=options.VerifiersOptions(**changes),
         tokenizer='import',
+        vocab_size=record.VOCAB,
+        max_stops=record.STOPS,
       )
       task = process.ListedTask(**recording['task'])
       env = environment.HarnessedEnvironment(task, service)
@@ -331,7 +333,8 @@ def test_a_prompt_without_room_is_an_error_of_the_config(play):
 def policy_of(turns, **changes):
   limits = dataclasses.replace(record.LIMITS, **changes)
   chain = record.chain_of(scripted.ScriptedTokens(turns))
-  return endpoint.EpisodePolicy(chain, limits, 2), chain
+  policy = endpoint.EpisodePolicy(chain, limits, 2, record.VOCAB, record.STOPS)
+  return policy, chain
 
 
 def asking(*token_ids, **params):
@@ -352,6 +355,31 @@ def test_sampling_that_is_not_trained_on_is_refused(params, said):
     policy.complete(asking(1, 2, **params))
   policy.complete(asking(1, 2, temperature=1.0, top_p=1.0, top_k=-1))
   assert not policy.refusal  # Of the run's limits there was none.
+
+
+@pytest.mark.parametrize(
+  'ids, params',
+  [
+    ([], {}),
+    (5, {}),
+    (None, {}),
+    *(([1, i], {}) for i in (-5, 10**9, record.VOCAB, 1.7, '1', True, [2])),
+    *(([1], {'max_tokens': most}) for most in (-3, 0, '5', 2.5, True)),
+    *(
+      ([1], {'stop_token_ids': e}) for e in (['a'], 'a', [1024], [1.0], [1] * 5)
+    ),
+    *(([1], {'routed_experts_prompt_start': i}) for i in (-1, 'a')),
+    ([1], [1]),
+  ],
+)
+def test_a_bad_request_is_refused_and_no_failure_of_the_policy(ids, params):
+  policy, chain = policy_of([[7]])
+  with pytest.raises(endpoint.Refusal):
+    policy.complete({'token_ids': ids, 'sampling_params': params})
+  assert policy.failure is None and not chain.turns
+  most = {'max_tokens': 1, 'stop_token_ids': [1, 2, 3, record.VOCAB - 1]}
+  policy.complete(asking(record.VOCAB - 1, **most))
+  assert policy.failure is None and len(chain.turns) == 1
 
 
 def test_windows_grow_and_are_bounded():
@@ -381,6 +409,9 @@ def test_the_token_route_wants_its_key_and_an_open_episode():
       right[endpoint.EPISODE] = name
       for wrong in ({}, {'token_ids': ['a']}, {'token_ids': [2**40]}):
         answer = HTTP.post(url, json=wrong, headers=right)
+        assert answer.status_code == 400, answer.text
+      for wrong in (b'[]', b'5', b'[' * 100_000, b'\xff\xfe\xfa'):
+        answer = HTTP.post(url, content=wrong, headers=right)
         assert answer.status_code == 400, answer.text
       assert HTTP.post(url, json=body, headers=right).status_code == 200
     assert HTTP.post(url, json=body, headers=right).status_code == 404
