@@ -76,8 +76,9 @@ SPINE_LINES = 24_630
 # environments, 1,500 rubrics, re-scoring and suites over versions, 2,500
 # learning from live use, 575 objects in values of tasks and what makes them
 # equal, 125 positions of imports, tasks that are held out by file, and changes
-# with which all stages of a run fit.
-LIBRARY_LINES = 75_980
+# with which all stages of a run fit, 100 refusals of what environments and
+# harnesses of others send.
+LIBRARY_LINES = 76_080
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.

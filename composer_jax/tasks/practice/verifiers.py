@@ -133,6 +133,8 @@ class VerifiersTasks(environments.TaskFamily):
       route=endpoint.TokenRoute(program.key, limits.max_tokens),
       options=self._options,
       tokenizer=str(pathlib.Path(self._spec.initial).absolute()),
+      vocab_size=self._spec.model.vocab_size,
+      max_stops=self._spec.engine_options().max_stop_tokens,
     )
     weakref.finalize(self, service.close)
     return service

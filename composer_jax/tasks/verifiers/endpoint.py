@@ -46,11 +46,18 @@ class EpisodePolicy:
   """
 
   def __init__(
-    self, chain: window.Chain, limits: episode.EpisodeOptions, max_windows: int
+    self,
+    chain: window.Chain,
+    limits: episode.EpisodeOptions,
+    max_windows: int,
+    vocab_size: int,
+    max_stops: int,
   ):
+    """Args: `max_stops` is how many ids the policy takes that end a turn."""
     self.failure: BaseException | None = None
     self.refusal = ''
     self._chain, self._limits, self._max_windows = chain, limits, max_windows
+    self._vocab_size, self._max_stops = vocab_size, max_stops
     self._lock, self._is_over = threading.Lock(), False
 
   def end(self) -> None:
@@ -58,28 +65,53 @@ class EpisodePolicy:
     with self._lock:
       self._is_over = True
 
-  def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-    """Answers a request; raises `Refusal`."""
-    params = dict(body.get('sampling_params') or {})
-    for name in _IGNORED:
-      params.pop(name, None)
+  def complete(self, body: Any) -> dict[str, Any]:
+    """Answers a request, any JSON; raises `Refusal`."""
+    given = body.get('sampling_params') or {} if isinstance(body, dict) else 0
+    if not isinstance(given, dict):
+      raise Refusal('A request, and its sampling_params, must be JSON objects.')
+    params = {k: v for k, v in given.items() if k not in _IGNORED}
     asked = params.pop('temperature', None)
     most, first = params.pop('max_tokens', None), 'routed_experts_prompt_start'
-    start, ends = params.pop(first, 0), params.pop('stop_token_ids', ())
+    start = params.pop(first, None) or 0
+    ends = params.pop('stop_token_ids', None) or []
     for name, value in params.items():
       if value is not None and value not in _NEUTRAL.get(name, ()):
         raise Refusal(
-          f'{name} ({value!r}) would change the distribution that is sampled '
-          'from, and a run trains on that of its temperature alone.'
+          f'{name} ({value!r:.100}) would change the distribution that is '
+          'sampled from, and a run trains on that of its temperature alone.'
         )
     if asked not in (None, self._limits.temperature):
       raise Refusal(
-        f'temperature ({asked}) must be that of the run, '
+        f'temperature ({asked!r:.100}) must be that of the run, '
         f'{self._limits.temperature}: leave it out of the environment.'
       )
-    prompt_T = np.array(body['token_ids'], np.int32)
+    for name, value, least in (('max_tokens', most, 1), (first, start, 0)):
+      if value is not None and not (type(value) is int and value >= least):
+        raise Refusal(
+          f'{name} ({value!r:.100}) must be an integer of at least {least}.'
+        )
+    prompt = self._ids('token_ids', body.get('token_ids'))
+    if not prompt:
+      raise Refusal('token_ids is empty: a prompt has at least one token.')
+    if len(self._ids('stop_token_ids', ends)) > self._max_stops:
+      raise Refusal(
+        f'stop_token_ids has {len(ends)} ids; at most {self._max_stops} may be.'
+      )
     with self._lock:
-      return self._sample(prompt_T, most, tuple(ends), start)
+      return self._sample(np.array(prompt, np.int32), most, tuple(ends), start)
+
+  def _ids(self, name: str, ids: Any) -> list[int]:
+    """Returns what are ids of the vocabulary; raises `Refusal`."""
+    if not isinstance(ids, list):
+      raise Refusal(f'{name} ({ids!r:.100}) must be a list of ids.')
+    for i in ids:
+      if not (type(i) is int and 0 <= i < self._vocab_size):
+        raise Refusal(
+          f'{name} has {i!r:.100}, which is no id of the vocabulary, '
+          f'0..{self._vocab_size - 1}.'
+        )
+    return ids
 
   def _sample(
     self, prompt_T: np.ndarray, most: int | None, ends: Any, start: int
@@ -193,7 +225,9 @@ class TokenRoute:
       return self.send(to, 404, {'message': f'{to.path} of no open episode.'})
     try:
       answer = policy.complete(json.loads(data))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except RecursionError:
+      return self.send(to, 400, {'message': 'The JSON is nested too deeply.'})
+    except ValueError as error:
       return self.send(to, 400, {'message': str(error)})
     return self.send(to, 200, answer)
 

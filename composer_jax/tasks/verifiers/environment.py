@@ -25,12 +25,16 @@ class EnvService:
 
   Attributes:
     tokenizer: folder from which the renderer loads tokenizer and template.
+    vocab_size, max_stops: of the policy: its ids, and how many of them may end
+      a turn.
   """
 
   program: process.EnvProgram
   route: endpoint.TokenRoute
   options: options.VerifiersOptions
   tokenizer: str
+  vocab_size: int
+  max_stops: int
 
   def request(
     self, task: process.ListedTask, name: str, limits: episode.EpisodeOptions
@@ -98,7 +102,9 @@ class HarnessedEnvironment(environment.Environment):
   ) -> tuple[dict[str, Any], endpoint.EpisodePolicy]:
     service = self._service
     most, limit_s = service.options.max_windows, service.options.timeout_s
-    policy = endpoint.EpisodePolicy(chain, limits, most)
+    policy = endpoint.EpisodePolicy(
+      chain, limits, most, service.vocab_size, service.max_stops
+    )
 
     def check() -> None:
       if policy.failure is not None:
@@ -145,8 +151,13 @@ class HarnessedEnvironment(environment.Environment):
     (trace,) = ours
     status = records.UNFINISHED if traces.is_cut(trace) else records.GRADED
     given = {k: r and r['score'] for k, r in trace['rewards'].items()}
+    try:
+      score = traces.reward_of(trace)
+    except ValueError as error:
+      said = f'{error} Rewards: {given}'
+      return calls.broken_verdict(0, 'none', said[:_MAX_DETAIL])
     detail = f'{trace["stop_condition"]}, rewards {given}'
-    return self._graded(traces.reward_of(trace), status, detail)
+    return self._graded(score, status, detail)
 
   def _graded(self, score: float, status: str, detail: str) -> records.Verdict:
     is_enough = score >= self._service.options.pass_reward

@@ -21,6 +21,8 @@ _CUT = (
   *('max_turns', 'max_input_tokens', 'max_output_tokens', 'max_total_tokens'),
   'compaction_failed',
 )
+# An advantage, the difference of two rewards, is finite in float32.
+_MAX_REWARD = float(np.finfo(np.float32).max) / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,18 @@ def branches(trace: dict[str, Any]) -> list[TraceBranch]:
   """Returns the branches that may train, in the order of their leaves.
 
   Of a harness that compacts its context, an attempt that it did not go on with
-  is none.
+  is none. A ValueError if its nodes are no graph, or their arrays no numbers of
+  the kinds that `TraceBranch` names.
   """
   nodes = trace['nodes']
+  for index, node in enumerate(nodes):
+    parent = node['parent']
+    # A path back from a node so ends.
+    if parent is not None and not (type(parent) is int and 0 <= parent < index):
+      raise ValueError(
+        f'Node {index} of a trace has the parent {parent!r}; it must be an '
+        'earlier node, or None.'
+      )
   links = lambda node: node.get('semantic_parents') or ()
   taken = {
     k['node'] for n in nodes for k in links(n) if k['type'] == 'compaction'
@@ -67,24 +78,50 @@ def branches(trace: dict[str, Any]) -> list[TraceBranch]:
 
 
 def _branch(path: list[dict[str, Any]]) -> TraceBranch:
-  joined = lambda name, dtype: np.concatenate(
-    [np.asarray(node[name], dtype) for node in path]
+  joined = lambda name, *kind: np.concatenate(
+    [_numbers(name, node[name], *kind) for node in path]
   )
-  sampled_T = joined('mask', bool)
+  sampled_T = joined('mask', 'b', bool)
   logprobs_T = np.zeros(len(sampled_T), np.float32)
-  logprobs_T[sampled_T] = joined('logprobs', np.float32)
+  logprobs_T[sampled_T] = joined('logprobs', 'iuf', np.float32)
+  tokens_T = joined('token_ids', 'iu', np.int32)
   path = [node for node in path if node['token_ids']]
   routes_TMA = None
   if all(node['routed_experts'] is not None for node in path):
-    rows = [array(n['routed_experts']).astype(np.uint16) for n in path]
-    routes_TMA = np.concatenate(rows)
+    rows = [array(node['routed_experts']) for node in path]
+    routes_TMA = np.concatenate(
+      [_numbers('routed_experts', r, 'iu', np.uint16, 3) for r in rows]
+    )
     routes_TMA[-1] = records.NO_ROUTE
   return TraceBranch(
-    tokens_T=joined('token_ids', np.int32),
+    tokens_T=tokens_T,
     sampled_T=sampled_T,
     logprobs_T=logprobs_T,
     expert_ids_TMA=routes_TMA,
   )
+
+
+def _numbers(
+  name: str, given: Any, kinds: str, dtype: Any, ndim: int = 1
+) -> np.ndarray:
+  """Returns numbers of a node, none of which a cast may change to another.
+
+  Args:
+    kinds: kinds of numpy that they may have; integers are not negative.
+  """
+  values = np.asarray(given)
+  if not values.size and values.ndim == 1:
+    return np.empty((0,) * ndim, dtype)
+  is_right = values.ndim == ndim and values.dtype.kind in kinds
+  if is_right and np.dtype(dtype).kind in 'iu' and values.size:
+    is_right = values.min() >= 0 and values.max() <= np.iinfo(dtype).max
+  if not is_right:
+    raise ValueError(
+      f'A node of a trace has {name} of {values.dtype} in {values.ndim} '
+      f'dimensions; they must be {np.dtype(dtype)} in {ndim}, and integers lie '
+      'in its range from 0 on.'
+    )
+  return values.astype(dtype)
 
 
 def trained(
@@ -162,9 +199,19 @@ def _check(
 
 
 def reward_of(trace: dict[str, Any]) -> float:
-  """Returns the sum of a trace's rewards by their weights."""
-  given = (r for r in trace['rewards'].values() if r is not None)
-  return float(sum(r['score'] * r['weight'] for r in given))
+  """Returns the sum of a trace's rewards by their weights.
+
+  Raises:
+    ValueError: it is no number, or beyond half of what float32 holds.
+  """
+  given = [r for r in trace['rewards'].values() if r is not None]
+  try:
+    reward = float(sum(r['score'] * r['weight'] for r in given))
+  except (TypeError, OverflowError) as error:
+    raise ValueError(f'The rewards are no numbers: {error}') from error
+  if not abs(reward) <= _MAX_REWARD:
+    raise ValueError(f'The reward ({reward}) must be within {_MAX_REWARD:g}.')
+  return reward
 
 
 def is_cut(trace: dict[str, Any]) -> bool:
@@ -176,8 +223,17 @@ def is_cut(trace: dict[str, Any]) -> bool:
 
 
 def array(value: Any) -> np.ndarray:
-  """Returns an array of the form in which verifiers sends them."""
+  """Returns an array of the form in which verifiers sends them.
+
+  Raises:
+    ValueError: it has another form.
+  """
   if isinstance(value, np.ndarray):
     return value
-  values = np.frombuffer(value['data'], np.dtype(value['dtype']))
-  return values.reshape(value['shape'])
+  try:
+    values = np.frombuffer(value['data'], np.dtype(value['dtype']))
+    return values.reshape(value['shape'])
+  except (KeyError, TypeError) as error:
+    raise ValueError(
+      f'A trace has an array of no such form: {error}.'
+    ) from error

@@ -108,6 +108,8 @@ def play(tmp_path):
         route=route,
         options=options.VerifiersOptions(**changes),
         tokenizer='import',
+        vocab_size=record.VOCAB,
+        max_stops=record.STOPS,
       )
       task = process.ListedTask(**recording['task'])
       env = environment.HarnessedEnvironment(task, service)
@@ -331,7 +333,8 @@ def test_a_prompt_without_room_is_an_error_of_the_config(play):
 def policy_of(turns, **changes):
   limits = dataclasses.replace(record.LIMITS, **changes)
   chain = record.chain_of(scripted.ScriptedTokens(turns))
-  return endpoint.EpisodePolicy(chain, limits, 2), chain
+  policy = endpoint.EpisodePolicy(chain, limits, 2, record.VOCAB, record.STOPS)
+  return policy, chain
 
 
 def asking(*token_ids, **params):
@@ -352,6 +355,31 @@ def test_sampling_that_is_not_trained_on_is_refused(params, said):
     policy.complete(asking(1, 2, **params))
   policy.complete(asking(1, 2, temperature=1.0, top_p=1.0, top_k=-1))
   assert not policy.refusal  # Of the run's limits there was none.
+
+
+@pytest.mark.parametrize(
+  'ids, params',
+  [
+    ([], {}),
+    (5, {}),
+    (None, {}),
+    *(([1, i], {}) for i in (-5, 10**9, record.VOCAB, 1.7, '1', True, [2])),
+    *(([1], {'max_tokens': most}) for most in (-3, 0, '5', 2.5, True)),
+    *(
+      ([1], {'stop_token_ids': e}) for e in (['a'], 'a', [1024], [1.0], [1] * 5)
+    ),
+    *(([1], {'routed_experts_prompt_start': i}) for i in (-1, 'a')),
+    ([1], [1]),
+  ],
+)
+def test_a_bad_request_is_refused_and_no_failure_of_the_policy(ids, params):
+  policy, chain = policy_of([[7]])
+  with pytest.raises(endpoint.Refusal):
+    policy.complete({'token_ids': ids, 'sampling_params': params})
+  assert policy.failure is None and not chain.turns
+  most = {'max_tokens': 1, 'stop_token_ids': [1, 2, 3, record.VOCAB - 1]}
+  policy.complete(asking(record.VOCAB - 1, **most))
+  assert policy.failure is None and len(chain.turns) == 1
 
 
 def test_windows_grow_and_are_bounded():
@@ -382,6 +410,9 @@ def test_the_token_route_wants_its_key_and_an_open_episode():
       for wrong in ({}, {'token_ids': ['a']}, {'token_ids': [2**40]}):
         answer = HTTP.post(url, json=wrong, headers=right)
         assert answer.status_code == 400, answer.text
+      for wrong in (b'[]', b'5', b'[' * 100_000, b'\xff\xfe\xfa'):
+        answer = HTTP.post(url, content=wrong, headers=right)
+        assert answer.status_code == 400, answer.text
       assert HTTP.post(url, json=body, headers=right).status_code == 200
     assert HTTP.post(url, json=body, headers=right).status_code == 404
 
@@ -407,6 +438,66 @@ def test_a_compaction_that_was_not_taken_is_no_branch():
   ]
   found = [b.tokens_T.tolist() for b in traces.branches({'nodes': nodes})]
   assert found == [[1, 3], [4]]
+
+
+@pytest.mark.parametrize('parents', [(1, 0), (None, -1), (None, 1), (None, 7)])
+def test_a_parent_is_an_earlier_node(parents):
+  nodes = [node(parent, i) for i, parent in enumerate(parents)]
+  nodes.append(node(1, 2))
+  with pytest.raises(ValueError, match='must be an earlier node'):
+    traces.branches({'nodes': nodes})
+
+
+def routes(ids, dtype):
+  value_TMA = np.array([[ids]], dtype)
+  return {
+    'data': value_TMA.tobytes(),
+    'dtype': value_TMA.dtype.str,
+    'shape': value_TMA.shape,
+  }
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    *({'token_ids': [i]} for i in (1.7, '3', True, 2**31, -1, 10**400, [1])),
+    {'mask': ['no']},
+    {'logprobs': ['-1.0']},
+    *({'routed_experts': routes([0, i], np.int32)} for i in (1 << 16, -1)),
+    {'routed_experts': routes([0, 1.9], float)},
+    {'routed_experts': {**routes([0, 1], np.uint8), 'dtype': 'zz'}},
+    {'routed_experts': {'data': b'', 'dtype': 'u1'}},
+    {'routed_experts': routes([[0, 1]], np.uint8)},
+  ],
+)
+def test_no_number_of_a_trace_becomes_another(fields):
+  right = node(None, 3, routed_experts=routes([0, 1], np.uint8))
+  (branch,) = traces.branches({'nodes': [right]})
+  assert branch.tokens_T.tolist() == [3]
+  with pytest.raises(ValueError, match='of a trace has|A trace has an array'):
+    traces.branches({'nodes': [right, {**right, 'parent': 0, **fields}]})
+
+
+@pytest.mark.parametrize(
+  'score',
+  [float('nan'), float('inf'), 1e300, -1e300, '1', None],
+)
+def test_a_score_that_is_no_number_is_the_environments_failure(play, score):
+  given = {'a': {'score': score, 'weight': 1.0}, 'b': None}
+  _, verdict = play(changed(recorded('null'), ended(rewards=given)))
+  assert verdict.status == records.INFRASTRUCTURE
+  assert 'reward' in verdict.detail and verdict.score is None
+
+
+def test_rewards_of_any_size_differ_by_a_finite_number():
+  bound = float(np.finfo(np.float32).max) / 2
+  reward_of = lambda score: traces.reward_of(
+    {'rewards': {'a': {'score': score, 'weight': 1}}}
+  )
+  assert np.isfinite(np.float32(reward_of(bound) - reward_of(-bound)))
+  for score in (np.nextafter(bound, np.inf), 10**400):
+    with pytest.raises(ValueError, match='reward'):
+      reward_of(score)
 
 
 def test_a_reward_of_any_size_is_what_success_earns(play):

@@ -26,6 +26,7 @@ from tests.tasks.verifiers import scripted
 
 HERE = pathlib.Path(__file__).parent
 EXAMPLES = HERE.parents[2] / 'experiments' / 'examples' / 'environments'
+VOCAB, STOPS = 1024, 4
 LIMITS = episode.EpisodeOptions(max_tokens=2048, max_call_tokens=256)
 CALL = (
   '<tool_call>\n{"name": "bash", "arguments": {"command": "echo $((24+48))"}}\n'
@@ -56,6 +57,8 @@ def service_of(python, folder, name, renderer):
     route=endpoint.TokenRoute(program.key, LIMITS.max_tokens),
     options=options.VerifiersOptions(python=python, renderer=renderer),
     tokenizer=str(folder),
+    vocab_size=VOCAB,
+    max_stops=STOPS,
   )
 
 
@@ -74,7 +77,7 @@ def play(service, task, turns):
 
 
 def _record(python, folder, name):
-  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, 1024)
+  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB)
   example, renderer, texts = EPISODES[name]
   turns = [tokens_of(tokenizer, text) for text in texts]
   service = service_of(python, folder, example, renderer)
@@ -82,7 +85,7 @@ def _record(python, folder, name):
   task = process.listed(python, path, name)[0]
   bodies, frames = [], []
   policy = endpoint.EpisodePolicy(
-    chain_of(scripted.ScriptedTokens(turns)), LIMITS, 8
+    chain_of(scripted.ScriptedTokens(turns)), LIMITS, 8, VOCAB, STOPS
   )
   complete = policy.complete
   policy.complete = lambda body: bodies.append(body) or complete(body)
