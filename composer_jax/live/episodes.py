@@ -31,6 +31,7 @@ from composer_jax.telemetry import append
 
 _USERS, _CLAIM, _EVENTS = 'users', 'claim.json', 'events.jsonl'
 _FATES, _WINDOWS = 'fates.jsonl', 'windows.json'
+_WITHDRAWN = 'withdrawn.'
 FORGED = 'forged'
 
 
@@ -82,6 +83,7 @@ class Episodes:
     self.tokens = tokens.Tokens.of_folder(folder)
     files.write_json(known, dataclasses.asdict(windows))
     self._lock = threading.Lock()
+    self._delete_withdrawn()
 
   def open(self, claim: tokens.Claim) -> None:
     """Makes the folder of a new episode."""
@@ -147,19 +149,27 @@ class Episodes:
 
   def withdraw(self, user: str) -> int:
     """Deletes all that is kept of a user; returns the number of episodes."""
+    self._delete_withdrawn()
     place = self.folder / _USERS / user
     if not place.exists():
       return 0
     # First out of the way of readers, which see all of a user or nothing.
-    gone = self.folder / f'withdrawn.{os.urandom(8).hex()}'
+    gone = self.folder / f'{_WITHDRAWN}{os.urandom(8).hex()}'
     with self._alone(user) as is_there:
       if not is_there:
         return 0  # Another process was first.
+      count = sum(path.is_dir() for path in place.iterdir())
       place.rename(gone)
-    count = sum(path.is_dir() for path in gone.iterdir())
-    shutil.rmtree(gone)
+    self._delete_withdrawn()
     self.count('withdrawn', 'episode', count)
     return count
+
+  def _delete_withdrawn(self) -> None:
+    """Deletes what a withdrawal that was killed had only moved away."""
+    for path in self.folder.glob(f'{_WITHDRAWN}*'):
+      while path.exists():
+        with contextlib.suppress(FileNotFoundError):  # Another deletes it, too.
+          shutil.rmtree(path)
 
   def expire(self, before: float) -> int:
     """Deletes episodes whose last answer is older; returns their number."""

@@ -425,7 +425,12 @@ class Learner:
 
 def _first_of_users(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   """Returns the first row of each user: later ones are not independent."""
-  return list({row['user']: row for row in reversed(rows)}.values())[::-1]
+  # In the order of first rows: by that of last ones, who came again would have a
+  # say in how users are paired, and the test would not hold.
+  firsts: dict[str, dict[str, Any]] = {}
+  for row in rows:
+    firsts.setdefault(row['user'], row)
+  return list(firsts.values())
 
 
 def _mean(values: Sequence[float]) -> float:
