@@ -1,10 +1,14 @@
 """What kills, full disks, returning users and late withdrawals may not do."""
 
 import shutil
+import types
 
+import numpy as np
 import pytest
 
-from composer_jax.live import episodes, learning
+from composer_jax.live import episodes, learning, options, plans
+from composer_jax.pipeline import spec as specs
+from composer_jax.rl import update
 
 
 def test_users_stand_in_the_order_of_their_first_rows():
@@ -36,3 +40,73 @@ def test_a_killed_withdrawal_is_ended_by_the_next_one(folder):
     assert left() and made.read(claim) is None
     end()
     assert not left()
+
+
+def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
+  folder, tmp_path, monkeypatch
+):
+  """The loop is the trainer's; what it learns from each batch is left out."""
+  for i in range(8):
+    folder.judged(i < 2, user=f'u{i}')
+  folder.now += 200
+  live = options.LiveOptions(steps=4)
+  claims = {c.episode: c for c in folder.episodes.claims()}
+  plan = plans.draw(
+    folder.episodes,
+    plans.Plans(tmp_path / 'cycles'),
+    live,
+    cycle=1,
+    base=3,
+    size=2,
+    now=folder.now,
+    fault_of=lambda group: '',
+  )
+  (pair,), emptied, shrunk = plan.steps[0], plan.steps[1], plan.steps[3]
+  assert len(pair) == 2
+  gone = [*(n for group in emptied for n in group), shrunk[0][0]]
+  seen, written, published = [], [], []
+
+  def learn(state, groups, *_, compare, **__):
+    if not seen:
+      for name in gone:
+        folder.episodes.withdraw(claims[name].user)
+    seen.append(sum(len(g.rollouts) for g in groups))
+    for group in groups:
+      if len(group.rollouts) == 1:
+        # The mean of the others that are left, of which two were satisfied.
+        others = [
+          sum(t.values())
+          for n, t in plan.terms.items()
+          if n not in (*gone, shrunk[0][1])
+        ]
+        gained = compare(group, np.array([group.rollouts[0].reward]))
+        mean = sum(others) / len(others)
+        assert gained == pytest.approx(group.rollouts[0].reward - mean)
+    return types.SimpleNamespace(step=state.step + 1), {'loss': 0.0}
+
+  monkeypatch.setattr(update, 'update', learn)
+  learner = object.__new__(learning.Learner)
+  rl = specs.RLSection(steps=100, decay_steps=0)
+  vars(learner).update(
+    _episodes=folder.episodes,
+    _options=live,
+    _functions=None,
+    _reference=None,
+    _state=types.SimpleNamespace(step=3),
+    _job=types.SimpleNamespace(
+      spec=types.SimpleNamespace(
+        rl=rl, update_options=lambda: None, batch_shape=lambda: None
+      )
+    ),
+    _writer=types.SimpleNamespace(
+      truncate=lambda *_: None,
+      write=lambda stage, step, **_: written.append(step),
+    ),
+    _candidates=types.SimpleNamespace(
+      publish=lambda state, version: published.append((state.step, version)),
+      wait=lambda: None,
+    ),
+  )
+  learner._train(plan)
+  assert seen == [2, 2, 1] and written == [4, 5, 6]
+  assert published == [(6, 6)] and learner.version == 6
