@@ -58,6 +58,20 @@ def test_silence_is_a_status_and_no_reward(folder):
   asked = said(folder, ('tool_call', dict(tool='ask')))
   assert asked.is_judged and asked.reward == -PRICES.asked
 
+  # A refused edit beside the question is no way around its price.
+  sham = dict(tool='edit', outcome='failed')
+  both = said(folder, ('tool_call', sham), ('tool_call', dict(tool='ask')))
+  assert both.reward_terms == {'failed': -0.1, 'asked': -PRICES.asked}
+
+
+def test_one_episode_does_not_own_a_batch(folder):
+  """However many calls break, they cost what a few do."""
+  broken = [('tool_call', dict(outcome='invalid'))] * 50
+  refused = [('tool_call', dict(tool='run', outcome='failed'))] * 50
+  rollout = said(folder, *broken, *refused)
+  assert rollout.num_invalid == 50
+  assert rollout.reward == pytest.approx(-3 * (PRICES.invalid + PRICES.failed))
+
 
 def test_a_model_judges_follow_ups_and_its_failure_is_a_status(folder):
   claim = folder.open()
