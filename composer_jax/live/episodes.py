@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -33,6 +34,8 @@ _USERS, _CLAIM, _EVENTS = 'users', 'claim.json', 'events.jsonl'
 _FATES, _WINDOWS = 'fates.jsonl', 'windows.json'
 _WITHDRAWN = 'withdrawn.'
 FORGED = 'forged'
+TWO = 'two'  # the identity of no weights
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,8 @@ class LiveEpisode:
 
   Attributes:
     windows: context windows in order, merged where one extends another.
-    policies: identity of the weights of each policy version in them.
+    policies: identity of the weights of each policy version in them; `TWO`
+      where answers of one version came from different weights.
     events: answers and counted events, in the order in which they came.
   """
 
@@ -223,7 +227,10 @@ class Episodes:
     policies: dict[int, str] = {}
     windows: list[records.Trajectory] = []
     for group in groups:
-      policies |= group.policies or {}
+      for version, identity in (group.policies or {}).items():
+        # The later one would pass for both.
+        if policies.setdefault(version, identity) != identity:
+          policies[version] = TWO
       (window,) = group.rollouts[0].trajectories
       whole = merged(windows[-1], window) if windows else None
       if whole is not None:
@@ -237,10 +244,17 @@ class Episodes:
     )
 
   def count(self, fate: str, kind: str, count: int = 1) -> None:
-    """Notes that so many events of a kind had a fate; no content is kept."""
-    with self._lock, contextlib.closing(self._fates()) as lines:
-      line = json.dumps({'fate': fate, 'kind': kind, 'count': count})
-      lines.append(f'{line}\n'.encode())
+    """Notes that so many events of a kind had a fate; no content is kept.
+
+    A disk that does not take the number is a warning: neither the engine nor
+    the thread that records ends for it.
+    """
+    line = json.dumps({'fate': fate, 'kind': kind, 'count': count})
+    try:
+      with self._lock, contextlib.closing(self._fates()) as lines:
+        lines.append(f'{line}\n'.encode())
+    except OSError as error:
+      _log.warning('A fate is not counted (%s): %s', line, error)
 
   def fates(self) -> dict[str, int]:
     """Returns the number of events by fate, forged ones included."""
