@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.core import processes, records
+from composer_jax.core import files, processes, records
 from composer_jax.delta import publisher, transport
 from composer_jax.live import episodes as episodes_lib
 from composer_jax.live import (
@@ -85,13 +85,17 @@ class Learner:
     """Restores the last promoted version, or begins with the run's policy.
 
     Raises:
-      ValueError: several processes share the run.
+      ValueError: several processes share the run, or another learner has the
+        folder of episodes.
     """
     if processes.count() > 1:
       raise ValueError(
         f'Live learning runs in one process, and {processes.count()} share '
         'this run: leave out --launch.'
       )
+    self._stack = contextlib.ExitStack()
+    # Servers share the folder; another learner would end this one's trial.
+    self._stack.enter_context(files.alone(episodes.folder))
     # What has no end has no schedule that leads to one.
     endless = dataclasses.replace(job.spec.rl, decay_steps=0)
     spec = dataclasses.replace(job.spec, rl=endless)
@@ -100,7 +104,6 @@ class Learner:
     self._folder = job.workdir / FOLDER
     self._plans = plans.Plans(self._folder / 'cycles')
     self._size = job.spec.rl.prompts * job.spec.rl.rollouts_per_prompt
-    self._stack = contextlib.ExitStack()
     self._writer = self._stack.enter_context(writers.Writer(self._folder))
     self._checkpoints = self._stack.enter_context(
       contextlib.closing(

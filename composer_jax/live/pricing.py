@@ -18,6 +18,8 @@ from composer_jax.tasks import judges
 # Judges how a user's next message sounds, -1 to 1; a JudgeError if it cannot.
 FollowUpJudge = Callable[[str], float]
 
+# Begins the reason of an episode whose judge failed; it may be asked again.
+FOLLOW_UP = 'follow-up: '
 _MOODS = ('dissatisfied', 'neutral', 'satisfied')
 _QUESTION = judges.Question(
   name='mood',
@@ -144,7 +146,7 @@ def rollout_of(
       terms = terms_of(episode.events, options, judge)
     not_judged = '' if terms else 'no word of the user'
   except judges.JudgeError as error:
-    not_judged = f'follow-up: {error}'
+    not_judged = f'{FOLLOW_UP}{error}'
   reward = sum(terms.values())
   rollout = episodes_lib.unjudged(episode.claim.episode, episode.windows)
   return dataclasses.replace(

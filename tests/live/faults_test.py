@@ -2,10 +2,12 @@
 
 import shutil
 import types
+from typing import Any
 
 import numpy as np
 import pytest
 
+from composer_jax.core import files
 from composer_jax.live import episodes, learning, options, plans
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import update
@@ -110,3 +112,19 @@ def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
   learner._train(plan)
   assert seen == [2, 2, 1] and written == [4, 5, 6]
   assert published == [(6, 6)] and learner.version == 6
+
+
+def test_two_weights_of_one_version_are_the_identity_of_none(folder):
+  claim = folder.open()
+  for identity in ('a' * 8, 'b' * 8, 'a' * 8):
+    folder.answer(claim, policies={0: identity})
+  assert folder.episodes.read(claim).policies == {0: episodes.TWO}
+
+
+def test_a_folder_of_episodes_has_one_learner(folder):
+  nothing: Any = None  # The lock comes first.
+  with (
+    files.alone(folder.episodes.folder),
+    pytest.raises(ValueError, match='Another process'),
+  ):
+    learning.Learner(nothing, folder.episodes, nothing, nothing)
