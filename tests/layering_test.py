@@ -73,7 +73,7 @@ SPINE_LINES = 24_630
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 3,400 leases of a fleet, crews of workers and a simulator, 390 the order and
 # balance of RL, 4,600 other people's harnesses, task directories and
-# environments, 1,500 rubrics, re-scoring and suites over versions, 2,500
+# environments, 1,500 rubrics, re-scoring and suites over versions, 2,600
 # learning from live use, 575 objects in values of tasks and what makes them
 # equal, 125 positions of imports, tasks that are held out by file, and changes
 # with which all stages of a run fit, 100 refusals of what environments and

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -31,7 +32,10 @@ from composer_jax.telemetry import append
 
 _USERS, _CLAIM, _EVENTS = 'users', 'claim.json', 'events.jsonl'
 _FATES, _WINDOWS = 'fates.jsonl', 'windows.json'
+_WITHDRAWN = 'withdrawn.'
 FORGED = 'forged'
+TWO = 'two'  # the identity of no weights
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,8 @@ class LiveEpisode:
 
   Attributes:
     windows: context windows in order, merged where one extends another.
-    policies: identity of the weights of each policy version in them.
+    policies: identity of the weights of each policy version in them; `TWO`
+      where answers of one version came from different weights.
     events: answers and counted events, in the order in which they came.
   """
 
@@ -82,6 +87,7 @@ class Episodes:
     self.tokens = tokens.Tokens.of_folder(folder)
     files.write_json(known, dataclasses.asdict(windows))
     self._lock = threading.Lock()
+    self._delete_withdrawn()
 
   def open(self, claim: tokens.Claim) -> None:
     """Makes the folder of a new episode."""
@@ -147,19 +153,27 @@ class Episodes:
 
   def withdraw(self, user: str) -> int:
     """Deletes all that is kept of a user; returns the number of episodes."""
+    self._delete_withdrawn()
     place = self.folder / _USERS / user
     if not place.exists():
       return 0
     # First out of the way of readers, which see all of a user or nothing.
-    gone = self.folder / f'withdrawn.{os.urandom(8).hex()}'
+    gone = self.folder / f'{_WITHDRAWN}{os.urandom(8).hex()}'
     with self._alone(user) as is_there:
       if not is_there:
         return 0  # Another process was first.
+      count = sum(path.is_dir() for path in place.iterdir())
       place.rename(gone)
-    count = sum(path.is_dir() for path in gone.iterdir())
-    shutil.rmtree(gone)
+    self._delete_withdrawn()
     self.count('withdrawn', 'episode', count)
     return count
+
+  def _delete_withdrawn(self) -> None:
+    """Deletes what a withdrawal that was killed had only moved away."""
+    for path in self.folder.glob(f'{_WITHDRAWN}*'):
+      while path.exists():
+        with contextlib.suppress(FileNotFoundError):  # Another deletes it, too.
+          shutil.rmtree(path)
 
   def expire(self, before: float) -> int:
     """Deletes episodes whose last answer is older; returns their number."""
@@ -213,7 +227,10 @@ class Episodes:
     policies: dict[int, str] = {}
     windows: list[records.Trajectory] = []
     for group in groups:
-      policies |= group.policies or {}
+      for version, identity in (group.policies or {}).items():
+        # The later one would pass for both.
+        if policies.setdefault(version, identity) != identity:
+          policies[version] = TWO
       (window,) = group.rollouts[0].trajectories
       whole = merged(windows[-1], window) if windows else None
       if whole is not None:
@@ -227,10 +244,17 @@ class Episodes:
     )
 
   def count(self, fate: str, kind: str, count: int = 1) -> None:
-    """Notes that so many events of a kind had a fate; no content is kept."""
-    with self._lock, contextlib.closing(self._fates()) as lines:
-      line = json.dumps({'fate': fate, 'kind': kind, 'count': count})
-      lines.append(f'{line}\n'.encode())
+    """Notes that so many events of a kind had a fate; no content is kept.
+
+    A disk that does not take the number is a warning: neither the engine nor
+    the thread that records ends for it.
+    """
+    line = json.dumps({'fate': fate, 'kind': kind, 'count': count})
+    try:
+      with self._lock, contextlib.closing(self._fates()) as lines:
+        lines.append(f'{line}\n'.encode())
+    except OSError as error:
+      _log.warning('A fate is not counted (%s): %s', line, error)
 
   def fates(self) -> dict[str, int]:
     """Returns the number of events by fate, forged ones included."""

@@ -6,7 +6,6 @@ comes of an event is one of the fates below; nothing is dropped without one.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -138,7 +137,8 @@ def _number(
 ) -> float:
   value = body.get(name)
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  if is_number and math.isfinite(value) and lowest <= value <= highest:
+  # Of NaN both are false.
+  if is_number and lowest <= value <= highest:
     return float(value)
   raise ValueError(
     f'{name} must be a number from {lowest:g} to {highest:g} for kind '

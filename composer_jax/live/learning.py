@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.core import processes, records
+from composer_jax.core import files, processes, records
 from composer_jax.delta import publisher, transport
 from composer_jax.live import episodes as episodes_lib
 from composer_jax.live import (
@@ -85,13 +85,17 @@ class Learner:
     """Restores the last promoted version, or begins with the run's policy.
 
     Raises:
-      ValueError: several processes share the run.
+      ValueError: several processes share the run, or another learner has the
+        folder of episodes.
     """
     if processes.count() > 1:
       raise ValueError(
         f'Live learning runs in one process, and {processes.count()} share '
         'this run: leave out --launch.'
       )
+    self._stack = contextlib.ExitStack()
+    # Servers share the folder; another learner would end this one's trial.
+    self._stack.enter_context(files.alone(episodes.folder))
     # What has no end has no schedule that leads to one.
     endless = dataclasses.replace(job.spec.rl, decay_steps=0)
     spec = dataclasses.replace(job.spec, rl=endless)
@@ -100,7 +104,6 @@ class Learner:
     self._folder = job.workdir / FOLDER
     self._plans = plans.Plans(self._folder / 'cycles')
     self._size = job.spec.rl.prompts * job.spec.rl.rollouts_per_prompt
-    self._stack = contextlib.ExitStack()
     self._writer = self._stack.enter_context(writers.Writer(self._folder))
     self._checkpoints = self._stack.enter_context(
       contextlib.closing(
@@ -215,16 +218,23 @@ class Learner:
   def _train(self, plan: plans.CyclePlan) -> None:
     """Trains on a plan, and publishes the result to the candidates."""
     base, spec = plan.base, self._job.spec
-    whole = [
-      plans.read_step(self._episodes, plan, i, self._options)
-      for i in range(len(plan.steps))
-    ]
-    whole = [(groups, known) for groups, known in whole if groups]
-    last = base + len(whole)
+    last, trained = base + len(plan.steps), base
+    baselines: dict[int, float] = {}
     self._writer.truncate('rl', base)
 
+    def wait(step: int) -> list[records.Group]:
+      # Not before: what is withdrawn until now is in no batch.
+      nonlocal baselines
+      groups, baselines = plans.read_step(
+        self._episodes, plan, step - base, self._options
+      )
+      return groups
+
     def learn(state, groups):
-      _, baselines = whole[int(state.step) - base]
+      nonlocal trained
+      if not groups:  # All of them were withdrawn: a step that is none.
+        return state, {}
+      trained += 1
       return update.update(
         state,
         groups,
@@ -236,16 +246,18 @@ class Learner:
       )
 
     def publish(state: train_state.TrainState, version: int) -> None:
-      if version == last:  # Nobody is served what is half trained.
-        self._candidates.publish(state, version)
+      # Nobody is served what is half trained.
+      if version == last and trained > base:
+        self._candidates.publish(state, trained)
 
     def log(
       step: int, metrics: dict[str, Any], groups: list[records.Group]
     ) -> None:
-      self._writer.write('rl', step, **metrics)
+      if groups:
+        self._writer.write('rl', trained, **metrics)
 
     ports = trainer_worker.Ports(
-      wait=lambda step: whole[step - base][0],
+      wait=wait,
       accept=lambda step, groups: None,
       publish=publish,
       trained=lambda step: None,
@@ -267,11 +279,13 @@ class Learner:
     try:
       while True:
         rows = self._outcomes(running.name, self.served(), known)
-        of = lambda arm, rows=rows: [r for r in rows if r['arm'] == arm]
+        of = lambda arm, rows=rows: _first_of_users(
+          [r for r in rows if r['arm'] == arm]
+        )
         control, candidate = of(trial.CONTROL), of(trial.CANDIDATE)
         result = trial.judge(
-          [r['satisfied'] for r in _first_of_users(control)],
-          [r['satisfied'] for r in _first_of_users(candidate)],
+          [r['satisfied'] for r in control],
+          [r['satisfied'] for r in candidate],
           options.trial,
         )
         watched = shipping.judge_arms(
@@ -320,6 +334,7 @@ class Learner:
       made = pricing.rollout_of(
         episode, self._options.prices, self._ports.judge
       )
+      calls = [e for e in episode.events if e.kind == 'tool_call']
       single = [grouping.of_episode(episode, made)]
       group = grouping.group_of(0, single, claim.episode)
       is_of_arm = sampled == {versions[claim.arm]}
@@ -331,7 +346,9 @@ class Learner:
           'arm': claim.arm,
           'satisfied': float(made.verdict.passed),
           'num_invalid': made.num_invalid,
+          'num_failed': sum(e.outcome == 'failed' for e in calls),
           'tools': list(made.tools),
+          'done': [e.tool for e in calls if e.outcome == 'ok'],
         }
     return [row for row in known.values() if row is not None]
 
@@ -425,7 +442,12 @@ class Learner:
 
 def _first_of_users(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   """Returns the first row of each user: later ones are not independent."""
-  return list({row['user']: row for row in reversed(rows)}.values())[::-1]
+  # In the order of first rows: by that of last ones, who came again would have
+  # a say in how users are paired, and the test would not hold.
+  firsts: dict[str, dict[str, Any]] = {}
+  for row in rows:
+    firsts.setdefault(row['user'], row)
+  return list(firsts.values())
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -130,6 +130,8 @@ def draw(
       continue  # Withdrawn this moment.
     rollout = pricing.rollout_of(episode, options.prices, judge)
     made = grouping.of_episode(episode, rollout)
+    if judge and rollout.not_judged.startswith(pricing.FOLLOW_UP):
+      continue  # The judge is out of reach: a later look asks it again.
     if not rollout.is_judged:
       left_out[UNJUDGED].append(claim.episode)
     elif fault_of(grouping.group_of(0, [made], claim.episode)):

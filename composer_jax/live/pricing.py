@@ -18,6 +18,8 @@ from composer_jax.tasks import judges
 # Judges how a user's next message sounds, -1 to 1; a JudgeError if it cannot.
 FollowUpJudge = Callable[[str], float]
 
+# Begins the reason of an episode whose judge failed; it may be asked again.
+FOLLOW_UP = 'follow-up: '
 _MOODS = ('dissatisfied', 'neutral', 'satisfied')
 _QUESTION = judges.Question(
   name='mood',
@@ -42,6 +44,8 @@ class PriceOptions:
     thumb: reward for a thumb up, lost for one down.
     invalid: reward lost per call that no tool takes.
     failed: reward lost per call that a tool refuses.
+    most_calls: calls of an episode that cost, of each of these two kinds; what
+      one episode loses must not decide what its batch learns.
     asked: reward lost by an episode that asks back and edits nothing.
     slow: reward lost per second of answers beyond `free_s`.
     free_s: seconds of answers that cost nothing.
@@ -55,6 +59,7 @@ class PriceOptions:
   thumb: float = 0.5
   invalid: float = 1.0
   failed: float = 0.1
+  most_calls: int = 3
   asked: float = 0.5
   slow: float = 0.0
   free_s: float = 10.0
@@ -63,15 +68,21 @@ class PriceOptions:
 
   def __post_init__(self):
     checks.at_least(self, 0, 'version')
+    checks.at_least(self, 1, 'most_calls')
     # A negative price would pay for the fault.
     prices = ('kept', 'follow_up', 'thumb', 'invalid', 'failed', 'asked')
     checks.number(self, 0, *prices, 'slow', 'free_s')
 
 
-def asks_back(tools: Sequence[str], options: PriceOptions) -> bool:
-  """Returns whether an episode asked the user and edited nothing."""
-  edits = any(tool in options.edit_tools for tool in tools)
-  return not edits and any(tool in options.ask_tools for tool in tools)
+def asks_back(calls: Sequence[events.Event], options: PriceOptions) -> bool:
+  """Returns whether an episode asked the user and edited nothing.
+
+  An edit that was refused is none; a question that a tool took is one, whatever
+  became of it.
+  """
+  edits = any(e.tool in options.edit_tools for e in calls if e.outcome == 'ok')
+  asked = (e.tool for e in calls if e.outcome != 'invalid')
+  return not edits and any(tool in options.ask_tools for tool in asked)
 
 
 def terms_of(
@@ -103,8 +114,8 @@ def terms_of(
   priced = {'invalid': options.invalid, 'failed': options.failed}
   for outcome, price in priced.items():
     if count := sum(e.outcome == outcome for e in calls):
-      terms[outcome] = -price * count
-  if asks_back([e.tool for e in calls if e.outcome != 'invalid'], options):
+      terms[outcome] = -price * min(count, options.most_calls)
+  if asks_back(calls, options):
     terms['asked'] = -options.asked
   seconds = sum(e.value for e in known if e.kind == events.ANSWERED)
   if terms and options.slow and seconds > options.free_s:
@@ -135,7 +146,7 @@ def rollout_of(
       terms = terms_of(episode.events, options, judge)
     not_judged = '' if terms else 'no word of the user'
   except judges.JudgeError as error:
-    not_judged = f'follow-up: {error}'
+    not_judged = f'{FOLLOW_UP}{error}'
   reward = sum(terms.values())
   rollout = episodes_lib.unjudged(episode.claim.episode, episode.windows)
   return dataclasses.replace(

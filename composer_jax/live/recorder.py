@@ -12,6 +12,7 @@ log-probabilities a trainer could not recompute is refused, not left out.
 """
 
 import asyncio
+import contextlib
 import logging
 import pathlib
 import queue
@@ -31,6 +32,8 @@ from composer_jax.serve.api import errors
 _log = logging.getLogger(__name__)
 # Answers that wait to be written; more are dropped, and counted.
 _MAX_WAITING = 1000
+_SETTLE_S = 30.0  # longest wait of an event for the answer that it is about
+_LIVE_S = 600.0  # age of temporary files that no server writes any more
 
 
 class Recorder:
@@ -79,6 +82,13 @@ class Recorder:
           f'{name} must be a text of 1 to 200 letters, not {value!r:.100}.',
           name,
         )
+      try:
+        value.encode()
+      except UnicodeEncodeError as error:
+        raise errors.invalid(
+          f'{name} must be valid Unicode, not {value!r:.100} ({error.reason}).',
+          name,
+        ) from error
     if fields.get('consent') is not True:
       raise errors.invalid(
         'consent must be true: an episode is only opened for a user who agreed '
@@ -195,10 +205,22 @@ class Recorder:
     return keep
 
   def settle(self) -> None:
-    """Returns once every answer that ended by now is written."""
+    """Returns once every answer that ended by now is written.
+
+    Raises:
+      errors.ApiError: the disk is too slow; 503.
+    """
     written = threading.Event()
-    self._waiting.put(written.set)
-    written.wait()
+    with contextlib.suppress(queue.Full):
+      self._waiting.put(written.set, timeout=_SETTLE_S)
+      if written.wait(_SETTLE_S):
+        return
+    raise errors.ApiError(
+      503,
+      f'Answers before this event are not written after {_SETTLE_S:g} s: the '
+      'disk is too slow. Send the event again, with the same id.',
+      code='disk',
+    )
 
   def close(self) -> None:
     """Writes what is waiting, and ends the thread."""
@@ -275,5 +297,6 @@ def recorder_of(
     arm: arm whose weights the server has.
   """
   episodes = episodes_lib.Episodes(folder, events.WindowOptions(**fields))
-  files.sweep(folder)
+  # Another server of the folder may be writing.
+  files.sweep(folder, older_than_s=_LIVE_S)
   return Recorder(episodes, arm=arm)

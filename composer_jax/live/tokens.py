@@ -96,7 +96,8 @@ class Tokens:
   def withdrawing(self, token: str) -> str:
     """Returns the pseudonym of a withdrawal token; `Forged` as `claim`."""
     user, _, mac = token.rpartition('.')
-    if not _equal(mac, self._mac('withdrawal', user.encode())):
+    right = self._mac('withdrawal', user.encode(errors='replace'))
+    if not _equal(mac, right):
       raise Forged('The token of withdrawal was not made by this service.')
     return user
 

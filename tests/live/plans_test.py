@@ -58,6 +58,20 @@ def test_silence_is_a_status_and_no_reward(folder):
   asked = said(folder, ('tool_call', dict(tool='ask')))
   assert asked.is_judged and asked.reward == -PRICES.asked
 
+  # A refused edit beside the question is no way around its price.
+  sham = dict(tool='edit', outcome='failed')
+  both = said(folder, ('tool_call', sham), ('tool_call', dict(tool='ask')))
+  assert both.reward_terms == {'failed': -0.1, 'asked': -PRICES.asked}
+
+
+def test_one_episode_does_not_own_a_batch(folder):
+  """However many calls break, they cost what a few do."""
+  broken = [('tool_call', dict(outcome='invalid'))] * 50
+  refused = [('tool_call', dict(tool='run', outcome='failed'))] * 50
+  rollout = said(folder, *broken, *refused)
+  assert rollout.num_invalid == 50
+  assert rollout.reward == pytest.approx(-3 * (PRICES.invalid + PRICES.failed))
+
 
 def test_a_model_judges_follow_ups_and_its_failure_is_a_status(folder):
   claim = folder.open()
@@ -142,7 +156,9 @@ def test_groups_have_their_mean_and_single_episodes_their_baseline(folder):
   assert group.policies == {0: 'a' * 8}
 
 
-def draw(folder, known, cycle, base=0, size=2, fault_of=lambda group: ''):
+def draw(
+  folder, known, cycle, base=0, size=2, fault_of=lambda group: '', judge=None
+):
   return plans.draw(
     folder.episodes,
     known,
@@ -152,6 +168,7 @@ def draw(folder, known, cycle, base=0, size=2, fault_of=lambda group: ''):
     size=size,
     now=folder.now,
     fault_of=fault_of,
+    judge=judge,
   )
 
 
@@ -219,6 +236,26 @@ def test_what_teaches_nothing_is_left_out_with_its_reason(folder, tmp_path):
   assert plan.satisfied == 1.0
   known.save(plan)
   assert known.spent() == {c.episode for c in (*good, old, void, silent)}
+
+
+def test_an_episode_whose_judge_is_away_waits_for_it(folder, tmp_path):
+  known = plans.Plans(tmp_path / 'cycles')
+  waiting = folder.open()
+  folder.answer(waiting)
+  folder.tell(waiting, 'follow_up', text='Thanks!')
+  others = [folder.judged(user=f'u{i}') for i in range(2)]
+  folder.now += 200
+
+  def away(text):
+    raise judges.JudgeError('no answer')
+
+  first = draw(folder, known, 1, judge=away)
+  known.save(first)
+  assert first.spent == {c.episode for c in others}
+  for i in range(2, 4):
+    folder.judged(user=f'u{i}')
+  folder.now += 200
+  assert waiting.episode in draw(folder, known, 2, judge=lambda text: 1.0).spent
 
 
 def test_settled_rewards_do_not_change_with_prices(folder, tmp_path):

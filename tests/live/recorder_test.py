@@ -1,6 +1,10 @@
 """Consent, answers, events and withdrawal over HTTP, as a client does it."""
 
 import contextlib
+import dataclasses
+import json
+import os
+import queue
 import threading
 
 import httpx2
@@ -11,6 +15,7 @@ import pytest
 from composer_jax.live import recorder as recorders
 from composer_jax.live import trial
 from composer_jax.serve.api import chat_format
+from composer_jax.telemetry import append
 from composer_jax.text import tokenizer as tokenizers
 from tests.serve import scripted
 
@@ -25,10 +30,12 @@ class Client:
 
   def __init__(self, url, recorder):
     self.url, self.recorder = url, recorder
-    self._http = httpx2.Client(timeout=20)
+    headers = {'content-type': 'application/json'}
+    self._http = httpx2.Client(timeout=20, headers=headers)
 
   def post(self, path, **body):
-    answer = self._http.post(self.url + path, json=body)
+    data = json.dumps(body)  # ASCII: a lone surrogate is an escape, too.
+    answer = self._http.post(self.url + path, content=data)
     return answer.status_code, answer.json()
 
   def open(self, **fields):
@@ -191,5 +198,67 @@ def test_a_bad_event_is_named_over_http(client):
   body = dict(episode=opened['episode'], id='a', kind='thumb', value=7)
   status, answer = client.post('/v1/live/events', **body)
   assert status == 400 and 'from -1 to 1' in answer['error']['message']
+  body['value'] = 10**400
+  assert client.post('/v1/live/events', **body)[0] == 400
+  status, answer = client.open(user='\ud800')
+  assert status == 400 and answer['error']['param'] == 'user'
+  assert client.open(domain='\ud800')[0] == 400
+  for token in ('\ud800', '\ud800.\ud800', f'\ud800{opened["withdrawal"]}'):
+    assert client.post('/v1/live/withdrawal', withdrawal=token)[0] == 403
+    assert (
+      client.post('/v1/live/events', **(body | {'episode': token}))[0] == 403
+    )
   status, answer = client.post('/v1/live/episodes', user='', consent=True)
   assert status == 400 and answer['error']['param'] == 'user'
+
+
+def test_an_error_of_the_disk_ends_neither_engine_nor_recording(
+  client, folder, monkeypatch
+):
+  def fails(*_, **__):
+    raise OSError(28, 'No space left on device')
+
+  _, opened = client.open()
+  with monkeypatch.context() as patch:
+    patch.setattr(append, 'AppendFile', fails)
+    assert client.ask(opened['episode'])[0] == 200
+    # The engine's thread counts what it has to drop.
+    patch.setattr(client.recorder._waiting, 'put_nowait', full)
+    assert client.post('/v1/chat/completions', **asked(opened))[0] == 200
+  assert client.ask(opened['episode'])[0] == 200
+  (claim,) = folder.episodes.claims()
+  assert len(folder.episodes.read(claim).windows) == 1
+
+
+def full(_):
+  raise queue.Full
+
+
+def asked(opened):
+  messages = [{'role': 'user', 'content': 'hi'}]
+  return dict(messages=messages, metadata={'episode': opened['episode']})
+
+
+def test_a_disk_that_hangs_is_a_503(client, folder, monkeypatch):
+  monkeypatch.setattr(recorders, '_SETTLE_S', 0.05)
+  held = threading.Event()
+  _, opened = client.open()
+  client.recorder._waiting.put(held.wait)
+  body = dict(episode=opened['episode'], id='a', kind='thumb', value=1)
+  status, answer = client.post('/v1/live/events', **body)
+  held.set()
+  assert (status, answer['error']['code']) == (503, 'disk')
+  client.recorder.settle()
+
+
+def test_a_server_that_starts_leaves_the_files_of_another(folder):
+  """What was begun just now may be written still."""
+  written, killed = (
+    folder.episodes.folder / f'.{name}.0123456789abcdef.tmp' for name in 'wk'
+  )
+  for path in (written, killed):
+    path.write_bytes(b'x')
+  os.utime(killed, (0, 0))
+  windows = dataclasses.asdict(folder.episodes.windows)
+  recorders.recorder_of(folder.episodes.folder, windows, 'control').close()
+  assert written.exists() and not killed.exists()

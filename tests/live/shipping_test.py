@@ -69,15 +69,15 @@ def test_a_domain_that_loses_stops_what_gains_elsewhere():
 
 
 @pytest.mark.parametrize(
-  'name, tools, invalid',
+  'names, tools, invalid',
   [
     # A broken call instead of an edit, so that nothing is judged.
-    ('invalid', ('',), 1),
+    (['invalid', 'broken'], ('',), 1),
     # A question instead of an edit, so that nothing is undone.
-    ('asked_back', ('ask',), 0),
+    (['asked'], ('ask',), 0),
   ],
 )
-def test_both_hacks_of_live_rewards_trip_a_canary(name, tools, invalid):
+def test_both_hacks_of_live_rewards_trip_a_canary(names, tools, invalid):
   """Even where the pass rate does not fall: they replace failing edits."""
   before = rows([1] * 200 + [0] * 200)
   after = before[:350] + [
@@ -86,17 +86,87 @@ def test_both_hacks_of_live_rewards_trip_a_canary(name, tools, invalid):
   ]
   result = shipping.judge({'all': before}, {'all': after}, PRICES, GATE)
   assert {f.name for f in result.findings if not f.is_shown} == {
-    name,
+    *names,
     'edited',
   }
-  watched = shipping.judge_arms(before, after, PRICES, GATE)
+  mixed = np.random.default_rng(0).permutation(400)
+  users = lambda rows: [rows[i] for i in mixed]
+  watched = shipping.judge_arms(users(before), users(after), PRICES, GATE)
   assert {f.name for f in watched.findings if not f.is_shown} == {
-    f'{name} in the trial',
+    *(f'{name} in the trial' for name in names),
     'edited in the trial',
   }
   # Fewer of them is no alarm.
   assert shipping.judge({'all': after}, {'all': before}, PRICES, GATE).ships
   assert shipping.judge_arms(after, before, PRICES, GATE).ships
+
+
+@pytest.mark.parametrize(
+  'changed, stopped',
+  [
+    # An edit beside the question, that nobody wanted.
+    (dict(tools=['edit', 'ask']), {'asked', 'turns'}),
+    (dict(tools=['edit', 'ask', 'ask'], done=['ask']), {'asked', 'edited'}),
+    # Refused calls, in no more episodes than before.
+    (dict(num_failed=1, done=['edit']), {'broken'}),
+    (dict(tools=['edit'] * 30), {'turns'}),
+  ],
+)
+def test_the_hacks_trip_a_canary_in_other_clothes_too(changed, stopped):
+  before = rows([1] * 400)
+  after = [{**row, **changed} for row in before]
+  names = lambda result: {f.name for f in result.findings if not f.is_shown}
+  found = names(shipping.judge({'all': before}, {'all': after}, PRICES, GATE))
+  assert stopped <= found
+  tried = names(shipping.judge_arms(before, after, PRICES, GATE))
+  assert {f'{name} in the trial' for name in stopped} <= tried
+  assert shipping.judge({'all': before}, {'all': before}, PRICES, GATE).ships
+
+
+def test_a_canary_of_one_domain_stops_what_all_of_them_hide():
+  before = {'web': rows([1] * 640), 'data': rows([1] * 80)}
+  asks = [
+    {**row, 'tools': ['ask'] if i < 20 else row['tools']}
+    for i, row in enumerate(before['data'])
+  ]
+  result = shipping.judge(before, {**before, 'data': asks}, PRICES, GATE)
+  assert not result.ships
+  hidden = {f.name for f in result.findings if not f.is_shown}
+  assert hidden == {'asked in data', 'edited in data'}
+
+
+@pytest.mark.parametrize('is_missing', [False, True])
+def test_what_only_the_candidate_did_not_play_is_lost(is_missing):
+  before = rows([1] * 400)
+  broken = {**before[0], 'status': 'infrastructure'}
+  after = [] if is_missing else [{**r, **broken, 'task_id': r['task_id']}
+                                 for r in before[:40]]  # fmt: skip
+  after += before[40:]
+  judge = lambda old, new: shipping.judge({'a': old}, {'a': new}, PRICES, GATE)
+  lost = judge(before, after)
+  assert [f.name for f in lost.findings if not f.is_shown] == ['a']
+  assert lost.findings[0].after == 0.9
+  # What the version before did not play says nothing of either.
+  assert judge(after, before).ships
+
+
+def test_trials_without_a_change_are_seldom_stopped_by_canaries():
+  """Looked at after every fifth pair, at the level over all looks."""
+  draw, stopped = np.random.default_rng(2), 0
+  users = lambda: [
+    {
+      'num_invalid': int(draw.random() < 0.1),
+      'tools': ['edit'] * (draw.random() < 0.75) + ['ask'] * int(i % 9 == 0),
+    }
+    for i in draw.permutation(100)
+  ]
+  for _ in range(60):
+    old, new = users(), users()
+    stopped += not all(
+      shipping.judge_arms(old[:n], new[:n], PRICES, GATE).ships
+      for n in range(5, 101, 5)
+    )
+  assert stopped <= 0.05 * 60
 
 
 def test_a_candidate_at_the_margin_ships_at_most_at_the_level():

@@ -1,0 +1,130 @@
+"""What kills, full disks, returning users and late withdrawals may not do."""
+
+import shutil
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composer_jax.core import files
+from composer_jax.live import episodes, learning, options, plans
+from composer_jax.pipeline import spec as specs
+from composer_jax.rl import update
+
+
+def test_users_stand_in_the_order_of_their_first_rows():
+  """Whoever comes again changes nothing of what was there."""
+  rows = [{'user': u, 'number': i} for i, u in enumerate('abcab')]
+  for count in range(len(rows) + 1):
+    firsts = learning._first_of_users(rows[:count])
+    assert firsts == rows[: min(count, 3)]
+
+
+def test_a_killed_withdrawal_is_ended_by_the_next_one(folder):
+  class Killed(BaseException):
+    pass
+
+  def die(*_, **__):
+    raise Killed
+
+  made = folder.episodes
+  left = lambda: list(made.folder.glob('withdrawn.*'))
+  for end in (
+    lambda: made.withdraw('nobody'),
+    lambda: episodes.Episodes(made.folder),
+  ):
+    claim = folder.judged()
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(shutil, 'rmtree', die)
+      with pytest.raises(Killed):
+        made.withdraw(claim.user)
+    assert left() and made.read(claim) is None
+    end()
+    assert not left()
+
+
+def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
+  folder, tmp_path, monkeypatch
+):
+  """The loop is the trainer's; what it learns from each batch is left out."""
+  for i in range(8):
+    folder.judged(i < 2, user=f'u{i}')
+  folder.now += 200
+  live = options.LiveOptions(steps=4)
+  claims = {c.episode: c for c in folder.episodes.claims()}
+  plan = plans.draw(
+    folder.episodes,
+    plans.Plans(tmp_path / 'cycles'),
+    live,
+    cycle=1,
+    base=3,
+    size=2,
+    now=folder.now,
+    fault_of=lambda group: '',
+  )
+  (pair,), emptied, shrunk = plan.steps[0], plan.steps[1], plan.steps[3]
+  assert len(pair) == 2
+  gone = [*(n for group in emptied for n in group), shrunk[0][0]]
+  seen, written, published = [], [], []
+
+  def learn(state, groups, *_, compare, **__):
+    if not seen:
+      for name in gone:
+        folder.episodes.withdraw(claims[name].user)
+    seen.append(sum(len(g.rollouts) for g in groups))
+    for group in groups:
+      if len(group.rollouts) == 1:
+        # The mean of the others that are left, of which two were satisfied.
+        others = [
+          sum(t.values())
+          for n, t in plan.terms.items()
+          if n not in (*gone, shrunk[0][1])
+        ]
+        gained = compare(group, np.array([group.rollouts[0].reward]))
+        mean = sum(others) / len(others)
+        assert gained == pytest.approx(group.rollouts[0].reward - mean)
+    return types.SimpleNamespace(step=state.step + 1), {'loss': 0.0}
+
+  monkeypatch.setattr(update, 'update', learn)
+  learner = object.__new__(learning.Learner)
+  rl = specs.RLSection(steps=100, decay_steps=0)
+  vars(learner).update(
+    _episodes=folder.episodes,
+    _options=live,
+    _functions=None,
+    _reference=None,
+    _state=types.SimpleNamespace(step=3),
+    _job=types.SimpleNamespace(
+      spec=types.SimpleNamespace(
+        rl=rl, update_options=lambda: None, batch_shape=lambda: None
+      )
+    ),
+    _writer=types.SimpleNamespace(
+      truncate=lambda *_: None,
+      write=lambda stage, step, **_: written.append(step),
+    ),
+    _candidates=types.SimpleNamespace(
+      publish=lambda state, version: published.append((state.step, version)),
+      wait=lambda: None,
+    ),
+  )
+  learner._train(plan)
+  assert seen == [2, 2, 1] and written == [4, 5, 6]
+  assert published == [(6, 6)] and learner.version == 6
+
+
+def test_two_weights_of_one_version_are_the_identity_of_none(folder):
+  claim = folder.open()
+  for identity in ('a' * 8, 'b' * 8, 'a' * 8):
+    folder.answer(claim, policies={0: identity})
+  assert folder.episodes.read(claim).policies == {0: episodes.TWO}
+
+
+def test_a_folder_of_episodes_has_one_learner(folder):
+  nothing: Any = None  # The lock comes first.
+  with (
+    files.alone(folder.episodes.folder),
+    pytest.raises(ValueError, match='Another process'),
+  ):
+    learning.Learner(nothing, folder.episodes, nothing, nothing)
