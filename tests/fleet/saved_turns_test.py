@@ -107,6 +107,18 @@ def test_turns_that_no_episode_has_are_refused(fields, message):
     uploads.read_saved(data, lease, groups.RULES)
 
 
+def test_lengths_that_wrap_around_an_int64_are_refused():
+  arrays = {
+    name: np.zeros(0, np.int32)
+    for name in ('tokens_T', 'consumed_version_T', 'consumed_expert_ids_TMA')
+  }
+  arrays['context_T'] = np.zeros(7, np.int32)
+  rows = [[2**63 - 1, 0, 0, None, True]] * 2 + [[9, 0, 0, None, True]]
+  assert np.cumsum([r[0] for r in rows], dtype=np.uint64)[-1] == 7
+  with pytest.raises(ValueError, match='do not have the lengths of context_T'):
+    turn_bytes._turns(rows, arrays)
+
+
 def test_any_flipped_bit_or_cut_is_turns_or_a_value_error():
   lease = lease_of()
   data = turn_bytes.to_bytes(make_saved(lease, 3))
@@ -230,6 +242,40 @@ def test_at_most_two_savings_of_a_lease_are_kept(world):
   assert not [key for key in puts if key.startswith(PLACE)]
 
 
+@pytest.mark.parametrize('error', [MemoryError, ValueError, None])
+def test_a_record_that_breaks_its_reader_costs_the_turns_alone(
+  world, monkeypatch, error
+):
+  begin(world, 'first')
+  worker = world.worker('next', 99)
+  worker.door._rules = groups.RULES
+  asked = []
+  if error:
+    monkeypatch.setattr(uploads, 'read_saved', raising(error))
+  else:
+    # It is not even read if it is longer than any.
+    monkeypatch.setattr(uploads, 'max_saved_bytes', lambda *_: 10)
+    world.store.trouble = lambda name, key: asked.append((name, key)) or ''
+  for _ in range(60):
+    world.turn([])
+    worker.take()
+    worker.door.sync()
+    if len(worker.holds) == 8:
+      break
+  assert not any(resumed(worker).values())
+  assert worker.door.num_refused > 0
+  assert not [key for name, key in asked if name != 'put' and PLACE in key]
+  world.run([worker])
+  assert world.trained == worlds.expected()
+
+
+def raising(error):
+  def fail(*_):
+    raise error('broken')
+
+  return fail
+
+
 @pytest.mark.parametrize('trouble', ['gone', 'damaged', 'other weights'])
 def test_turns_that_cannot_be_used_cost_the_turns_alone(world, trouble):
   begin(world, 'first')
@@ -267,6 +313,18 @@ def test_turns_wait_for_a_worker_with_their_policy(world):
   world.version = 1
   after.take()
   assert 2 in resumed(after).values()
+
+
+@pytest.mark.parametrize('reason', ledgers.REASONS)
+def test_turns_that_a_silent_lease_began_from_are_given_to_no_other(reason):
+  ledger = ledgers.LeaseLedger(max_lost=9)
+  ledger.admit(lease_of().order, 2, 2)
+  (part,) = ledger.entries[3].parts
+  for epoch, saved in ((1, ('a' * 64, 9, 0)), (2, None)):
+    ledger.lease(3, part, 'w')
+    ledger.lose(epoch, reason, saved)
+  is_kept = reason not in (ledgers.SILENT, ledgers.STALLED)
+  assert (part.saved is not None) == is_kept
 
 
 def test_a_refused_group_takes_its_turns_with_it(world):

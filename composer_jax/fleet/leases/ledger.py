@@ -182,14 +182,17 @@ class LeaseLedger:
     part.upload, part.saved = upload, None
     return True
 
-  def save(self, epoch: int, saved: tuple[str, int, int]) -> None:
-    """Notes what a lease saved, for the next one of its members."""
-    self._leased[epoch][1].saved = saved
-    self.has_moved = True
+  def lose(
+    self, epoch: int, reason: str, saved: tuple[str, int, int] | None = None
+  ) -> None:
+    """Ends a lease that brought nothing but, perhaps, saved turns.
 
-  def lose(self, epoch: int, reason: str) -> None:
-    """Ends a lease that brought nothing; its members wait again."""
+    Its members wait again, without the turns that it began from if it fell
+    silent over them: what ends one worker may end the next.
+    """
     group, part = self._end(epoch)
+    if saved is not None or reason in (SILENT, STALLED):
+      part.saved = saved
     self._again(group, part, reason)
 
   def refuse(self, group: int, epoch: int) -> None:

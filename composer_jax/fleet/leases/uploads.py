@@ -180,11 +180,10 @@ def _check_turns(
 ) -> None:
   most = rules.max_windows * rules.max_tokens
   answers = [turn.completion for turn in turns]
-  tokens_T = np.concatenate(
-    [*(t.context_T for t in turns), *(a.tokens_T for a in answers)]
-  )
-  if len(tokens_T) > most:
-    raise ValueError(f'an episode has {len(tokens_T)} tokens of at most {most}')
+  tokens = [*(t.context_T for t in turns), *(a.tokens_T for a in answers)]
+  if (count := sum(map(len, tokens))) > most:
+    raise ValueError(f'an episode has {count} tokens of at most {most}')
+  tokens_T = np.concatenate(tokens)
   if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
     raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
   for answer in answers:
