@@ -190,6 +190,7 @@ def test_leases_that_wait_too_long_go_to_others_with_their_turns(lent):
 
 def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   scripted.wait_for(lambda: len(lent.log) > 4)
+  assert lent.world.ledger().epochs_of('lender')
 
   def fail():
     raise rollout_worker.Rewound('The run was rewound.')
@@ -197,6 +198,11 @@ def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   lent.worker.before_step = fail
   scripted.wait_for(lambda: lent.server.served.problem)
   assert 'rewound' in lent.server.served.problem
+  # Others get its leases, though nothing stalled and no clock went on.
+  world = lent.world
+  is_told = lambda: (world.turn([], seconds=0.0), world.ledger())[1]
+  scripted.wait_for(lambda: not is_told().epochs_of('lender'))
+  assert set(world.ledger().lost) <= {'left'}
   answer = client(lent.server).chat.completions.create(
     **service_test.CHAT | {'max_tokens': 5}
   )

@@ -245,7 +245,7 @@ class StoredLeases:
           turns = self._read_saved(lease)
         except OSError:
           raise  # Of the store, which is asked again.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
           # Whatever a stranger's record does, this worker samples anew.
           group = lease.order.group
           _log.warning('Group %d begins anew, its turns: %s', group, error)
