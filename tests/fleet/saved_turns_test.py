@@ -93,6 +93,7 @@ def test_honest_turns_are_read_as_they_were_saved():
       },
       r'experts \[5, 7\]',
     ),
+    ({'policies': {0: 'x' * 64}}, 'is no hash of weights'),
     ({'turns': {1: (make_turn(),) * 5}}, '20 tokens of at most 16'),
     (
       {'turns': {1: (make_turn(0, 2),)}, 'policies': {2: 'b' * 64}},

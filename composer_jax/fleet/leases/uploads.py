@@ -16,6 +16,7 @@ import numpy as np
 from composer_jax.agent import rewards
 from composer_jax.core import group_bytes, played, records, seams
 from composer_jax.core.routes import codec
+from composer_jax.delta.format import identity
 from composer_jax.fleet.leases import ledger as ledgers
 from composer_jax.fleet.leases import turn_bytes
 
@@ -170,6 +171,9 @@ def read_saved(
       f'they were sampled by versions {sorted(saved.versions)!r:.99}, of which '
       f'all must lie in {least}..{most}'
     )
+  names = saved.policies.values()
+  if odd := [name for name in names if not identity.is_hash(name)]:
+    raise ValueError(f'{odd[0]!r:.99} is no hash of weights')
   for turns in saved.turns.values():
     _check_turns(turns, rules)
   return saved
