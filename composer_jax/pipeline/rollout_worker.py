@@ -207,6 +207,8 @@ class RolloutWorker:
     processes.beat()  # Colocated, this is the trainer's process.
     served, leases = self.served, self.leases
     served()
+    # Before anything is admitted, which would begin at once.
+    self._stream.make_room(served.engine.room)
     new, ended = leases.take(served.version)
     for lease in ended:
       share = self._shares.pop(lease.epoch)
@@ -222,8 +224,6 @@ class RolloutWorker:
         saved.turns if saved else {},
       )
       leases.keep(lease, functools.partial(served.record, lease, share, saved))
-    stream = self._stream
-    stream.make_room(served.engine.room(stream.num_playing))
     served.mark(self.open_episodes, has_lease=leases.has_lease)
 
   def _deliver(
