@@ -1,8 +1,9 @@
 """Keeps a number of rollout workers going, each in a process of its own.
 
 A worker ends with the run; one that ends otherwise is started again, as long as
-it has restarts left. Then the crew ends, once the others have drained. Where the processes are, here or in a cluster, is a matter of
-who starts them (`ray_workers`).
+it has restarts left. Then the crew ends, once the others have drained. Where
+the processes are, here or in a cluster, is a matter of who starts them
+(`ray_workers`).
 
   Consumes: ends of the workers.
   Waits for: the end of all, or `stop`.

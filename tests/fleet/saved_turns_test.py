@@ -243,6 +243,22 @@ def test_at_most_two_savings_of_a_lease_are_kept(world):
   assert not [key for key in puts if key.startswith(PLACE)]
 
 
+def test_turns_that_a_lease_names_are_not_deleted_by_whoever_has_it(world):
+  begin(world, 'first')
+  world.trainer.blame('first')
+  after = successor(world)
+  after.door._save_s = 0.0
+  (lease, *_) = [h for h in after.holds if h.saved]
+  # Saved again as they were, and more.
+  for count in range(2, 9):
+    more = make_saved(lease, count)
+    if count == 2:
+      after.door.keep(lease, lambda more=more: more)
+    after.door._kept[lease.epoch].turns = lambda more=more: more
+    after.door.sync()
+  assert [key for key in world.store.files if lease.saved[0] in key]
+
+
 @pytest.mark.parametrize('error', [MemoryError, ValueError, None])
 def test_a_record_that_breaks_its_reader_costs_the_turns_alone(
   world, monkeypatch, error

@@ -293,7 +293,10 @@ class StoredLeases:
       old, kept.saved = kept.saved[:-2], kept.saved[-2:]
       kept.count = count
     span = (lease.order.group, lease.first, lease.stop)
-    places = [self._docs.upload_place(*span, o[1], TURNS) for o in old]
+    # Equal turns have one file: that of the lease, or of a newer saving.
+    needed = {name for _, name, *_ in kept.saved} | {*(lease.saved or ())[:1]}
+    gone = sorted({name for _, name, *_ in old} - needed)
+    places = [self._docs.upload_place(*span, name, TURNS) for name in gone]
     self._docs.delete(places)
 
   def saved(self, lease: seams.Lease) -> played.SavedTurns | None:
