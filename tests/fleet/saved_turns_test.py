@@ -375,6 +375,24 @@ def test_a_trainer_that_goes_back_voids_turns_of_later_policies(world):
   assert not any(saved())
 
 
+@pytest.mark.parametrize('version', range(5))
+def test_who_goes_back_has_the_newest_turns_that_are_not_void(version):
+  ledger = ledgers.LeaseLedger()
+  ledger.admit(lease_of().order, 2, 2)
+  ledger.announce(4)
+  (part,) = ledger.entries[3].parts
+  savings = [(f'{n:064x}', 9, v) for n, v in enumerate((1, 1, 2, 4))]
+  for epoch, saved in enumerate(savings, 1):
+    ledger.lease(3, part, 'w')
+    ledger.lose(epoch, ledgers.LEFT, saved)
+  ledger.lease(3, part, 'w')
+  ledger = ledgers.from_json(ledger.to_json())
+  ledger.rewind(version, 0, lambda *_: False)
+  (part,) = ledger.entries[3].parts
+  expected = [None, *savings[1:3], savings[2], savings[3]]
+  assert part.saved == expected[version]
+
+
 @pytest.mark.parametrize(
   'saved',
   [[[1, 'x', 3, 0]], [[1, 'a' * 64, 3]], [[1, 'a' * 64, 3, -1]], [1]],
@@ -393,5 +411,5 @@ def test_a_ledger_without_saved_turns_is_read(world):
   before = ledgers.from_json(value).to_json()
   for _, parts, _ in value['entries']:
     for part in parts:
-      assert part.pop() is None
+      assert part.pop() == [] and part.pop() is None
   assert ledgers.from_json(value | {'format': 1}).to_json() == before
