@@ -216,7 +216,10 @@ class RolloutWorker:
       served.num_anew += share.num_anew
     for lease in new:
       self._orders[lease.order.group] = lease.order
-      saved = served.goes_on(leases.saved(lease))
+      saved = leases.saved(lease)
+      if lease.saved and saved is None:  # It was refused.
+        served.num_anew += lease.stop - lease.first
+      saved = served.goes_on(saved)
       self._shares[lease.epoch] = share = self._stream.admit(
         lease.order.group,
         functools.partial(self._deliver, lease, saved),

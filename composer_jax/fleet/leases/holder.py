@@ -45,7 +45,6 @@ class StoredLeases:
   Attributes:
     name: name of the worker, which no other may have had.
     is_over: true once the run is over, or what `leave` asked for is done.
-    num_refused: number of leases whose saved turns were refused.
   """
 
   def __init__(
@@ -75,7 +74,7 @@ class StoredLeases:
       while_waiting: what `take` does first where there is no thread.
     """
     documents.check_name(name)
-    self.name, self.is_over, self.num_refused = name, False, 0
+    self.name, self.is_over = name, False
     self._docs, self._setup = docs, setup
     self._beat_s, self._poll_s, self._drain_s = beat_s, poll_s, drain_s
     self._save_s, self._rules = save_s, rules
@@ -239,27 +238,31 @@ class StoredLeases:
         lease for e, lease in self._leases.items() if e not in self._resumed
       ]
     for lease in new:
-      turns = None
-      if lease.saved and self._rules and self._rules.resumes:
+      turns, rules = None, self._rules
+      if lease.saved and rules and rules.resumes:
         try:
-          turns = self._read_saved(lease)
+          turns = self._read_saved(lease, lease.saved, rules)
         except OSError:
           raise  # Of the store, which is asked again.
         except Exception as error:  # noqa: BLE001
           # Whatever a stranger's record does, this worker samples anew.
           group = lease.order.group
           _log.warning('Group %d begins anew, its turns: %s', group, error)
-          self.num_refused += 1
       self._resumed[lease.epoch] = turns
 
-  def _read_saved(self, lease: seams.Lease) -> played.SavedTurns:
-    name, size, _ = lease.saved
-    most = uploads.max_saved_bytes(self._rules, lease.stop - lease.first)
+  def _read_saved(
+    self,
+    lease: seams.Lease,
+    saved: tuple[str, int, int],
+    rules: uploads.UploadRules,
+  ) -> played.SavedTurns:
+    name, size, _ = saved
+    most = uploads.max_saved_bytes(rules, lease.stop - lease.first)
     if size > most:
       raise ValueError(f'they have {size} bytes of at most {most}')
     span = (lease.order.group, lease.first, lease.stop)
     data = self._docs.get_upload(*span, (name, size), TURNS)
-    return uploads.read_saved(data, lease, self._rules)
+    return uploads.read_saved(data, lease, rules)
 
   def _save(self, returned: set[int]) -> None:
     """Saves turns of leases that are given back, and of all now and then."""
