@@ -28,7 +28,7 @@ _RAY = flags.DEFINE_string(
 )
 _WORKERS = flags.DEFINE_integer('workers', 1, 'Number of workers.', 1)
 _RESTARTS = flags.DEFINE_integer(
-  'restarts', 5, 'Restarts of workers that ended with an error, in a row.', 0
+  'restarts', 5, 'Restarts of a worker that ended with an error, in a row.', 0
 )
 _REFILL = flags.DEFINE_float(
   'refill_s', 3600.0, 'Seconds after which one more may.'
@@ -67,7 +67,8 @@ def main() -> None:
     say(f'{_WORKERS.value} workers on {place}: {" ".join(command)}')
     if _DRY_RUN.value:
       return
-    restarts = supervisor.Restarts(_RESTARTS.value, _REFILL.value)
+    limits = _RESTARTS.value, _REFILL.value
+    restarts = lambda: supervisor.Restarts(*limits)
     workers = crew.Crew(begin, _WORKERS.value, restarts, say=say)
     signal.signal(signal.SIGTERM, lambda *_: workers.stop())
     signal.signal(signal.SIGINT, lambda *_: workers.stop())

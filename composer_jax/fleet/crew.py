@@ -1,8 +1,9 @@
 """Keeps a number of rollout workers going, each in a process of its own.
 
 A worker ends with the run; one that ends otherwise is started again, as long as
-restarts are left. Where the processes are, here or in a cluster, is a matter of
-who starts them (`ray_workers`).
+it has restarts left. Then the crew ends, once the others have drained. Where
+the processes are, here or in a cluster, is a matter of who starts them
+(`ray_workers`).
 
   Consumes: ends of the workers.
   Waits for: the end of all, or `stop`.
@@ -46,19 +47,27 @@ class Crew:
     self,
     start: Callable[[int], WorkerProcess],
     count: int,
-    restarts: supervisor.Restarts,
+    restarts: Callable[[], supervisor.Restarts],
     *,
     say: Callable[[str], None],
+    settled_s: float = 600.0,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Starts nothing yet.
 
     Args:
       start: number of a worker -> the worker, started.
-      restarts: how often one that ended with an error is started again.
+      restarts: makes the budget of one worker: how often it is started again
+        after an error. A worker that ran on for `settled_s` has a new one.
+      settled_s: seconds after which a worker has shown that it can go on.
     """
     self._start, self._restarts = start, restarts
     self._say, self._sleep = say, sleep
+    self._settled_s, self._clock = settled_s, clock
+    self._budgets: dict[int, supervisor.Restarts] = {}
+    self._since: dict[int, float] = {}
+    self._reason: str | None = None
     self._is_stopping = False
     self._workers: dict[int, WorkerProcess | None] = dict.fromkeys(range(count))
 
@@ -69,7 +78,7 @@ class Crew:
   def run(self) -> str | None:
     """Returns why no worker is left, None if the run is over or `stop` came."""
     for number in self._workers:
-      self._workers[number] = self._start(number)
+      self._begin(number)
     has_told = False
     while True:
       if self._is_stopping and not has_told:
@@ -77,12 +86,16 @@ class Crew:
         for worker in self._workers.values():
           if worker is not None:
             worker.terminate()
-      reason = self._look()
-      if reason or not self._workers:
-        return reason
+      self._look()
+      if not self._workers:
+        return self._reason
       self._sleep(_POLL_S)
 
-  def _look(self) -> str | None:
+  def _begin(self, number: int) -> None:
+    self._since[number] = self._clock()
+    self._workers[number] = self._start(number)
+
+  def _look(self) -> None:
     for number, worker in list(self._workers.items()):
       code = worker.poll() if worker is not None else 0
       if code is None:
@@ -90,19 +103,26 @@ class Crew:
       if code == 0 or self._is_stopping:
         del self._workers[number]
         continue
-      left = self._restarts.take()
+      if self._clock() - self._since[number] >= self._settled_s:
+        self._budgets.pop(number, None)
+      if number not in self._budgets:
+        self._budgets[number] = self._restarts()
+      left = self._budgets[number].take()
       if left is None:
-        self.close()
-        return (
+        # The others save what they have before all end.
+        self._is_stopping = True
+        del self._workers[number]
+        self._reason = (
           f'worker {number} ended with exit code {code}; no restarts are left '
           '(--restarts, --refill_s). Its output says why.'
         )
+        self._say(f'{self._reason} The others get notice.')
+        continue
       self._say(
         f'worker {number} ended with exit code {code}; starting it again, '
         f'{left} restarts left'
       )
-      self._workers[number] = self._start(number)
-    return None
+      self._begin(number)
 
   def close(self) -> None:
     """Gives notice to all that are left, and forgets them."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from composer_jax.core import played, processes, records, seams
@@ -53,8 +53,6 @@ class Served:
     self.engine = engine
     self._receiver, self._note = receiver, note
     self._identities = {first.version: first.target_id}
-    # Of versions that only other workers served, whose turns go on here.
-    self._others: dict[int, str] = {}
     note(receiver.served(first))
     self._clock, self._since = clock, clock()
     # What the time since then is spent on, and the slots in use meanwhile.
@@ -112,30 +110,43 @@ class Served:
     self._slot_s += self._used * (now - self._since)
     self._since = now
 
-  def stamp(self, group: records.Group) -> records.Group:
-    """Adds to a group the ids of the weights that sampled it; thread-safe."""
-    return dataclasses.replace(group, policies=self._policies(group.versions))
+  def stamp(
+    self, group: records.Group, saved: played.SavedTurns | None = None
+  ) -> records.Group:
+    """Adds to a group the ids of the weights that sampled it; thread-safe.
 
-  def _policies(self, versions: set[int]) -> dict[int, str]:
-    known = self._others | self._identities
+    Args:
+      saved: turns that its lease went on from, whose weights others name.
+    """
+    policies = self._policies(group.versions, saved)
+    return dataclasses.replace(group, policies=policies)
+
+  def _policies(
+    self, versions: set[int], saved: played.SavedTurns | None
+  ) -> dict[int, str]:
+    # What others say holds for this lease alone: if it is false, the lease's
+    # result is refused, and no other.
+    known = {**self._identities, **(saved.policies if saved else {})}
     return {version: known[version] for version in sorted(versions)}
 
   def goes_on(
     self, saved: played.SavedTurns | None
-  ) -> Mapping[int, tuple[played.FinishedTurn, ...]]:
-    """Returns turns to go on from: none if other weights sampled them."""
+  ) -> played.SavedTurns | None:
+    """Returns turns to go on from: None if other weights sampled them."""
     if saved is None:
-      return {}
-    known = self._others | self._identities
+      return None
+    known = self._identities
     if any(known.get(v, name) != name for v, name in saved.policies.items()):
       self.num_anew += len(saved.turns)
-      return {}
-    self._others |= saved.policies
+      return None
     self.num_resumed += len(saved.turns)
-    return saved.turns
+    return saved
 
   def record(
-    self, lease: seams.Lease, share: collect.Share
+    self,
+    lease: seams.Lease,
+    share: collect.Share,
+    saved: played.SavedTurns | None = None,
   ) -> played.SavedTurns:
     """Returns the finished turns of a lease so far; thread-safe."""
     turns = share.turns()
@@ -143,7 +154,7 @@ class Served:
       group=lease.order.group,
       task_id=lease.order.task_id,
       turns=turns,
-      policies=self._policies(played.versions_of(turns)),
+      policies=self._policies(played.versions_of(turns), saved),
     )
 
 
@@ -196,6 +207,8 @@ class RolloutWorker:
     processes.beat()  # Colocated, this is the trainer's process.
     served, leases = self.served, self.leases
     served()
+    # Before anything is admitted, which would begin at once.
+    self._stream.make_room(served.engine.room)
     new, ended = leases.take(served.version)
     for lease in ended:
       share = self._shares.pop(lease.epoch)
@@ -203,19 +216,26 @@ class RolloutWorker:
       served.num_anew += share.num_anew
     for lease in new:
       self._orders[lease.order.group] = lease.order
+      saved = leases.saved(lease)
+      if lease.saved and saved is None:  # It was refused.
+        served.num_anew += lease.stop - lease.first
+      saved = served.goes_on(saved)
       self._shares[lease.epoch] = share = self._stream.admit(
         lease.order.group,
-        functools.partial(self._deliver, lease),
+        functools.partial(self._deliver, lease, saved),
         range(lease.first, lease.stop),
-        served.goes_on(leases.saved(lease)),
+        saved.turns if saved else {},
       )
-      leases.keep(lease, functools.partial(served.record, lease, share))
-    stream = self._stream
-    stream.make_room(served.engine.room(stream.num_playing))
+      leases.keep(lease, functools.partial(served.record, lease, share, saved))
     served.mark(self.open_episodes, has_lease=leases.has_lease)
 
-  def _deliver(self, lease: seams.Lease, group: records.Group) -> None:
-    self.leases.deliver(lease, self.served.stamp(group))
+  def _deliver(
+    self,
+    lease: seams.Lease,
+    saved: played.SavedTurns | None,
+    group: records.Group,
+  ) -> None:
+    self.leases.deliver(lease, self.served.stamp(group, saved))
 
   def close(self) -> None:
     """Ends all episodes; once nobody steps the engine any more."""

@@ -185,13 +185,17 @@ class GroupStream:
       future.add_done_callback(self._finished)
     return share
 
-  def make_room(self, count: int | None) -> None:
-    """Lets so many further episodes begin; None, as before any call, all.
+  def make_room(self, room: Callable[[int], int | None]) -> None:
+    """Lets further episodes begin; before any call, all may.
 
     One plays in any case, so that the memory it has is some day free.
+
+    Args:
+      room: number of episodes that play -> number of further ones, None for
+        all. None begins while it counts.
     """
     with self._may_begin:
-      self._room = count
+      self._room = room(self.num_playing)
       self._may_begin.notify_all()
 
   def _play(self, share: Share, member: int) -> None:
@@ -273,11 +277,12 @@ def groups(
   num_threads = engine.options.num_slots
   stream = GroupStream(collector, policy, num_threads)
   try:
+    stream.make_room(engine.room)
     for group in ids:
       stream.admit(group, finished.append)
 
     def before_step():
-      stream.make_room(engine.room(stream.num_playing))
+      stream.make_room(engine.room)
       on_progress(len(finished))
 
     policy.serve(lambda: stream.open_episodes == 0, before_step)

@@ -12,6 +12,7 @@ with its finished turns.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 
 from composer_jax.core import records
@@ -24,7 +25,9 @@ class Lender:
   """A rollout worker as guest of a service.
 
   Attributes:
-    problem: why the engine is no longer lent; '' while it is.
+    problem: why the engine is no longer lent; '' while it is. Its leases are
+      then given back; a run that was rewound gets the engine again once the
+      server is started again.
   """
 
   def __init__(self, worker: rollout_worker.RolloutWorker):
@@ -54,6 +57,10 @@ class Lender:
     _log.warning('%s', problem)
     self.problem = problem
     self._worker.close()
+    # At once, or they would wait here as those of a worker that stalls. Not in
+    # the engine's thread: the last turns are saved, and threads end.
+    give_back = self._worker.leases.close
+    threading.Thread(target=give_back, name='give back', daemon=True).start()
 
   def take(self, outcome: records.Completion | records.Failure) -> bool:
     return self._worker.policy.hand_over(outcome)

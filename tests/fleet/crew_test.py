@@ -14,13 +14,15 @@ class Puppet:
   """A worker that ends when it is told how."""
 
   def __init__(self):
-    self.code, self.is_told = None, False
+    self.code, self.is_told, self.is_slow = None, False, False
 
   def poll(self):
     return self.code
 
   def terminate(self):
-    self.is_told, self.code = True, -signal.SIGTERM
+    self.is_told = True
+    if not self.is_slow:
+      self.code = -signal.SIGTERM
 
 
 class Stage:
@@ -28,12 +30,15 @@ class Stage:
 
   def __init__(self, count, restarts, *acts):
     self.started, self.said, self._acts = [], [], list(acts)
+    self.time = 0.0
     self.crew = crew.Crew(
       self._start,
       count,
-      supervisor.Restarts(restarts, 1e9),
+      lambda: supervisor.Restarts(restarts, 1e9),
       say=self.said.append,
+      settled_s=10.0,
       sleep=self._sleep,
+      clock=lambda: self.time,
     )
 
   def _start(self, number):
@@ -69,9 +74,25 @@ def test_who_dies_is_started_again_until_the_run_is_over():
 
 def test_restarts_run_out_by_name_and_others_get_notice():
   stage = Stage(2, 1, lambda s: s.end(3, 0), lambda s: s.end(3, 2))
+  # The other takes its time to end, and has it.
+  drained = []
+  stage._acts += [lambda s: drained.append(s.started[1][1].is_told)] * 3
+  stage._acts.append(lambda s: s.end(0, 1))
+  stage._acts.insert(0, lambda s: setattr(s.started[1][1], 'is_slow', True))
   reason = stage.crew.run()
   assert reason.startswith('worker 0 ended with exit code 3; no restarts are')
-  assert stage.started[1][1].is_told
+  assert drained == [False, True, True] and not stage._acts
+
+
+def test_every_worker_has_its_own_restarts_and_all_of_them_after_a_while():
+  def at(time, code, place):
+    return lambda s: (setattr(s, 'time', time), s.end(code, place))
+
+  # Each of three dies once, as when a store is away; then one that ran long.
+  stage = Stage(3, 1, lambda s: s.end(1, 0, 1, 2), at(10.0, 1, 3))
+  stage._acts.append(lambda s: s.end(0, 4, 5, 6))
+  assert stage.crew.run() is None
+  assert [number for number, _ in stage.started] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_notice_reaches_all_and_starts_none():
@@ -94,7 +115,7 @@ def test_processes_here_end_with_a_notice():
   kept = crew.Crew(
     begin,
     2,
-    supervisor.Restarts(1, 1e9),
+    lambda: supervisor.Restarts(1, 1e9),
     say=print,
     sleep=lambda s: (time.sleep(0.05), kept.stop()),
   )

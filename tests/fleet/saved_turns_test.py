@@ -93,6 +93,7 @@ def test_honest_turns_are_read_as_they_were_saved():
       },
       r'experts \[5, 7\]',
     ),
+    ({'policies': {0: 'x' * 64}}, 'is no hash of weights'),
     ({'turns': {1: (make_turn(),) * 5}}, '20 tokens of at most 16'),
     (
       {'turns': {1: (make_turn(0, 2),)}, 'policies': {2: 'b' * 64}},
@@ -105,6 +106,18 @@ def test_turns_that_no_episode_has_are_refused(fields, message):
   data = turn_bytes.to_bytes(make_saved(lease, **fields))
   with pytest.raises(ValueError, match=message):
     uploads.read_saved(data, lease, groups.RULES)
+
+
+def test_lengths_that_wrap_around_an_int64_are_refused():
+  arrays = {
+    name: np.zeros(0, np.int32)
+    for name in ('tokens_T', 'consumed_version_T', 'consumed_expert_ids_TMA')
+  }
+  arrays['context_T'] = np.zeros(7, np.int32)
+  rows = [[2**63 - 1, 0, 0, None, True]] * 2 + [[9, 0, 0, None, True]]
+  assert np.cumsum([r[0] for r in rows], dtype=np.uint64)[-1] == 7
+  with pytest.raises(ValueError, match='do not have the lengths of context_T'):
+    turn_bytes._turns(rows, arrays)
 
 
 def test_any_flipped_bit_or_cut_is_turns_or_a_value_error():
@@ -230,6 +243,55 @@ def test_at_most_two_savings_of_a_lease_are_kept(world):
   assert not [key for key in puts if key.startswith(PLACE)]
 
 
+def test_turns_that_a_lease_names_are_not_deleted_by_whoever_has_it(world):
+  begin(world, 'first')
+  world.trainer.blame('first')
+  after = successor(world)
+  after.door._save_s = after.door._saves_at = 0.0
+  (lease, *_) = [h for h in after.holds if h.saved]
+  # Saved again as they were, and more.
+  for count in range(2, 9):
+    more = make_saved(lease, count)
+    if count == 2:
+      after.door.keep(lease, lambda more=more: more)
+    after.door._kept[lease.epoch].turns = lambda more=more: more
+    after.door.sync()
+  assert [key for key in world.store.files if lease.saved[0] in key]
+
+
+@pytest.mark.parametrize('error', [MemoryError, ValueError, None])
+def test_a_record_that_breaks_its_reader_costs_the_turns_alone(
+  world, monkeypatch, error
+):
+  begin(world, 'first')
+  worker = world.worker('next', 99)
+  worker.door._rules = groups.RULES
+  asked = []
+  if error:
+    monkeypatch.setattr(uploads, 'read_saved', raising(error))
+  else:
+    # It is not even read if it is longer than any.
+    monkeypatch.setattr(uploads, 'max_saved_bytes', lambda *_: 10)
+    world.store.trouble = lambda name, key: asked.append((name, key)) or ''
+  for _ in range(60):
+    world.turn([])
+    worker.take()
+    worker.door.sync()
+    if len(worker.holds) == 8:
+      break
+  assert not any(resumed(worker).values())
+  assert not [key for name, key in asked if name != 'put' and PLACE in key]
+  world.run([worker])
+  assert world.trained == worlds.expected()
+
+
+def raising(error):
+  def fail(*_):
+    raise error('broken')
+
+  return fail
+
+
 @pytest.mark.parametrize('trouble', ['gone', 'damaged', 'other weights'])
 def test_turns_that_cannot_be_used_cost_the_turns_alone(world, trouble):
   begin(world, 'first')
@@ -269,6 +331,18 @@ def test_turns_wait_for_a_worker_with_their_policy(world):
   assert 2 in resumed(after).values()
 
 
+@pytest.mark.parametrize('reason', ledgers.REASONS)
+def test_turns_that_a_silent_lease_began_from_are_given_to_no_other(reason):
+  ledger = ledgers.LeaseLedger(max_lost=9)
+  ledger.admit(lease_of().order, 2, 2)
+  (part,) = ledger.entries[3].parts
+  for epoch, saved in ((1, ('a' * 64, 9, 0)), (2, None)):
+    ledger.lease(3, part, 'w')
+    ledger.lose(epoch, reason, saved)
+  is_kept = reason not in (ledgers.SILENT, ledgers.STALLED)
+  assert (part.saved is not None) == is_kept
+
+
 def test_a_refused_group_takes_its_turns_with_it(world):
   begin(world, 'first')
   after = successor(world)
@@ -300,6 +374,24 @@ def test_a_trainer_that_goes_back_voids_turns_of_later_policies(world):
   assert not any(saved())
 
 
+@pytest.mark.parametrize('version', range(5))
+def test_who_goes_back_has_the_newest_turns_that_are_not_void(version):
+  ledger = ledgers.LeaseLedger()
+  ledger.admit(lease_of().order, 2, 2)
+  ledger.announce(4)
+  (part,) = ledger.entries[3].parts
+  savings = [(f'{n:064x}', 9, v) for n, v in enumerate((1, 1, 2, 4))]
+  for epoch, saved in enumerate(savings, 1):
+    ledger.lease(3, part, 'w')
+    ledger.lose(epoch, ledgers.LEFT, saved)
+  ledger.lease(3, part, 'w')
+  ledger = ledgers.from_json(ledger.to_json())
+  ledger.rewind(version, 0, lambda *_: False)
+  (part,) = ledger.entries[3].parts
+  expected = [None, *savings[1:3], savings[2], savings[3]]
+  assert part.saved == expected[version]
+
+
 @pytest.mark.parametrize(
   'saved',
   [[[1, 'x', 3, 0]], [[1, 'a' * 64, 3]], [[1, 'a' * 64, 3, -1]], [1]],
@@ -318,5 +410,5 @@ def test_a_ledger_without_saved_turns_is_read(world):
   before = ledgers.from_json(value).to_json()
   for _, parts, _ in value['entries']:
     for part in parts:
-      assert part.pop() is None
+      assert part.pop() == [] and part.pop() is None
   assert ledgers.from_json(value | {'format': 1}).to_json() == before

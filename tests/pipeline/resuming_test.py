@@ -115,7 +115,7 @@ def test_a_record_that_breaks_an_episode_begins_anew(play, undisturbed):
 def test_what_a_share_tells_can_be_read_while_it_plays(play, undisturbed):
   """As the thread does that saves: never fewer turns, and the last are all."""
   data, turns, _ = undisturbed
-  seen, ending = [], threading.Event()
+  seen, watching, ending = [], [], threading.Event()
   admit = collect.GroupStream.admit
 
   def watch(share):
@@ -124,12 +124,14 @@ def test_what_a_share_tells_can_be_read_while_it_plays(play, undisturbed):
 
   def watched(stream, *arguments, **options):
     share = admit(stream, *arguments, **options)
-    threading.Thread(target=watch, args=(share,), daemon=True).start()
+    watching.append(threading.Thread(target=watch, args=(share,), daemon=True))
+    watching[0].start()
     return share
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(collect.GroupStream, 'admit', watched)
     again, share, _ = play({0: turns[0][:2]})
   ending.set()
+  watching[0].join()
   assert again == data and seen == sorted(seen) and seen[0] >= 2
   assert share.turns().keys() == turns.keys()

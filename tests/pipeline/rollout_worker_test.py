@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from composer_jax.core import seams
+from composer_jax.core import played, seams
 from composer_jax.pipeline import rollout_worker
-from tests.fleet import groups
+from tests.fleet import groups, saved_turns_test
 
 
 class Engine(types.SimpleNamespace):
@@ -125,3 +125,18 @@ def test_one_version_has_one_identity_in_the_life_of_a_worker(make):
   ):
     served()
   assert engine.version == 3
+
+
+def test_weights_that_a_stranger_names_count_for_its_lease_alone(make):
+  served, *_ = make([placed(4, 'bb')])
+  turn = saved_turns_test.make_turn(version=2)
+  saved = lambda name, version=2: played.SavedTurns(
+    group=0, task_id='', turns={0: (turn,)}, policies={version: name}
+  )
+  false, right = saved('ff'), saved('aa')
+  assert served.goes_on(false) is false
+  assert served.goes_on(right) is right
+  assert (served.num_resumed, served.num_anew) == (2, 0)
+  group = dataclasses.replace(groups.make_group(0, 2), policies=None)
+  for known, name in ((false, 'ff'), (right, 'aa')):
+    assert served.stamp(group, known).policies == {2: name}

@@ -160,23 +160,23 @@ def test_as_many_episodes_begin_as_there_is_room_and_one_in_any_case():
     time.sleep(0.05)
     assert len(begun) == count
 
-  stream.make_room(0)
+  stream.make_room(lambda _: 0)
   stream.admit(0, groups.append)
   wait_for(1)
-  stream.make_room(2)
+  stream.make_room(lambda _: 2)
   wait_for(3)
   may_end.release()  # One ends; two play, so that nobody takes its place.
   wait_for(3)
   assert stream.num_playing == 2
   may_end.release(2)  # None plays: one begins.
   wait_for(4)
-  stream.make_room(None)
+  stream.make_room(lambda _: None)
   wait_for(6)
   may_end.release(3)
   finish(stream)
   assert [len(g.rollouts) for g in groups] == [6]
   # Who waits when it ends does not play.
-  stream.make_room(0)
+  stream.make_room(lambda _: 0)
   begun.clear()
   stream.admit(1, groups.append)
   wait_for(1)
@@ -185,6 +185,37 @@ def test_as_many_episodes_begin_as_there_is_room_and_one_in_any_case():
   while stream.num_playing:
     time.sleep(0.002)
   assert len(begun) == 1 and len(groups) == 1
+
+
+def test_no_more_play_than_have_room_from_the_first_step_on():
+  lock, playing, most = threading.Lock(), [0], [0]
+
+  def play(task, policy, *, group, member, seed):
+    with lock:
+      playing[0] += 1
+      most[0] = max(most[0], playing[0])
+    time.sleep(0.01)
+    with lock:
+      playing[0] -= 1
+    return advantage_test.make_group([1.0, 0.0]).rollouts[member]
+
+  class Engine:
+    options = types.SimpleNamespace(num_slots=16)
+    num_unfinished = 0
+
+    def room(self, expected):
+      count = max(0, 3 - expected)
+      time.sleep(0.002)  # Others would begin meanwhile.
+      return count
+
+    def step(self):
+      return []
+
+  collector = collect.Collector(
+    task_of_group=lambda group: None, play=play, rollouts_per_group=2, seed=0
+  )
+  assert len(collect.groups(collector, Engine(), range(12))) == 12
+  assert most == [3]
 
 
 def test_the_player_prices_hints_and_summarises_every_episode():

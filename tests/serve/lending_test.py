@@ -36,13 +36,15 @@ class Served:
   def mark(self, num_open, *, has_lease=True):
     pass
 
-  def stamp(self, group):
+  def stamp(self, group, saved=None):
+    del saved
     return group
 
   def goes_on(self, saved):
-    return saved.turns if saved else {}
+    return saved
 
-  def record(self, lease, share):
+  def record(self, lease, share, saved=None):
+    del saved
     turns = share.turns()
     versions = sorted(played.versions_of(turns))
     return played.SavedTurns(
@@ -190,6 +192,7 @@ def test_leases_that_wait_too_long_go_to_others_with_their_turns(lent):
 
 def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   scripted.wait_for(lambda: len(lent.log) > 4)
+  assert lent.world.ledger().epochs_of('lender')
 
   def fail():
     raise rollout_worker.Rewound('The run was rewound.')
@@ -197,6 +200,11 @@ def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   lent.worker.before_step = fail
   scripted.wait_for(lambda: lent.server.served.problem)
   assert 'rewound' in lent.server.served.problem
+  # Others get its leases, though nothing stalled and no clock went on.
+  world = lent.world
+  is_told = lambda: (world.turn([], seconds=0.0), world.ledger())[1]
+  scripted.wait_for(lambda: not is_told().epochs_of('lender'))
+  assert set(world.ledger().lost) <= {'left'}
   answer = client(lent.server).chat.completions.create(
     **service_test.CHAT | {'max_tokens': 5}
   )

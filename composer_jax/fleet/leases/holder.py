@@ -238,15 +238,31 @@ class StoredLeases:
         lease for e, lease in self._leases.items() if e not in self._resumed
       ]
     for lease in new:
-      turns = None
-      if lease.saved and self._rules and self._rules.resumes:
-        span = (lease.order.group, lease.first, lease.stop)
+      turns, rules = None, self._rules
+      if lease.saved and rules and rules.resumes:
         try:
-          data = self._docs.get_upload(*span, lease.saved[:2], TURNS)
-          turns = uploads.read_saved(data, lease, self._rules)
-        except ValueError as error:
-          _log.warning('Group %d begins anew, its turns: %s', span[0], error)
+          turns = self._read_saved(lease, lease.saved, rules)
+        except OSError:
+          raise  # Of the store, which is asked again.
+        except Exception as error:  # noqa: BLE001
+          # Whatever a stranger's record does, this worker samples anew.
+          group = lease.order.group
+          _log.warning('Group %d begins anew, its turns: %s', group, error)
       self._resumed[lease.epoch] = turns
+
+  def _read_saved(
+    self,
+    lease: seams.Lease,
+    saved: tuple[str, int, int],
+    rules: uploads.UploadRules,
+  ) -> played.SavedTurns:
+    name, size, _ = saved
+    most = uploads.max_saved_bytes(rules, lease.stop - lease.first)
+    if size > most:
+      raise ValueError(f'they have {size} bytes of at most {most}')
+    span = (lease.order.group, lease.first, lease.stop)
+    data = self._docs.get_upload(*span, (name, size), TURNS)
+    return uploads.read_saved(data, lease, rules)
 
   def _save(self, returned: set[int]) -> None:
     """Saves turns of leases that are given back, and of all now and then."""
@@ -280,7 +296,10 @@ class StoredLeases:
       old, kept.saved = kept.saved[:-2], kept.saved[-2:]
       kept.count = count
     span = (lease.order.group, lease.first, lease.stop)
-    places = [self._docs.upload_place(*span, o[1], TURNS) for o in old]
+    # Equal turns have one file: that of the lease, or of a newer saving.
+    needed = {name for _, name, *_ in kept.saved} | {*(lease.saved or ())[:1]}
+    gone = sorted({name for _, name, *_ in old} - needed)
+    places = [self._docs.upload_place(*span, name, TURNS) for name in gone]
     self._docs.delete(places)
 
   def saved(self, lease: seams.Lease) -> played.SavedTurns | None:

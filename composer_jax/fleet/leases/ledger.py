@@ -24,6 +24,8 @@ INFRASTRUCTURE, CANCELLED = 'infrastructure', 'cancelled'
 FATES = (TRAINED, STALE, INFRASTRUCTURE, CANCELLED)
 # Ended leases, and floors, that are remembered.
 _ENDED, _FLOORS = 100_000, 10
+# Savings of lower versions that are remembered of a part.
+_OLDER = 3
 # Why a lease ended without a result that was kept.
 SILENT, STALLED, LEFT, REFUSED, REWOUND = REASONS = (
   *('silent', 'stalled', 'left', 'refused', 'rewound'),
@@ -46,6 +48,8 @@ class GroupPart:
     upload: hash and length of the accepted result; None before.
     lost: number of leases that brought nothing.
     saved: hash, bytes and newest version of turns that a lost lease saved.
+    older: as `saved`, of lower versions, the newest first, for a run that goes
+      back.
   """
 
   first: int
@@ -56,6 +60,7 @@ class GroupPart:
   upload: tuple[str, int] | None = None
   lost: int = 0
   saved: tuple[str, int, int] | None = None
+  older: tuple[tuple[str, int, int], ...] = ()
 
   @property
   def size(self) -> int:
@@ -179,17 +184,24 @@ class LeaseLedger:
       return False
     _, part = self._end(epoch)
     del self.ended[epoch]
-    part.upload, part.saved = upload, None
+    part.upload, part.saved, part.older = upload, None, ()
     return True
 
-  def save(self, epoch: int, saved: tuple[str, int, int]) -> None:
-    """Notes what a lease saved, for the next one of its members."""
-    self._leased[epoch][1].saved = saved
-    self.has_moved = True
+  def lose(
+    self, epoch: int, reason: str, saved: tuple[str, int, int] | None = None
+  ) -> None:
+    """Ends a lease that brought nothing but, perhaps, saved turns.
 
-  def lose(self, epoch: int, reason: str) -> None:
-    """Ends a lease that brought nothing; its members wait again."""
+    Its members wait again, without the turns that it began from if it fell
+    silent over them: what ends one worker may end the next.
+    """
     group, part = self._end(epoch)
+    if saved is not None:
+      named = (part.saved, *part.older) if part.saved else ()
+      older = [record for record in named if record[2] < saved[2]]
+      part.saved, part.older = saved, tuple(older[:_OLDER])
+    elif reason in (SILENT, STALLED):
+      part.saved, part.older = None, ()
     self._again(group, part, reason)
 
   def refuse(self, group: int, epoch: int) -> None:
@@ -263,8 +275,9 @@ class LeaseLedger:
         continue
       entry.fate, was_finished = '', entry.is_finished
       for part in entry.parts:
-        if part.saved and part.saved[2] > version:
-          part.saved = None
+        named = (part.saved, *part.older) if part.saved else ()
+        left = [record for record in named if record[2] <= version]
+        part.saved, part.older = left[0] if left else None, tuple(left[1:])
         if part.is_leased and version < self.version:
           self.lose(part.epoch, REWOUND)
         elif part.upload and is_void(group, part):
@@ -331,7 +344,8 @@ def _plain(part: GroupPart) -> list[Any]:
   upload = list(part.upload) if part.upload else None
   span = [part.first, part.stop, part.epoch, part.worker]
   saved = list(part.saved) if part.saved else None
-  return [*span, part.is_leased, upload, part.lost, saved]
+  older = list(map(list, part.older))
+  return [*span, part.is_leased, upload, part.lost, saved, older]
 
 
 def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
@@ -360,6 +374,9 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
       part.upload = (upload[0], upload[1]) if upload else None
       saved = more[0] if more else None
       part.saved = (saved[0], saved[1], saved[2]) if saved else None
+      # Ledgers of earlier commits have none.
+      older = more[1] if len(more) > 1 else ()
+      part.older = tuple((name, size, v) for name, size, v in older)
       part.is_leased = is_leased
       entry.parts.append(part)
       if is_leased:

@@ -282,13 +282,13 @@ class Reconciler:
     self, ledger: ledgers.LeaseLedger, worker: str, epoch: int, reason: str
   ) -> None:
     """Ends a lease that brought nothing but, perhaps, saved turns."""
-    seen = self._seen.get(worker)
+    seen, saved = self._seen.get(worker), None
     if seen is not None and seen.report.ledger == ledger.identity:
       for saved_of, name, size, version in seen.report.saved:
         # A policy that was never published waits for ever.
         if saved_of == epoch and version <= ledger.version:
-          ledger.save(epoch, (name, size, version))
-    ledger.lose(epoch, reason)
+          saved = name, size, version
+    ledger.lose(epoch, reason, saved)
 
   def _lose_all(
     self, ledger: ledgers.LeaseLedger, name: str, reason: str

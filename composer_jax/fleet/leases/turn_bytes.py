@@ -91,10 +91,11 @@ def _turns(
   column = {'context_T': 0, _ROUTES: 2, _CONSUMED: 2}
   split = {}
   for name, array in parts.items():
-    ends = np.cumsum([row[column.get(name, 1)] for row in lengths])
-    if ends[-1] != len(array):
+    sizes = [row[column.get(name, 1)] for row in lengths]
+    # In whole numbers of any size: an int64 of them could wrap around.
+    if sum(sizes) != len(array):
       raise ValueError(f'its turns do not have the lengths of {name}.')
-    split[name] = np.split(array, ends[:-1])
+    split[name] = np.split(array, np.cumsum(sizes)[:-1])
   turns = []
   for i, (*_, start, stopped) in enumerate(lengths):
     answer: dict[str, Any] = {name: part[i] for name, part in split.items()}

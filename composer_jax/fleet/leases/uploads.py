@@ -16,6 +16,7 @@ import numpy as np
 from composer_jax.agent import rewards
 from composer_jax.core import group_bytes, played, records, seams
 from composer_jax.core.routes import codec
+from composer_jax.delta.format import identity
 from composer_jax.fleet.leases import ledger as ledgers
 from composer_jax.fleet.leases import turn_bytes
 
@@ -170,6 +171,9 @@ def read_saved(
       f'they were sampled by versions {sorted(saved.versions)!r:.99}, of which '
       f'all must lie in {least}..{most}'
     )
+  names = saved.policies.values()
+  if odd := [name for name in names if not identity.is_hash(name)]:
+    raise ValueError(f'{odd[0]!r:.99} is no hash of weights')
   for turns in saved.turns.values():
     _check_turns(turns, rules)
   return saved
@@ -180,11 +184,10 @@ def _check_turns(
 ) -> None:
   most = rules.max_windows * rules.max_tokens
   answers = [turn.completion for turn in turns]
-  tokens_T = np.concatenate(
-    [*(t.context_T for t in turns), *(a.tokens_T for a in answers)]
-  )
-  if len(tokens_T) > most:
-    raise ValueError(f'an episode has {len(tokens_T)} tokens of at most {most}')
+  tokens = [*(t.context_T for t in turns), *(a.tokens_T for a in answers)]
+  if (count := sum(map(len, tokens))) > most:
+    raise ValueError(f'an episode has {count} tokens of at most {most}')
+  tokens_T = np.concatenate(tokens)
   if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
     raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
   for answer in answers:
