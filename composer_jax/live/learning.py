@@ -401,7 +401,7 @@ class Learner:
 
   def _promote(self) -> None:
     """Publishes the state to all users; again, if it was interrupted."""
-    policy = decoder.policy(self._state.variables())
+    policy = decoder.policy(self._functions.policy(self._state))
     self._promoted.publish(policy, self.version)
     self._promoted.wait()
     self._base = self.version
