@@ -129,8 +129,14 @@ def test_values_of_a_format_stay(name):
   np.testing.assert_array_equal(got, x)
 
 
-@pytest.mark.parametrize('name', formats.NAMES)
-@pytest.mark.parametrize('odd', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+  'name, odd',
+  [
+    *((name, np.nan) for name in formats.NAMES),
+    ('nvfp4', np.inf),
+    ('mxfp8', -np.inf),
+  ],
+)
 def test_a_number_that_is_not_finite_makes_its_block_nan(name, odd):
   x = np.ones((2, 256), np.float32)
   x[0, 130] = odd
