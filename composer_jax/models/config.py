@@ -303,7 +303,7 @@ class PrecisionConfig:
       activations of the forward pass; 'mxfp8' rounds all operands to MXFP8
       along the contracted axis.
     first: number of first mixture layers that stay in bf16.
-    last: number of last ones.
+    last: number of last mixture layers that stay in bf16.
   """
 
   experts: str = 'bf16'

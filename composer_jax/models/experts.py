@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import ad_checkpoint
 
-from composer_jax.core import rounding
-from composer_jax.kernels import linear, rows, swiglu
+from composer_jax.kernels import linear
 from composer_jax.kernels.grouped import blocked, matmul
 from composer_jax.models import config as model_config
 from composer_jax.numerics import formats, products
@@ -28,28 +26,22 @@ _WEIGHTS = {
 
 
 def expert_mlp(
-  weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
+  weights: dict[str, Any], rows_YD: jax.Array, group_sizes_E: jax.Array
 ) -> jax.Array:
   """SwiGLU of rows sorted by expert: two grouped matmuls."""
-  gate_up_EDX, down_EFD = _joined(weights['gate_up'], 2), weights['down']
-  is_frozen = isinstance(gate_up_EDX, linear.Adapted)
-  if matmul.chosen() == 'blocked' and not is_frozen:
-    return blocked.grouped_mlp(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
+  if _is_fused(weights):
+    pair = _joined(weights)
+    return blocked.grouped_mlp(*pair, rows_YD, group_sizes_E)
   return expert_mlp_kept(weights, rows_YD, group_sizes_E)[0]
 
 
 def expert_mlp_kept(
-  weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
+  weights: dict[str, Any], rows_YD: jax.Array, group_sizes_E: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns `expert_mlp`, and the gates and ups of its rows."""
-  gate_up_EDX, down_EFD = _joined(weights['gate_up'], 2), weights['down']
-  is_frozen = isinstance(gate_up_EDX, linear.Adapted)
-  if matmul.chosen() == 'blocked' and not is_frozen:
-    return blocked.mlp_kept(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
-  both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
-  both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
-  hidden_YF = swiglu.swiglu(both_YX)
-  return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E), both_YX
+  if _is_fused(weights):
+    return blocked.mlp_kept(*_joined(weights), rows_YD, group_sizes_E)
+  return products.mlp_kept(products.PLAIN, weights, rows_YD, group_sizes_E)
 
 
 def expert_mlp_gradient(
@@ -60,42 +52,38 @@ def expert_mlp_gradient(
   both_YX: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
   """Returns gradients of `expert_mlp` times gates; see `dispatch.Experts`."""
-  gate_up_EDX, down_EFD = weights['gate_up'], weights['down']
-  is_frozen = isinstance(gate_up_EDX, linear.Adapted)
-  before = tuple(sums and sums[name] for name in ('gate_up', 'down'))
-  if matmul.chosen() == 'blocked' and not is_frozen:
-    d_rows_YD, d_gates_Y, (gate_up, down) = blocked.mlp_gradient(
-      (gate_up_EDX, down_EFD),
-      arrays_Y,
-      group_sizes_E,
-      before if sums else None,
-      both_YX,
+  arrays = (arrays_Y, group_sizes_E)
+  if not _is_fused(weights):
+    d_rows_YD, d_gates_Y, sums = products.mlp_gradient(
+      products.PLAIN, weights, *arrays, sums, both_YX
     )
-    return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
-  rows_YD, d_out_YD, gates_Y = arrays_Y
-  if both_YX is None:
-    both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
-  hidden_YF = swiglu.swiglu(both_YX)
-  gated = lambda x: rounding.rounded(gates_Y[:, None] * x, x.dtype)
-  d_hidden_YF, down = matmul.gradient(
-    gated(hidden_YF), down_EFD, d_out_YD, group_sizes_E, before[1]
-  )
-  # The gradient of a gate needs no output.
-  d_gates_Y = jnp.sum(hidden_YF * d_hidden_YF, axis=-1, dtype=jnp.float32)
-  d_both_YX = swiglu.gradient(both_YX, gated(d_hidden_YF))
-  d_rows_YD, gate_up = matmul.gradient(
-    rows_YD, gate_up_EDX, d_both_YX, group_sizes_E, before[0]
+    assert d_gates_Y is not None
+    return d_rows_YD, d_gates_Y, sums
+  before = sums and (sums['gate_up'], sums['down'])
+  d_rows_YD, d_gates_Y, (gate_up, down) = blocked.mlp_gradient(
+    _joined(weights), *arrays, before, both_YX
   )
   return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
 
 
+def _is_fused(weights):
+  is_frozen = isinstance(weights['gate_up'], linear.Adapted)
+  return matmul.chosen() == 'blocked' and not is_frozen
+
+
+def _joined(weights):
+  """Returns the arrays of unadapted experts, gate and up joined."""
+  gate_up = weights['gate_up']
+  return gate_up.reshape(*gate_up.shape[:2], -1), weights['down']
+
+
 def _zeros(weights: dict[str, Any]) -> dict[str, Any]:
-  def sums(weight):
+  def zeros(weight):
     if isinstance(weight, linear.Adapted):
-      return linear.Adapted(None, sums(weight.a), sums(weight.b))
+      return linear.Adapted(None, zeros(weight.a), zeros(weight.b))
     return jnp.zeros(weight.shape, jnp.float32)
 
-  return {name: sums(weight) for name, weight in weights.items()}
+  return {name: zeros(weight) for name, weight in weights.items()}
 
 
 MLP = dispatch.Experts(expert_mlp, expert_mlp_kept, expert_mlp_gradient, _zeros)
@@ -103,26 +91,13 @@ MLP = dispatch.Experts(expert_mlp, expert_mlp_kept, expert_mlp_gradient, _zeros)
 
 @jax.custom_vjp
 def expert_mlp_in_tiles(
-  weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
+  weights: dict[str, Any], rows_YD: jax.Array, group_sizes_E: jax.Array
 ) -> jax.Array:
   """`expert_mlp` whose bits of a row depend on that row and its expert only.
 
-  Each block of rows is one product of fixed shape, as in `kernels.rows`. The
-  gradient is that of `expert_mlp`.
+  The gradient is that of `expert_mlp`.
   """
-
-  def block(weights, rows_bD):
-    gate_up_D2F, down_FD = weights
-    both_bX = linear.linear(rows_bD, _joined(gate_up_D2F, 1))
-    return linear.linear(swiglu.swiglu(both_bX), down_FD)
-
-  return blocked.map_blocks(
-    block,
-    (weights['gate_up'], weights['down']),
-    rows_YD,
-    group_sizes_E,
-    block=rows.TILE,
-  )
+  return products.in_tiles(products.PLAIN, weights, rows_YD, group_sizes_E)
 
 
 def _in_tiles_backward(arrays, d_out_YD):
@@ -135,10 +110,9 @@ expert_mlp_in_tiles.defvjp(
 )
 
 
-def dense_mlp(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
+def dense_mlp(params: dict[str, Any], x_BTD: jax.Array) -> jax.Array:
   """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
-  both_BTX = linear.linear(x_BTD, _joined(params['gate_up'], 1))
-  return linear.linear(swiglu.swiglu(both_BTX), params['down'])
+  return products.single(products.PLAIN, params, x_BTD)
 
 
 class Forms(NamedTuple):
@@ -187,8 +161,3 @@ def in_format(params: Any, config: model_config.ModelConfig) -> Any:
     kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
     moe[leaf] = jnp.where(kept, moe[leaf], rounded)
   return {**params, 'moe_layers': {**stack, 'moe': moe}}
-
-
-def _joined(weight: Any, num_kept: int) -> Any:
-  """Joins the axes of gate and up, behind the first ones."""
-  return jax.tree.map(lambda w: w.reshape(*w.shape[:num_kept], -1), weight)

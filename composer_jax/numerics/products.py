@@ -25,18 +25,24 @@ from composer_jax.numerics import formats, grids
 
 
 class Formats(NamedTuple):
-  """Formats of products: of `formats.NAMES`, and 'dequantised' or 'mxfp8'."""
+  """Formats of products.
+
+  Attributes:
+    forward: one of `formats.NAMES`; any other name rounds nothing.
+    backward: 'dequantised' or 'mxfp8'.
+  """
 
   forward: str
   backward: str
 
 
-BACKWARD = ('dequantised', 'mxfp8')
+# Products of operands as they are; weights may have adapters.
+PLAIN = Formats('bf16', 'dequantised')
 
 
 def mlp_kept(
   config: Formats,
-  weights: dict[str, jax.Array],
+  weights: dict[str, Any],
   rows_YD: jax.Array,
   group_sizes_E: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +100,7 @@ mlp.defvjp(_mlp_forward, _mlp_backward)
 
 def mlp_gradient(
   config: Formats,
-  weights: dict[str, jax.Array],
+  weights: dict[str, Any],
   arrays_Y: tuple[jax.Array, jax.Array, jax.Array | None],
   group_sizes_E: jax.Array,
   sums: dict[str, Any] | None,
@@ -183,7 +189,7 @@ def by_rows(x_YD: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
 
 
 def single(
-  config: Formats, weights: dict[str, jax.Array], x_BTD: jax.Array
+  config: Formats, weights: dict[str, Any], x_BTD: jax.Array
 ) -> jax.Array:
   """Returns the outputs of one expert."""
   both_BTX = linear.linear(
@@ -193,14 +199,16 @@ def single(
   return linear.linear(hidden_BTF, weights['down'])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tiled(
+def in_tiles(
   config: Formats,
   weights: dict[str, jax.Array],
   rows_YD: jax.Array,
   group_sizes_E: jax.Array,
 ) -> jax.Array:
-  """Returns `mlp`, where bits of a row depend on it and its expert only."""
+  """Returns `mlp`, where bits of a row depend on it and its expert only.
+
+  Each block of rows is one product of fixed shape, as in `kernels.rows`.
+  """
   return blocked.map_blocks(
     functools.partial(single, config),
     weights,
@@ -208,6 +216,17 @@ def tiled(
     group_sizes_E,
     block=rows.TILE,
   )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tiled(
+  config: Formats,
+  weights: dict[str, jax.Array],
+  rows_YD: jax.Array,
+  group_sizes_E: jax.Array,
+) -> jax.Array:
+  """Returns `in_tiles` with the gradient of `mlp`."""
+  return in_tiles(config, weights, rows_YD, group_sizes_E)
 
 
 def _tiled_backward(config, arrays, d_out_YD):
@@ -222,4 +241,5 @@ tiled.defvjp(
 
 
 def _joined(weight, num_kept):
-  return weight.reshape(*weight.shape[:num_kept], -1)
+  """Joins the axes of gate and up, behind the first ones."""
+  return jax.tree.map(lambda w: w.reshape(*w.shape[:num_kept], -1), weight)
