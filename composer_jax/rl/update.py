@@ -180,6 +180,22 @@ def compile_ahead(
     functions.add_hints(values, teacher, sums, hints)
 
 
+def teacher_of(
+  state: train_state.TrainState,
+  hints: distill.HintLossOptions,
+  functions: steps.Functions,
+  frozen: Any,
+) -> Any:
+  """Returns policy values of the teacher: the average in the state, or frozen.
+
+  Both are rounded as the policy is, so that an average which has not moved
+  teaches what the policy says.
+  """
+  if hints.teacher == 'ema':
+    return functions.policy(state.replace(params=state.teacher))
+  return frozen
+
+
 def update(
   state: train_state.TrainState,
   groups: list[records.Group],
@@ -240,8 +256,7 @@ def update(
   assert sums is not None
   hint_counts, hint_stats, hinted = {}, None, comparison.Hinted([], [])
   if options.hints.weight:
-    if options.hints.teacher == 'ema':
-      teacher = functions.policy(state.replace(params=state.teacher))
+    teacher = teacher_of(state, options.hints, functions, teacher)
     sums, hint_counts, hint_stats, hinted = add_hints(
       sums, groups, functions, shape, values, teacher, replay=options.replay
     )

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from composer_jax.core import batches, records, turns
+from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.parallel import layouts, shardings, topology
 from composer_jax.rl import batching as rl_batching
@@ -604,6 +605,20 @@ def test_the_average_teacher_follows_and_the_frozen_does_not():
     # A fifth of the way from -2 to 0.
     jax.tree.map(np.testing.assert_allclose, state.teacher, expected)
     variables = {'params': {'w': jnp.array([1.0, -2.0])}}
+
+
+def test_an_average_that_has_not_moved_is_the_policy():
+  precision = model_config.PrecisionConfig(experts='nvfp4')
+  config = dataclasses.replace(CONFIG, precision=precision)
+  options = dataclasses.replace(OPTIONS, teacher='ema')
+  functions = steps.build(decoder.Decoder(config), optax.sgd(1.0))
+  variables = jax.tree.map(jnp.asarray, replayed.variables(config))
+  state = train_state.create(variables, optax.sgd(1.0), with_teacher=True)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    update.teacher_of(state, options, functions, None),
+    functions.policy(state),
+  )
 
 
 def test_the_average_lies_where_its_parameters_do():
