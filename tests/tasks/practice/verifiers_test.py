@@ -122,12 +122,16 @@ def test_too_few_tasks_and_equal_keys_are_refused(family):
     family(2, toml=f'{TOML}n = 2\n', listing=same).check_files()
 
 
-def test_a_program_that_ends_says_why(family, tmp_path):
+def test_a_program_that_ends_says_why(family, tmp_path, monkeypatch):
   with pytest.raises(ValueError, match='cannot be run'):
     family(tasks__verifiers__python=f'{tmp_path}/none').check_files()
   noise = '#!{python}\nprint("hello {count}")'
   with pytest.raises(ValueError, match='ended'):
     family(listing=noise, toml=f'{TOML}n = 3\n').check_files()
+  # Also if it has ended well before it can be killed.
+  with monkeypatch.context() as late, pytest.raises(ValueError, match='ended'):
+    late.setattr(process.subprocess.Popen, 'kill', lambda program: None)
+    family(listing=noise, toml=f'{TOML}n = 4\n').check_files()
   # This one has no verifiers, unless somebody put it there.
   if importlib.util.find_spec('verifiers') is None:
     with pytest.raises(ValueError, match="'verifiers.*Install it there: pip"):
