@@ -94,6 +94,16 @@ def test_another_order_and_another_form_are_no_mistake(first, second):
   assert not same(first, [*second, 1]) and not same([first], [])
 
 
+def test_keys_are_told_apart_by_all_that_they_show():
+  assert not same({b'a': 0}, {'61': 0}) and same({b'a': 0}, {b'a': 0})
+  shown = {'object': 'A', 'text': 'a', 'items': []}
+  one, other = (
+    {'dict': [[{**shown, 'attributes': {'size': size}}, 0]]} for size in (1, 2)
+  )
+  assert equality.same(one, json.loads(json.dumps(one)))
+  assert not equality.same(one, other)
+
+
 def test_nan_is_the_same_wherever_it_stands():
   one = {Colour.RED: math.nan, Colour.BLUE: (1, math.nan)}
   assert same(one, dict([*one.items()][::-1]))
