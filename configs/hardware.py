@@ -88,7 +88,7 @@ def _nvidia() -> tuple[list[list[str]], str]:
   return rows, 'it names no card'
 
 
-def _visible(rows, places):
+def _visible(rows: list[list[str]], places: list[str]) -> list[list[str]]:
   """Returns the cards that CUDA shows: those before the first bad place."""
   chosen = []
   for place in places:
