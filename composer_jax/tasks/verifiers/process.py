@@ -52,9 +52,10 @@ def read_config(path: str) -> dict[str, Any]:
       f'{path} sets {others}, which the run decides; only the tables '
       '[env] and [select] are taken.'
     )
-  if not config.get('env', {}).get('taskset', {}).get('id'):
-    raise ValueError(f'{path} names no taskset: set `id` in [env.taskset].')
-  return {'env': config['env'], 'select': config.get('select', {})}
+  match config:
+    case {'env': {'taskset': {'id': str(name)}}} if name:
+      return {'env': config['env'], 'select': config.get('select', {})}
+  raise ValueError(f'{path} names no taskset: set `id` in [env.taskset].')
 
 
 class EnvProgram:

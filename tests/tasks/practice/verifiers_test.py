@@ -85,6 +85,7 @@ def test_identity_is_of_the_tasks_and_of_modules_beside_them(family, tmp_path):
       'leave out auditor.url',
     ),
     ({'tasks__verifiers__renderer': 'qwen3'}, 'be JSON with a "name"'),
+    ({'tasks__verifiers__renderer': '"name"'}, 'be JSON with a "name"'),
     ({'tasks__verifiers__max_windows': 0}, 'max_windows'),
   ],
 )
@@ -106,7 +107,10 @@ def test_the_extra_is_named_where_its_packages_are_missing(family, monkeypatch):
   [
     ('[env', 'must be the TOML file'),
     (f'{TOML}[sampling]\ntop_p = 0.5\n', r"sets \['sampling'\]"),
-    ('[env.agent]\n', r'set `id` in \[env.taskset\]'),
+    *(
+      (toml, r'set `id` in \[env.taskset\]')
+      for toml in ('[env.agent]', 'env = 3', 'env.taskset = 3', 'select = 3')
+    ),
   ],
 )
 def test_files_that_are_no_environment_are_refused(family, toml, said):
