@@ -85,6 +85,7 @@ def test_values_are_the_same_where_they_are_equal():
     (types.MappingProxyType({1: 2, 3: 4}), {3: 4, 1: 2}),
     ({1: [2], 3: [4]}.items(), {3: [4], 1: [2]}.items()),
     ({1: 0, 3: 0}.keys(), {3, 1}),
+    ([range(5, 5), range(0, 3, 2)], [range(0), range(0, 4, 2)]),
     ({(Colour.RED, 1): 0.1 + 0.2}, {(Colour.RED, True): 0.3}),
   ],
 )

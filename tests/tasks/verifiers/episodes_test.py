@@ -245,6 +245,21 @@ def test_a_lost_part_is_noticed(play):
     play(changed(recorded('null'), refused))
 
 
+def test_a_trace_that_is_played_once_more_begins_anew():
+  part = {'trace': 'a', 'nodes': [{}], 'open': {'id': 'a'}}
+  growing = client.GrowingTraces()
+  for delta in (part, {'trace': 'a', 'discard': True}, part):
+    growing.add(delta)
+  (trace,) = growing.whole({}, [{'id': 'a', 'nodes': 1, 'calls': 0}])['traces']
+  assert trace['nodes'] == [{}]
+
+
+def test_what_an_environment_says_is_cut(play):
+  given = {'a' * 2000: {'score': 1.0, 'weight': 1.0}}
+  _, verdict = play(changed(recorded('null'), ended(rewards=given)))
+  assert verdict.passed and len(verdict.detail) == 500
+
+
 def test_only_one_trainable_agent_may_be(play):
   def judging(kind, fields):
     for part in (fields.get('open'), fields.get('set')):
