@@ -59,13 +59,11 @@ def look(pci: pathlib.Path = _PCI) -> Found:
     return Found(tuple(f'TPU {chip}' for chip in chips), ('tpu',))
   cards = [d for v, d, c in devices if v == _NVIDIA and c.startswith(_DISPLAY)]
   lines = tuple(f'NVIDIA card {card}' for card in cards)
-  return Found(
-    lines, (), f'its driver does not answer ({failure})' * bool(cards)
-  )
+  return Found(lines, (), failure * bool(cards))
 
 
 def _nvidia() -> tuple[list[list[str]], str]:
-  """Returns name, memory, driver and capability of each NVIDIA card.
+  """Returns name, memory, driver and capability of each card that jax may use.
 
   Without any, why there are none.
   """
@@ -76,19 +74,20 @@ def _nvidia() -> tuple[list[list[str]], str]:
       command, capture_output=True, text=True, timeout=60, check=True
     )
   except subprocess.CalledProcessError as error:
-    return [], ' '.join((error.stderr or error.stdout).split())
+    failure = ' '.join((error.stderr or error.stdout).split())
+    return [], f'its driver does not answer ({failure})'
   except (OSError, subprocess.SubprocessError) as error:
-    return [], str(error)
+    return [], f'its driver does not answer ({error})'
   rows = [line.split(', ') for line in result.stdout.splitlines()]
   rows = [row for row in rows if len(row) == 4]
   visible = os.environ.get('CUDA_VISIBLE_DEVICES')
   if rows and visible is not None:
     rows = _visible(rows, visible.split(','))
     return rows, f'CUDA_VISIBLE_DEVICES={visible} shows no card'
-  return rows, 'it names no card'
+  return rows, 'its driver names no card'
 
 
-def _visible(rows, places):
+def _visible(rows: list[list[str]], places: list[str]) -> list[list[str]]:
   """Returns the cards that CUDA shows: those before the first bad place."""
   chosen = []
   for place in places:

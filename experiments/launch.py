@@ -223,7 +223,6 @@ def main(run: Callable[..., None]) -> None:
       start.emulate_run(config)
     else:
       start.emulate_run(config, ticket.count, ticket.devices)
-    if ticket is not None:
       # Before the imports, since the job may die during them.
       orphans.die_with_parent()
     # After the flags: this import loads jax.

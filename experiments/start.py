@@ -166,9 +166,11 @@ def num_devices(
 def emulate_run(
   config: dict[str, Any], count: int = 1, each: int | None = None
 ) -> None:
-  """Emulates the devices of a run, or those of one of its `count` processes.
+  """Emulates the devices of a run, or those of one of its processes.
 
-  `each` is the number of a process where the user has named it.
+  Args:
+    count: number of processes of the run.
+    each: devices of a process, if the user has named their number.
   """
   devices = max(map(num_devices, (config, config.get('rl'))))
   serving = num_devices({'mesh': config.get('rollout')}, ('devices',))

@@ -224,7 +224,7 @@ def positions(out: str | os.PathLike) -> int | None:
 
 
 def check_window(out: str | os.PathLike, field: str, num_tokens: int) -> None:
-  """Raises a ValueError for a field that asks for more positions than those."""
+  """Raises a ValueError if `num_tokens` is above the positions of the model."""
   most = positions(out)
   if most and num_tokens > most:
     raise ValueError(

@@ -6,7 +6,7 @@ that XLA may leave out, and slow on a CPU. Each function rounds as the cast of
 the largest of the grid, which become that, and NaN, which stays NaN.
 
 XLA:CPU turns a division by a broadcast array into a product with reciprocals,
-which moves a fifth of random quotients, and with them codes at ties; a TPU has
+which moves a fourth of random quotients, and with them codes at ties; a TPU has
 no exact division at all. So nothing here divides but by powers of two, whose
 reciprocals are exact: ties times a scale are exact, too, and are compared.
 """

@@ -152,13 +152,17 @@ def _fitting(spec: specs.Spec, parts: list[str], limit: int) -> list[str]:
 
   options = _choices(spec, parts)
   found = [words for choices in options.values() for words in least(choices)]
-  for first, second in itertools.combinations(options if not found else (), 2):
+  if found:
+    return found
+  for first, second in itertools.combinations(options, 2):
     for words, other in options[first]:
       more = _choices(other, parts).get(second, [])
       # The most of the second kind says whether this of the first can do.
-      if len(found) < 3 and least(more[-1:]):
+      if least(more[-1:]):
         found.append(f'{words} with {least(more)[0]}')
         break
+    if len(found) == 3:
+      break
   return found
 
 

@@ -13,6 +13,7 @@ bound). Timing has no part in it: a resumed run draws the same tasks.
 
 import collections
 import dataclasses
+import itertools
 import math
 import pathlib
 import threading
@@ -281,7 +282,7 @@ class DifficultyCurriculum:
     self._weights.append([by_id[c.task_id] for c in drawn])
 
   def _learn(self, step: int) -> None:
-    drawn = [candidate for step in self._drawn for candidate in step]
+    drawn = [*itertools.chain.from_iterable(self._drawn)]
     # A group that the fleet gave up has no outcome.
     for outcome in self._ledger.get(step):
       is_drawn = 0 <= outcome.group < len(drawn)

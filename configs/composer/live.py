@@ -50,13 +50,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     rows=16,
     seq_len=64,
   )
-  c.live = dict(
+  c.live.update(
     steps=4,  # at most, in a cycle
     least_steps=4,
-    max_age=4,
-    # What users say comes first, so that taste is learnt; the margin of suites
-    # is wide enough for suites of a few hundred episodes.
-    prices=dict(),
+    max_age=4,  # versions that an episode may be behind
+    # Wide enough for suites of a few hundred episodes.
     gate=dict(margin=0.05, canary_margin=0.05, alpha=0.05),
     trial=dict(share=0.5, margin=0.1, most_users=500),
   )

@@ -10,8 +10,8 @@ that could solve one.
 
 `verifiers.py:IMPORT,ENVIRONMENT,PYTHON,smoke` is 20 steps of 8 episodes on a
 CPU. On the sums of addition.toml a tiny model of random weights learned to
-answer in digits: its reward went from 0.001 to 0.197, of 0.2 without a right
-sum, with a mismatch of at most 9e-13 at every step.
+answer in digits: once, on a busy AMD EPYC, its reward went from 0.001 to 0.197,
+of 0.2 without a right sum, with a mismatch of at most 9e-13 at every step.
 """
 
 import ml_collections

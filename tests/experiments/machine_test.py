@@ -172,6 +172,10 @@ def test_cards_that_are_hidden_do_not_count(tmp_path, monkeypatch):
   for visible, count in (('', 0), ('-1', 0), ('0,7,1', 1), ('GPU-3f2a', 1)):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
     assert len(hardware.look(tmp_path / 'none').lines) == count, visible
+  on_bus(tmp_path / 'card', '0x10de', '0x2330', '0x030200')
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+  reason = hardware.look(tmp_path).reason
+  assert reason == 'CUDA_VISIBLE_DEVICES= shows no card'
 
 
 def test_chips_of_the_bus(tmp_path, monkeypatch):

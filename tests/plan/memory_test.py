@@ -188,19 +188,48 @@ def test_what_fits_is_said_of_the_whole_run():
       list(memory.check(spec, int(limit)))
     names = [name for name, total in by_name.items() if total > limit]
     assert {'sft', 'rl'} <= {*names}
+    largest = max(names, key=lambda name: by_name[name])
+    assert str(refused.value).startswith(f'{largest} needs ')
     assert f'too little for {", ".join(names)};' in str(refused.value)
     said = str(refused.value).partition('What fits: ')[2].split('; or ')
-    parts = names
-    options = memory._choices(spec, parts)
+    options = memory._choices(spec, names)
     for words in said:
       first, _, second = words.removesuffix('.').partition(' with ')
       known = dict(pair for made in options.values() for pair in made)
       other = known[first]
       if second:
-        more = memory._choices(other, parts).values()
+        more = memory._choices(other, names).values()
         other = dict(pair for made in more for pair in made)[second]
       assert max(need.total for need in memory.needs(other)) <= limit
   assert second  # No single one is enough for the last.
+
+
+def test_three_pairs_are_enough(monkeypatch):
+  without = lambda spec, parts: {
+    kind: [(kind, spec | {kind})] for kind in 'abcd' if kind not in spec
+  }
+  total = lambda spec: [
+    memory.Need(name='rl', devices=1, terms={'state': 9 - 4 * len(spec)})
+  ]
+  monkeypatch.setattr(memory, '_choices', without)
+  monkeypatch.setattr(memory, 'needs', total)
+  fitting = lambda limit: memory._fitting(frozenset(), ['rl'], limit)
+  assert fitting(5) == [*'abcd']
+  assert fitting(1) == ['a with b', 'a with c', 'a with d']
+  assert not fitting(0)
+
+
+def test_an_engine_that_does_not_fit_gets_more_devices():
+  options = memory._choices(
+    wiring.spec_of(tiny.get_config().to_dict()), ['engine']
+  )
+  devices = [
+    (words, changed.rollout.devices)
+    for words, changed in options['{} times as many devices in layout hsdp']
+  ]
+  assert devices[:2] == [
+    (f'{n} times as many devices in layout hsdp', n) for n in (2, 4)
+  ]
 
 
 def test_masters_of_sixteen_bits_are_the_policys_values():

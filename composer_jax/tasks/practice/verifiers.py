@@ -125,8 +125,9 @@ class VerifiersTasks(environments.TaskFamily):
 
     env, limits = process.read_config(self._file)['env'], self._spec.episode
     # The turns after which a harness is told to stop, and still graded.
-    for agent in (v for v in env.values() if 'runtime' in _table(v)):
-      agent.setdefault('max_turns', limits.max_turns)
+    for agent in env.values():
+      if isinstance(agent, dict) and 'runtime' in agent:
+        agent.setdefault('max_turns', limits.max_turns)
     program = process.start(self._options.python, self._file, env)
     service = environment.EnvService(
       program=program,
@@ -153,7 +154,3 @@ class VerifiersTasks(environments.TaskFamily):
       "Family 'verifiers' shows no demonstrations: begin with an imported "
       'model, --config.initial, and --config.sft.steps=0.'
     )
-
-
-def _table(value: Any) -> dict[str, Any]:
-  return value if isinstance(value, dict) else {}

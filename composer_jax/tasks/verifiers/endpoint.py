@@ -53,7 +53,7 @@ class EpisodePolicy:
     vocab_size: int,
     max_stops: int,
   ):
-    """Args: `max_stops` is how many ids the policy takes that end a turn."""
+    """Args: `max_stops` is the most ids that a request may end a turn by."""
     self.failure: BaseException | None = None
     self.refusal = ''
     self._chain, self._limits, self._max_windows = chain, limits, max_windows

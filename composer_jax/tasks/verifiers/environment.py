@@ -25,8 +25,8 @@ class EnvService:
 
   Attributes:
     tokenizer: folder from which the renderer loads tokenizer and template.
-    vocab_size, max_stops: of the policy: its ids, and how many of them may end
-      a turn.
+    vocab_size: number of ids of the policy's vocabulary.
+    max_stops: most ids that may end a turn of the policy.
   """
 
   program: process.EnvProgram

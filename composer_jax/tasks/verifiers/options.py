@@ -31,7 +31,8 @@ class VerifiersOptions:
     checks.at_least(self, 1, 'max_windows')
     checks.positive(self, 'timeout_s')
     try:
-      is_named = 'name' in json.loads(self.renderer or '{"name": ""}')
+      renderer = json.loads(self.renderer or '{"name": ""}')
     except (ValueError, TypeError):
-      is_named = False
+      renderer = None
+    is_named = isinstance(renderer, dict) and 'name' in renderer
     checks.require(self, 'renderer', is_named, 'be JSON with a "name"')

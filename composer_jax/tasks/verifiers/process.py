@@ -52,9 +52,10 @@ def read_config(path: str) -> dict[str, Any]:
       f'{path} sets {others}, which the run decides; only the tables '
       '[env] and [select] are taken.'
     )
-  if not config.get('env', {}).get('taskset', {}).get('id'):
-    raise ValueError(f'{path} names no taskset: set `id` in [env.taskset].')
-  return {'env': config['env'], 'select': config.get('select', {})}
+  match config:
+    case {'env': {'taskset': {'id': str(name)}}} if name:
+      return {'env': config['env'], 'select': config.get('select', {})}
+  raise ValueError(f'{path} names no taskset: set `id` in [env.taskset].')
 
 
 class EnvProgram:
@@ -84,6 +85,7 @@ class EnvProgram:
         f'--config.tasks.verifiers.python ({python!r}) cannot be run: {error}.'
       ) from error
     self._rows: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    self._is_noise = False
     threading.Thread(target=self._read, daemon=True).start()
     # A dead program says why in its log.
     try:
@@ -100,6 +102,7 @@ class EnvProgram:
       for line in self.process.stdout:
         self._rows.put(json.loads(line))
     except ValueError:  # Of a program that is no such Python.
+      self._is_noise = True
       self.process.kill()
     self._rows.put(None)
 
@@ -112,7 +115,7 @@ class EnvProgram:
       raise ValueError(
         f'{PROGRAM.name} said nothing in {_START_S:g} s.'
       ) from None
-    if row is None and self.process.wait():
+    if row is None and (self.process.wait() or self._is_noise):
       raise ValueError(self.fault())
     return row
 

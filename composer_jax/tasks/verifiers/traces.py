@@ -30,10 +30,11 @@ class TraceBranch:
   """A path of a trace.
 
   Attributes:
-    tokens_T: int32.
+    tokens_T: int32, tokens of its messages from the root to the leaf.
     sampled_T: true where a model sampled the token.
-    logprobs_T: float32, zero where not sampled.
-    expert_ids_TMA: uint16, the last one `NO_ROUTE`; None without a record.
+    logprobs_T: float32, zero where no model sampled the token.
+    expert_ids_TMA: uint16, routes of which the last is `NO_ROUTE`; None where a
+      message has none.
   """
 
   tokens_T: np.ndarray
@@ -52,7 +53,7 @@ def branches(trace: dict[str, Any]) -> list[TraceBranch]:
   nodes = trace['nodes']
   for index, node in enumerate(nodes):
     parent = node['parent']
-    # A path back from a node so ends.
+    # Else a path back from a node might never end.
     if parent is not None and not (type(parent) is int and 0 <= parent < index):
       raise ValueError(
         f'Node {index} of a trace has the parent {parent!r}; it must be an '
@@ -127,7 +128,7 @@ def _numbers(
 def trained(
   traces: Sequence[dict[str, Any]], windows: Sequence[records.Trajectory]
 ) -> list[int]:
-  """Returns the windows that trainable traces are made of, in order.
+  """Returns the windows that traces of trainable agents are made of, in order.
 
   Each sampled token is in one window, so that branches that share a beginning
   train it once.
@@ -138,8 +139,6 @@ def trained(
   """
   chosen: set[int] = set()
   for trace in traces:
-    if not trace['agent']['trainable']:
-      continue
     for branch in branches(trace):
       missing_T = branch.sampled_T.copy()
       for i, window in enumerate(windows):
@@ -177,7 +176,8 @@ def _check(
 ) -> None:
   """Raises a ValueError where a trace and its window disagree.
 
-  Rows of tokens that an earlier window shares are those of its pass.
+  Of the leading tokens that an earlier window has, too (`shared` of them), a
+  trace has the routes of that window's pass.
   """
   size, mask_T = len(window), window.loss_mask_T
   for name, ours, theirs in (

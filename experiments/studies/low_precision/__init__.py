@@ -1,1 +1,1 @@
-"""Does Muon train a small MoE on code better than AdamW, and at what cost?"""
+"""What do experts of few bits cost in learning?"""

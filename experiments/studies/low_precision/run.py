@@ -65,7 +65,7 @@ def _fixed_routes(config, tokens_BT):
 
 
 def _nats(variables, batch, config, is_fixed):
-  """Returns the sum over weighted tokens."""
+  """Returns the sum of weighted tokens' losses in nats."""
   routes = _fixed_routes(config, batch.tokens_BT) if is_fixed else None
   places = batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
   output = decoder.Decoder(config).apply(
@@ -80,7 +80,7 @@ def _nats(variables, batch, config, is_fixed):
 def train(
   arm: tuple[str, str], seed: int, is_fixed: bool, data: training.Data
 ) -> dict[str, Any]:
-  """Returns the held-out losses of a run, the selection bias left at 0."""
+  """Trains once, the selection bias left at 0; returns a row of results."""
   config, steps = model(*arm), _STEPS.value
   options = training.Arm(
     optimizer='adam', learning_rate=4e-3, seed=seed, steps=steps

@@ -340,6 +340,16 @@ def test_windows_are_only_appended_to(folders, name):
   assert end not in calm_T.tolist() and count <= 1 + (name == 'mistral')
 
 
+def test_a_turn_is_closed_once(folders):
+  tokenizer, speech = published.speech(folders['qwen2_5'], FUNCTIONS)
+  turn = {'role': 'assistant', 'tool_calls': [{}]}
+  calls, end = tokenizer.mark('<tool_call>a'), tokenizer.mark('<|im_end|>')
+  closing = tokenizer.mark('</tool_call>')
+  for body in (calls, calls + closing, f'{calls}{closing}{end}\n'):
+    assert speech.closed(body, turn) == calls + closing + end
+  assert speech.closed('a', {'role': 'assistant'}) == f'a{end}'
+
+
 def test_answers_are_written_as_after_the_turns_before_them(folders):
   """DeepSeek-V3 opens its outputs once, and then only goes on with them."""
   tokenizer, speech = published.speech(folders['deepseek_v3'], FUNCTIONS)

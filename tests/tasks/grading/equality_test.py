@@ -85,6 +85,7 @@ def test_values_are_the_same_where_they_are_equal():
     (types.MappingProxyType({1: 2, 3: 4}), {3: 4, 1: 2}),
     ({1: [2], 3: [4]}.items(), {3: [4], 1: [2]}.items()),
     ({1: 0, 3: 0}.keys(), {3, 1}),
+    ([range(5, 5), range(0, 3, 2)], [range(0), range(0, 4, 2)]),
     ({(Colour.RED, 1): 0.1 + 0.2}, {(Colour.RED, True): 0.3}),
   ],
 )
@@ -92,6 +93,16 @@ def test_another_order_and_another_form_are_no_mistake(first, second):
   assert same(first, second) and same(second, first)
   # What is in them counts.
   assert not same(first, [*second, 1]) and not same([first], [])
+
+
+def test_keys_are_told_apart_by_all_that_they_show():
+  assert not same({b'a': 0}, {'61': 0}) and same({b'a': 0}, {b'a': 0})
+  shown = {'object': 'A', 'text': 'a', 'items': []}
+  one, other = (
+    {'dict': [[{**shown, 'attributes': {'size': size}}, 0]]} for size in (1, 2)
+  )
+  assert equality.same(one, json.loads(json.dumps(one)))
+  assert not equality.same(one, other)
 
 
 def test_nan_is_the_same_wherever_it_stands():

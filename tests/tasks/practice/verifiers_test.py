@@ -85,6 +85,7 @@ def test_identity_is_of_the_tasks_and_of_modules_beside_them(family, tmp_path):
       'leave out auditor.url',
     ),
     ({'tasks__verifiers__renderer': 'qwen3'}, 'be JSON with a "name"'),
+    ({'tasks__verifiers__renderer': '"name"'}, 'be JSON with a "name"'),
     ({'tasks__verifiers__max_windows': 0}, 'max_windows'),
   ],
 )
@@ -106,7 +107,10 @@ def test_the_extra_is_named_where_its_packages_are_missing(family, monkeypatch):
   [
     ('[env', 'must be the TOML file'),
     (f'{TOML}[sampling]\ntop_p = 0.5\n', r"sets \['sampling'\]"),
-    ('[env.agent]\n', r'set `id` in \[env.taskset\]'),
+    *(
+      (toml, r'set `id` in \[env.taskset\]')
+      for toml in ('[env.agent]', 'env = 3', 'env.taskset = 3', 'select = 3')
+    ),
   ],
 )
 def test_files_that_are_no_environment_are_refused(family, toml, said):
@@ -122,12 +126,16 @@ def test_too_few_tasks_and_equal_keys_are_refused(family):
     family(2, toml=f'{TOML}n = 2\n', listing=same).check_files()
 
 
-def test_a_program_that_ends_says_why(family, tmp_path):
+def test_a_program_that_ends_says_why(family, tmp_path, monkeypatch):
   with pytest.raises(ValueError, match='cannot be run'):
     family(tasks__verifiers__python=f'{tmp_path}/none').check_files()
   noise = '#!{python}\nprint("hello {count}")'
   with pytest.raises(ValueError, match='ended'):
     family(listing=noise, toml=f'{TOML}n = 3\n').check_files()
+  # Also if it has ended well before it can be killed.
+  with monkeypatch.context() as late, pytest.raises(ValueError, match='ended'):
+    late.setattr(process.subprocess.Popen, 'kill', lambda program: None)
+    family(listing=noise, toml=f'{TOML}n = 4\n').check_files()
   # This one has no verifiers, unless somebody put it there.
   if importlib.util.find_spec('verifiers') is None:
     with pytest.raises(ValueError, match="'verifiers.*Install it there: pip"):

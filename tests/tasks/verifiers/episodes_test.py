@@ -245,6 +245,21 @@ def test_a_lost_part_is_noticed(play):
     play(changed(recorded('null'), refused))
 
 
+def test_a_trace_that_is_played_once_more_begins_anew():
+  part = {'trace': 'a', 'nodes': [{}], 'open': {'id': 'a'}}
+  growing = client.GrowingTraces()
+  for delta in (part, {'trace': 'a', 'discard': True}, part):
+    growing.add(delta)
+  (trace,) = growing.whole({}, [{'id': 'a', 'nodes': 1, 'calls': 0}])['traces']
+  assert trace['nodes'] == [{}]
+
+
+def test_what_an_environment_says_is_cut(play):
+  given = {'a' * 2000: {'score': 1.0, 'weight': 1.0}}
+  _, verdict = play(changed(recorded('null'), ended(rewards=given)))
+  assert verdict.passed and len(verdict.detail) == 500
+
+
 def test_only_one_trainable_agent_may_be(play):
   def judging(kind, fields):
     for part in (fields.get('open'), fields.get('set')):
@@ -328,6 +343,57 @@ def test_a_prompt_without_room_is_an_error_of_the_config(play):
   nothing = changed(recorded('null'), ended(ok=False))
   with pytest.raises(ValueError, match=r'max_tokens \(16\) leaves no room'):
     play(nothing, limits=limits)
+  assert play.methods == [b'run']  # Another try would be refused, too.
+
+
+def test_an_environment_that_asks_nothing_is_tried_again(play):
+  silent = changed({**recorded('null'), 'bodies': []}, ended(ok=False))
+  with pytest.raises(ValueError, match='cannot be played: it asked'):
+    play(silent)
+  assert play.methods == [b'run'] * 3
+
+
+def test_an_env_server_that_ends_is_told_in_its_words(play, monkeypatch):
+  dead = types.SimpleNamespace(
+    address='ipc:///nobody',
+    process=types.SimpleNamespace(poll=lambda: 1),
+    fault=lambda: 'it ended',
+  )
+  request = environment.EnvService.request
+
+  def dying(service, *args):
+    asked = request(service, *args)
+    vars(service.program).update(vars(dead))
+    return asked
+
+  monkeypatch.setattr(environment.EnvService, 'request', dying)
+  with pytest.raises(ValueError, match='it ended'):
+    play({**recorded('null'), 'frames': []}, timeout_s=5.0)
+
+
+def test_the_least_reward_that_is_enough(play):
+  score = play(recorded('null'))[1].score
+  assert play(recorded('null'), pass_reward=score)[1].passed
+  more = float(np.nextafter(score, 2.0))
+  assert not play(recorded('null'), pass_reward=more)[1].passed
+
+
+@pytest.mark.parametrize(
+  'stop, is_timeout, reasons, cut',
+  [
+    ('agent_completed', False, ['stop'], False),
+    ('agent_completed', False, ['length', 'stop'], False),
+    ('agent_completed', False, ['stop', 'length'], True),
+    ('agent_completed', True, ['stop'], True),
+    ('max_turns', False, ['stop'], True),
+    ('agent_completed', False, [], False),
+  ],
+)
+def test_what_a_limit_cut_is_unfinished(stop, is_timeout, reasons, cut):
+  calls = [{'error': None, 'finish_reason': reason} for reason in reasons]
+  calls.append({'error': 'refused', 'finish_reason': 'length'})
+  trace = {'stop_condition': stop, 'is_timeout': is_timeout, 'calls': calls}
+  assert traces.is_cut(trace) == cut
 
 
 def policy_of(turns, **changes):
@@ -380,6 +446,36 @@ def test_a_bad_request_is_refused_and_no_failure_of_the_policy(ids, params):
   most = {'max_tokens': 1, 'stop_token_ids': [1, 2, 3, record.VOCAB - 1]}
   policy.complete(asking(record.VOCAB - 1, **most))
   assert policy.failure is None and len(chain.turns) == 1
+
+
+def test_an_answer_says_how_it_ended_and_what_was_routed():
+  policy, _ = policy_of([[7], [8, 9]])
+  for ids, said, ends, reason in (
+    ((1, 2), [7], [7], 'stop'),
+    ((1, 2, 7, 3), [8, 9], [7], 'length'),
+  ):
+    (choice,) = policy.complete(asking(*ids, stop_token_ids=ends))['choices']
+    assert (choice['token_ids'], choice['finish_reason']) == (said, reason)
+    # No pass consumed the last token.
+    assert choice['routed_experts']['shape'][0] == len(ids) + len(said) - 1
+
+
+@pytest.mark.parametrize(
+  'changes, params, most',
+  [
+    ({}, {}, 9),
+    ({}, {'max_tokens': 5}, 5),
+    ({}, {'max_tokens': 50}, 9),
+    ({'max_sampled_tokens': 3}, {'max_tokens': 5}, 3),
+    ({'max_tokens': 6}, {}, 4),
+  ],
+)
+def test_no_limit_of_the_run_is_exceeded(changes, params, most):
+  policy, chain = policy_of([[7]], **{'max_call_tokens': 9, **changes})
+  complete, asked = chain.policy.complete, []
+  chain.policy.complete = lambda r: asked.append(r) or complete(r)
+  policy.complete(asking(1, 2, **params))
+  assert [request.max_new_tokens for request in asked] == [most]
 
 
 def test_windows_grow_and_are_bounded():
