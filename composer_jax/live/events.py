@@ -23,7 +23,6 @@ DOUBLE = 'double'  # the same event once more
 EARLY = 'early'  # says more of an edit than its age allows
 LATE = 'late'  # after its window
 UNKNOWN = 'unknown'  # of an episode that was withdrawn, or has no answer yet
-FATES = (COUNTED, DOUBLE, EARLY, LATE, UNKNOWN)
 
 _MAX_TEXT, _MAX_EVENTS = 8000, 1000
 _ID = re.compile(r'[\w.:-]{1,80}', re.ASCII)
