@@ -117,12 +117,7 @@ def test_baselines_leave_the_episode_itself_out():
 def made(folder, prompt, kept, user, domain='web'):
   claim = folder.judged(kept, made=window(prompt), user=user, domain=domain)
   episode = folder.episodes.read(claim)
-  return grouping.JudgedRollout(
-    domain=domain,
-    user=claim.user,
-    policies=episode.policies,
-    rollout=pricing.rollout_of(episode, PRICES),
-  )
+  return grouping.of_episode(episode, pricing.rollout_of(episode, PRICES))
 
 
 def test_similar_prompts_of_different_users_make_a_group(folder):
