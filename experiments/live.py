@@ -26,6 +26,9 @@ from absl import flags
 from composer_jax.telemetry import progress
 from experiments import launch
 
+# Of fields that the command line overrides; the next line defines them anew.
+for _name in [name for name in flags.FLAGS if name.startswith('config.')]:
+  delattr(flags.FLAGS, _name)
 flags.FLAGS.set_default('config', 'configs/composer/live.py')
 flags.FLAGS.set_default('workdir', 'runs/live')
 _USERS = flags.DEFINE_enum(

@@ -114,6 +114,17 @@ def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
   assert published == [(6, 6)] and learner.version == 6
 
 
+def test_an_event_that_a_kill_tore_is_as_if_it_never_came(folder):
+  claim = folder.open()
+  folder.answer(claim)
+  (path,) = folder.episodes.folder.rglob('events.jsonl')
+  with path.open('a') as file:
+    file.write('{"id": "torn", "ki')
+  assert len(folder.episodes.read(claim).events) == 1
+  assert folder.tell(claim, 'thumb', value=1.0) == 'counted'
+  assert [e.kind for e in folder.episodes.read(claim).events][1:] == ['thumb']
+
+
 def test_two_weights_of_one_version_are_the_identity_of_none(folder):
   claim = folder.open()
   for identity in ('a' * 8, 'b' * 8, 'a' * 8):

@@ -190,6 +190,19 @@ def test_leases_that_wait_too_long_go_to_others_with_their_turns(lent):
   assert world.trained == worlds.expected()
 
 
+def test_a_server_leaves_a_run_that_is_over(lent):
+  scripted.wait_for(lambda: lent.world.version == worlds.STEPS)
+  take = lent.worker.before_step
+
+  def ended():
+    take()
+    lent.leases.is_over = True
+
+  lent.worker.before_step = ended
+  scripted.wait_for(lambda: lent.server.served.problem)
+  assert lent.server.served.problem == 'The run is over.'
+
+
 def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   scripted.wait_for(lambda: len(lent.log) > 4)
   assert lent.world.ledger().epochs_of('lender')
