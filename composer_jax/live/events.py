@@ -67,7 +67,7 @@ class Event:
   Attributes:
     id: name that the client gives it, by which a repetition is known.
     kind: one of `KINDS`, or `ANSWERED` of the server.
-    at: time at which the server got it, in seconds.
+    at: seconds of the server's clock at which the event came.
     value: share of an edit that is kept, 0 to 1; satisfaction of a follow-up or
       a thumb, -1 to 1; seconds of an answer.
     after_s: age of the edit, where the kind is 'edit_kept'.

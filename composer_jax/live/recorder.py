@@ -148,13 +148,7 @@ class Recorder:
     requests: Sequence[records.SampleRequest],
     changed: Sequence[str],
   ) -> recording.OnEnd | None:
-    """Returns what keeps the answer of a request; None where nothing is kept.
-
-    Args:
-      metadata: field of that name of the request.
-      requests: what the engine is asked to sample.
-      changed: names of parameters that change the sampled distribution in ways
-        that a trainer does not know.
+    """Returns what keeps an answer, as `recording.AnswerRecorder` says.
 
     Raises:
       errors.ApiError: the token is forged, of another arm, or the answer could

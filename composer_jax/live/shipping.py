@@ -40,8 +40,8 @@ class ShippingOptions:
   """What a candidate may lose.
 
   Attributes:
-    margin: loss of the pass rate of a domain that may not be, from 0 to 1.
-    canary_margin: change for the worse of a canary that may not be.
+    margin: loss of a domain's pass rate, from 0 to 1, that must be excluded.
+    canary_margin: change of a canary for the worse that must be excluded.
     alpha: chance of shipping a candidate that loses a margin.
   """
 
@@ -66,7 +66,7 @@ class GateFinding:
     bound: one-sided bound of the change, at the level of the gate; in a trial
       the change itself.
     margin: change for the worse that the bound must exclude.
-    is_shown: true if it does.
+    is_shown: true if the gate found nothing here that keeps a candidate back.
   """
 
   name: str
