@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import files
-from composer_jax.live import episodes, learning, options, plans
+from composer_jax.live import episodes, learning, options, plans, trial
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import update
 
@@ -112,6 +112,32 @@ def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
   learner._train(plan)
   assert seen == [2, 2, 1] and written == [4, 5, 6]
   assert published == [(6, 6)] and learner.version == 6
+
+
+def test_a_cycle_that_was_killed_once_promoted_is_not_trained_again(
+  folder, tmp_path
+):
+  known = plans.Plans(tmp_path / 'cycles')
+  plan = plans.CyclePlan(
+    cycle=1,
+    base=3,
+    steps=((('a',),),),
+    terms={'a': {'kept': 1.0}},
+    left_out={},
+    satisfied=1.0,
+  )
+  known.save(plan)
+  learner = object.__new__(learning.Learner)
+  vars(learner).update(  # All that it needs: nothing to train or play with.
+    _episodes=folder.episodes,
+    _plans=known,
+    _state=types.SimpleNamespace(step=4),
+    _writer=types.SimpleNamespace(write=lambda *_, **__: None),
+    _ports=types.SimpleNamespace(say=lambda text: None),
+  )
+  row = learner.cycle(1)
+  assert (row['decision'], row['version']) == (trial.PROMOTE, 4)
+  assert row['reason'] == 'resumed' and learner.cycle(1) == row
 
 
 def test_an_event_that_a_kill_tore_is_as_if_it_never_came(folder):
