@@ -26,12 +26,17 @@ from absl import flags
 from composer_jax.telemetry import progress
 from experiments import launch
 
+# Of fields that the command line overrides; the next line defines them anew.
+for _name in [name for name in flags.FLAGS if name.startswith('config.')]:
+  delattr(flags.FLAGS, _name)
 flags.FLAGS.set_default('config', 'configs/composer/live.py')
 flags.FLAGS.set_default('workdir', 'runs/live')
 _USERS = flags.DEFINE_enum(
   'users', 'simulated', ['simulated', 'real'], 'Who uses the servers.'
 )
-_CYCLES = flags.DEFINE_integer('cycles', 5, 'Cycles; 0 for no end.')
+_CYCLES = flags.DEFINE_integer(
+  'cycles', 5, 'Cycles; 0 for no end, with real users.'
+)
 _RECORD = flags.DEFINE_string(
   'record', '', "Folder of recorded episodes; '' for live/record in --workdir."
 )
@@ -56,12 +61,6 @@ def run(spec, systems, workdir, *, command):
   from experiments import following
 
   say, options = progress.teller('live'), spec.systems['live']
-  judge = None
-  if options.judge_url:
-    key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
-    judge = pricing.follow_up_judge(
-      judges.OpenAIJudge(options.judge_url, options.judge_model, key)
-    )
   folder = pathlib.Path(_RECORD.value or workdir / 'live' / 'record').absolute()
   suites = following.PinnedSuites(_SUITES.value, workdir)
   if _USERS.value == 'simulated':
@@ -78,6 +77,12 @@ def run(spec, systems, workdir, *, command):
       _PATIENCE.value,
     )
     return
+  judge = None
+  if options.judge_url:
+    key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
+    judge = pricing.follow_up_judge(
+      judges.OpenAIJudge(options.judge_url, options.judge_model, key)
+    )
   recorded = episodes.Episodes(folder)
 
   def wait() -> bool:

@@ -75,7 +75,7 @@ _TOKEN_FILE = flags.DEFINE_string(
   'the variable COMPOSER_JAX_TOKEN; without either, none is asked for.',
 )
 
-# Of an import, whose own may be too long for the memory.
+# Longest default window of an import: all its positions may not fit memory.
 _IMPORT_WINDOW = 8192
 
 

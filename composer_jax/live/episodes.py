@@ -1,10 +1,10 @@
 """The folder of recorded episodes: one folder a user, one in it an episode.
 
-  secret, windows.json
+  secret, windows.json, trial.json
   users/USER/EPISODE/claim.json    domain, arm and trial
                      000.npz       an answer: tokens, log-probabilities, routes
                      events.jsonl  answers and counted events, without texts
-  fates.json                       numbers of events by fate; no content
+  fates.jsonl                      numbers of events by fate; no content
 
 Everything of a user is in one folder, so that withdrawing consent is to delete
 it. Several servers may share the folder: each locks a user's folder while it
@@ -251,7 +251,8 @@ class Episodes:
     """
     line = json.dumps({'fate': fate, 'kind': kind, 'count': count})
     try:
-      with self._lock, contextlib.closing(self._fates()) as lines:
+      fates = append.AppendFile(self.folder / _FATES, 'a fate')
+      with self._lock, contextlib.closing(fates) as lines:
         lines.append(f'{line}\n'.encode())
     except OSError as error:
       _log.warning('A fate is not counted (%s): %s', line, error)
@@ -264,9 +265,6 @@ class Episodes:
       row = json.loads(line)
       total[row['fate']] += row['count']
     return dict(total)
-
-  def _fates(self) -> append.AppendFile:
-    return append.AppendFile(self.folder / _FATES, 'a fate')
 
   def _place(self, claim: tokens.Claim) -> pathlib.Path:
     return self.folder / _USERS / claim.user / claim.episode

@@ -23,7 +23,6 @@ DOUBLE = 'double'  # the same event once more
 EARLY = 'early'  # says more of an edit than its age allows
 LATE = 'late'  # after its window
 UNKNOWN = 'unknown'  # of an episode that was withdrawn, or has no answer yet
-FATES = (COUNTED, DOUBLE, EARLY, LATE, UNKNOWN)
 
 _MAX_TEXT, _MAX_EVENTS = 8000, 1000
 _ID = re.compile(r'[\w.:-]{1,80}', re.ASCII)
@@ -68,7 +67,7 @@ class Event:
   Attributes:
     id: name that the client gives it, by which a repetition is known.
     kind: one of `KINDS`, or `ANSWERED` of the server.
-    at: time at which the server got it, in seconds.
+    at: seconds of the server's clock at which the event came.
     value: share of an edit that is kept, 0 to 1; satisfaction of a follow-up or
       a thumb, -1 to 1; seconds of an answer.
     after_s: age of the edit, where the kind is 'edit_kept'.

@@ -15,6 +15,7 @@ import numpy as np
 
 from composer_jax.core import records
 from composer_jax.live import episodes as episodes_lib
+from composer_jax.live import tokens
 from composer_jax.rl import advantage
 
 _SHINGLE = 4  # tokens
@@ -22,10 +23,9 @@ _SHINGLE = 4  # tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedRollout:
-  """A rollout with its domain, its user and the weights that sampled it."""
+  """A rollout with the claim of its episode and the weights that sampled it."""
 
-  domain: str
-  user: str
+  claim: tokens.Claim
   policies: Mapping[int, str]
   rollout: records.Rollout
 
@@ -34,14 +34,11 @@ def of_episode(
   episode: episodes_lib.LiveEpisode, rollout: records.Rollout
 ) -> JudgedRollout:
   return JudgedRollout(
-    domain=episode.claim.domain,
-    user=episode.claim.user,
-    policies=episode.policies,
-    rollout=rollout,
+    claim=episode.claim, policies=episode.policies, rollout=rollout
   )
 
 
-def prompt_of(rollout: records.Rollout) -> np.ndarray:
+def _prompt_of(rollout: records.Rollout) -> np.ndarray:
   """Returns the tokens before the first that the policy sampled."""
   first = rollout.trajectories[0]
   return first.tokens_T[: int(np.argmax(first.loss_mask_T))]
@@ -66,16 +63,16 @@ def similar(
   firsts: list[frozenset[bytes]] = []
   by_domain = collections.defaultdict[str, list[int]](list)
   for index, episode in enumerate(episodes):
-    own = _shingles(prompt_of(episode.rollout))
-    for place in by_domain[episode.domain]:
+    own = _shingles(_prompt_of(episode.rollout))
+    for place in by_domain[episode.claim.domain]:
       group, other = groups[place], firsts[place]
-      is_new = all(episodes[i].user != episode.user for i in group)
+      is_new = all(episodes[i].claim.user != episode.claim.user for i in group)
       is_alike = len(own & other) >= least * len(own | other)
       if len(group) < most and is_new and is_alike:
         group.append(index)
         break
     else:
-      by_domain[episode.domain].append(len(groups))
+      by_domain[episode.claim.domain].append(len(groups))
       groups.append([index])
       firsts.append(own)
   return groups

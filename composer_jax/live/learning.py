@@ -28,13 +28,7 @@ from typing import Any
 from composer_jax.core import files, processes, records
 from composer_jax.delta import publisher, transport
 from composer_jax.live import episodes as episodes_lib
-from composer_jax.live import (
-  grouping,
-  plans,
-  pricing,
-  shipping,
-  trial,
-)
+from composer_jax.live import grouping, plans, pricing, shipping, trial
 from composer_jax.live import options as options_lib
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
@@ -110,12 +104,18 @@ class Learner:
         manager.Checkpoints(self._folder / 'checkpoints', keep=2)
       )
     )
-    self._key = job.workdir / transport.KEY
-    self._promoted = self._publisher(PROMOTED)
+    key = job.workdir / transport.KEY
+    promoted = publisher.Publisher(
+      self._folder / PROMOTED,
+      key,
+      transport.RUN_ID,
+      job.spec.systems['delta'],
+    )
+    self._promoted = self._stack.enter_context(contextlib.closing(promoted))
     # A server looks for the key in the workdir, and so do candidates.
     kept = self._folder / transport.KEY
     if not kept.exists():
-      shutil.copy(self._key, kept)
+      shutil.copy(key, kept)
     self._restore()
     if self._checkpoints.latest_step() is None:
       self._checkpoints.save(0, self._state.own())
@@ -132,10 +132,7 @@ class Learner:
 
   def served(self) -> dict[str, int]:
     """Returns the versions of the stores that servers follow, by arm."""
-    return {
-      trial.CONTROL: self._base,
-      trial.CANDIDATE: self.version,
-    }
+    return {trial.CONTROL: self._base, trial.CANDIDATE: self.version}
 
   def cycle(self, number: int) -> dict[str, Any]:
     """Runs a cycle to its end; returns its line, at once if it has ended.
@@ -160,14 +157,14 @@ class Learner:
       plan = self._collect(number)
     timed('collect')
     base = plan.base
-    before = self._play(base)
+    before = self._play()
     timed('suites_before')
     self._train(plan)
     timed('train')
     if self.version == base:
       about = {'reason': 'All of its episodes were withdrawn.'}
       return self._finish(plan, trial.ROLL_BACK, about, seconds)
-    after = self._play(self.version)
+    after = self._play()
     judged = shipping.judge(
       before, after, self._options.prices, self._options.gate
     )
@@ -352,21 +349,15 @@ class Learner:
         }
     return [row for row in known.values() if row is not None]
 
-  def _play(self, version: int) -> Mapping[str, Sequence[shipping.Row]]:
-    identity = self._identity()
-    return self._ports.play(
-      self._functions.policy(self._state), version, identity
-    )
-
-  def _identity(self) -> str:
-    """Returns the identity of the weights of the state, which is published."""
-    rows = writers.read(self._folder)
-    published = [
-      r['target_id']
-      for r in rows
-      if r['stage'] == transport.PUBLISHED and r['step'] == self.version
+  def _play(self) -> Mapping[str, Sequence[shipping.Row]]:
+    """Plays the pinned suites with the state, which is published."""
+    identities = [
+      row['target_id']
+      for row in writers.read(self._folder)
+      if row['stage'] == transport.PUBLISHED and row['step'] == self.version
     ]
-    return published[-1]
+    policy = self._functions.policy(self._state)
+    return self._ports.play(policy, self.version, identities[-1])
 
   def _restore(self) -> None:
     """Takes up the last promoted version, and voids candidates after it."""
@@ -390,15 +381,6 @@ class Learner:
     self._candidates.publish(self._state, self.version)
     self._candidates.wait()
 
-  def _publisher(self, name: str) -> publisher.Publisher:
-    made = publisher.Publisher(
-      self._folder / name,
-      self._key,
-      transport.RUN_ID,
-      self._job.spec.systems['delta'],
-    )
-    return self._stack.enter_context(contextlib.closing(made))
-
   def _promote(self) -> None:
     """Publishes the state to all users; again, if it was interrupted."""
     policy = decoder.policy(self._functions.policy(self._state))
@@ -413,6 +395,7 @@ class Learner:
     about: dict[str, Any],
     seconds: dict[str, float],
   ) -> dict[str, Any]:
+    rewards = [sum(terms.values()) for terms in plan.terms.values()]
     row = {
       'cycle': plan.cycle,
       'base': plan.base,
@@ -421,7 +404,7 @@ class Learner:
       'episodes': len(plan.terms),
       'steps': len(plan.steps),
       'satisfied': plan.satisfied,
-      'reward': _mean([sum(terms.values()) for terms in plan.terms.values()]),
+      'reward': sum(rewards) / len(rewards),
       'left_out': {k: len(names) for k, names in plan.left_out.items()},
       'fates': self._episodes.fates(),
       **seconds,
@@ -448,10 +431,6 @@ def _first_of_users(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   for row in rows:
     firsts.setdefault(row['user'], row)
   return list(firsts.values())
-
-
-def _mean(values: Sequence[float]) -> float:
-  return sum(values) / max(len(values), 1)
 
 
 def served_from(workdir: pathlib.Path, arm: str) -> str:

@@ -11,12 +11,12 @@ import collections
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer_jax.core import files, records
 from composer_jax.live import episodes as episodes_lib
-from composer_jax.live import grouping, pricing, tokens
+from composer_jax.live import grouping, pricing
 from composer_jax.live import options as options_lib
 
 _PLAN, _RESULT = 'plan.json', 'result.json'
@@ -81,7 +81,11 @@ class Plans:
 
   def spent(self) -> set[str]:
     """Returns the names of all episodes that some plan has."""
-    return {name for plan in self._all() for name in plan.spent}
+    names: set[str] = set()
+    for path in self._folder.glob(f'*/{_PLAN}'):
+      if (plan := self.load(int(path.parent.name))) is not None:
+        names |= plan.spent
+    return names
 
   def result(self, cycle: int) -> dict[str, Any] | None:
     """Returns what became of a cycle; None before its end."""
@@ -91,11 +95,6 @@ class Plans:
 
   def finish(self, cycle: int, result: Mapping[str, Any]) -> None:
     files.write_json(self._folder / f'{cycle:04d}' / _RESULT, dict(result))
-
-  def _all(self) -> Iterator[CyclePlan]:
-    for path in sorted(self._folder.glob(f'*/{_PLAN}')):
-      if (plan := self.load(int(path.parent.name))) is not None:
-        yield plan
 
 
 # Says why a group of an episode may not be trained on; '' where it may.
@@ -140,15 +139,13 @@ def draw(
       left_out[OLD].append(claim.episode)
     else:
       judged.append(made)
-  most = size * options.steps
-  # What does not fit waits for the next cycle.
-  judged = judged[:most]
-  count = len(judged) // size
+  count = min(len(judged) // size, options.steps)
   if count < options.least_steps:
     return None
+  # What does not fit waits for the next cycle.
   judged = judged[: count * size]
   groups = grouping.similar(judged, options.similarity, size)
-  satisfied = sum(e.rollout.reward > 0 for e in judged) / len(judged)
+  satisfied = sum(e.rollout.verdict.passed for e in judged) / len(judged)
   return CyclePlan(
     cycle=cycle,
     base=base,
@@ -195,9 +192,7 @@ def read_step(
     Groups, and the baselines of groups of one by their number, over what is
     left of the plan.
   """
-  claims: dict[str, tokens.Claim] = {
-    c.episode: c for c in episodes.claims() if c.episode in plan.terms
-  }
+  claims = {c.episode: c for c in episodes.claims() if c.episode in plan.terms}
   left = sorted(claims)
   rewards = [sum(plan.terms[name].values()) for name in left]
   domains = [claims[name].domain for name in left]

@@ -74,7 +74,7 @@ class PriceOptions:
     checks.number(self, 0, *prices, 'slow', 'free_s')
 
 
-def asks_back(calls: Sequence[events.Event], options: PriceOptions) -> bool:
+def _asks_back(calls: Sequence[events.Event], options: PriceOptions) -> bool:
   """Returns whether an episode asked the user and edited nothing.
 
   An edit that was refused is none; a question that a tool took is one, whatever
@@ -115,7 +115,7 @@ def terms_of(
   for outcome, price in priced.items():
     if count := sum(e.outcome == outcome for e in calls):
       terms[outcome] = -price * min(count, options.most_calls)
-  if asks_back(calls, options):
+  if _asks_back(calls, options):
     terms['asked'] = -options.asked
   seconds = sum(e.value for e in known if e.kind == events.ANSWERED)
   if terms and options.slow and seconds > options.free_s:

@@ -7,7 +7,7 @@
 
 An answer is kept if its request names an episode: `metadata.episode` is the
 token of that episode. A request without one is answered as ever, and nothing of
-it is kept. Of an episode everything is to be trained on, so a request whose
+it is kept. An episode is trained on as a whole, so a request in it whose
 log-probabilities a trainer could not recompute is refused, not left out.
 """
 
@@ -117,11 +117,11 @@ class Recorder:
     )
 
   async def note(self, to: exchange.Exchange, body: Any) -> None:
-    if not isinstance(body, dict):
-      raise errors.invalid('The body must be a JSON object.', None)
-    claim = self._claim(body.pop('episode', None), str(body.get('kind'))[:20])
+    fields = errors.fields_of(body)
+    token, kind = fields.pop('episode', None), str(fields.get('kind'))[:20]
+    claim = self._claim(token, kind)
     try:
-      event = events.parse(body, self._now())
+      event = events.parse(fields, self._now())
       fate = await asyncio.to_thread(self._note, claim, event)
     except ValueError as error:
       raise errors.invalid(str(error), None, 'invalid_event') from error
@@ -148,13 +148,7 @@ class Recorder:
     requests: Sequence[records.SampleRequest],
     changed: Sequence[str],
   ) -> recording.OnEnd | None:
-    """Returns what keeps the answer of a request; None where nothing is kept.
-
-    Args:
-      metadata: field of that name of the request.
-      requests: what the engine is asked to sample.
-      changed: names of parameters that change the sampled distribution in ways
-        that a trainer does not know.
+    """Returns what keeps an answer, as `recording.AnswerRecorder` says.
 
     Raises:
       errors.ApiError: the token is forged, of another arm, or the answer could
@@ -271,16 +265,15 @@ class Recorder:
 
 
 def _fields(body: Any, known: Sequence[str]) -> dict[str, Any]:
-  if not isinstance(body, dict):
-    raise errors.invalid('The body must be a JSON object.', None)
-  for name in body:
+  fields = errors.fields_of(body)
+  for name in fields:
     if name not in known:
       raise errors.invalid(
         f'Unknown parameter: {name!r:.100}. Known are {", ".join(known)}.',
         name,
         'unknown_parameter',
       )
-  return body
+  return fields
 
 
 def _forbidden(error: tokens.Forged) -> errors.ApiError:

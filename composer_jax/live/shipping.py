@@ -40,8 +40,8 @@ class ShippingOptions:
   """What a candidate may lose.
 
   Attributes:
-    margin: loss of the pass rate of a domain that may not be, from 0 to 1.
-    canary_margin: change for the worse of a canary that may not be.
+    margin: loss of a domain's pass rate, from 0 to 1, that must be excluded.
+    canary_margin: change of a canary for the worse that must be excluded.
     alpha: chance of shipping a candidate that loses a margin.
   """
 
@@ -66,7 +66,7 @@ class GateFinding:
     bound: one-sided bound of the change, at the level of the gate; in a trial
       the change itself.
     margin: change for the worse that the bound must exclude.
-    is_shown: true if it does.
+    is_shown: true if the gate found nothing here that keeps a candidate back.
   """
 
   name: str
@@ -82,8 +82,11 @@ class GateFinding:
 class GateResult:
   """Whether a candidate ships, and why."""
 
-  ships: bool
   findings: tuple[GateFinding, ...]
+
+  @property
+  def ships(self) -> bool:
+    return all(f.is_shown for f in self.findings)
 
   @property
   def reasons(self) -> list[str]:
@@ -161,8 +164,7 @@ def _of_pairs(
   name: str,
   before: Sequence[Row],
   after: Sequence[Row],
-  value: Callable[[Row], float],
-  sign: float,
+  canary: tuple[float, Callable[[Row], float]],
   margin: float,
   alpha: float,
   *,
@@ -172,11 +174,13 @@ def _of_pairs(
   """Compares pairs of rows.
 
   Args:
+    canary: sign for the better and value of a row, as in `canaries`.
     unplayed: value of a row after that is missing or has no verdict where the
       one before has one; None leaves the pair out.
     is_watched: a change for the worse must be shown to keep a candidate back;
       by default its absence must be, to ship.
   """
+  sign, value = canary
   of = lambda rows: {
     (r['task_id'], r['sample']): value(r)
     for r in rows
@@ -187,7 +191,7 @@ def _of_pairs(
     new = {key: new.get(key, unplayed) for key in old}
   both = [key for key in old if key in new]
   by_task = collections.defaultdict[str, list[float]](list)
-  for key in sorted(old.keys() & new.keys()):
+  for key in sorted(both):
     by_task[key[0]].append(sign * (new[key] - old[key]))
   changes = list(by_task.values())
   bound = paired_bound(changes, alpha)
@@ -237,15 +241,14 @@ def judge(
       'A gate compares the same domains, at least one; got '
       f'{sorted(before)} and {sorted(after)}.'
     )
-  passed = lambda row: float(row['passed'])
-  level = options.alpha
+  passed = (1.0, lambda row: float(row['passed']))
+  watched, level = canaries(prices), options.alpha
   findings = [
     _of_pairs(
       name,
       before[name],
       after[name],
       passed,
-      1.0,
       options.margin,
       level,
       # A candidate that breaks its sandbox has not passed.
@@ -256,28 +259,25 @@ def judge(
   whole_before, whole_after = _whole(before), _whole(after)
   findings += [
     _of_pairs(
-      name, whole_before, whole_after, value, sign, options.canary_margin, level
+      name, whole_before, whole_after, canary, options.canary_margin, level
     )
-    for name, (sign, value) in canaries(prices).items()
+    for name, canary in watched.items()
   ]
   findings += [
     _of_pairs(
       f'{name} in {domain}',
       before[domain],
       after[domain],
-      value,
-      sign,
+      canary,
       options.canary_margin,
       level,
       is_watched=True,
     )
     for domain in sorted(before)
-    for name, (sign, value) in canaries(prices).items()
+    for name, canary in watched.items()
     if len(before) > 1
   ]
-  return GateResult(
-    ships=all(f.is_shown for f in findings), findings=tuple(findings)
-  )
+  return GateResult(findings=tuple(findings))
 
 
 def judge_arms(
@@ -316,6 +316,4 @@ def judge_arms(
         is_shown=not is_worse,
       )
     )
-  return GateResult(
-    ships=all(f.is_shown for f in findings), findings=tuple(findings)
-  )
+  return GateResult(findings=tuple(findings))

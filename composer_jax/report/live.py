@@ -29,17 +29,17 @@ def cycles(run: run_data.RunData) -> list[tuple[Any, ...]]:
   """Returns a row for each cycle; `HEAD` names the columns."""
   rows = []
   for row in _results(run):
-    of = lambda name, row=row: run_data.number(row.get(name))
-    shares = [of('satisfied'), of('reward')]
-    shares[0] = None if shares[0] is None else 100 * shares[0]
-    shown = [of('cycle'), of('episodes'), *shares]
-    seconds = [of(name) for name in _SECONDS]
+    numbers = {name: run_data.number(value) for name, value in row.items()}
+    known = {k: v for k, v in numbers.items() if v is not None}
+    known |= {k: round(known[k], 1) for k in _SECONDS if k in known}
+    if 'satisfied' in known:
+      known['satisfied'] *= 100
+    of = lambda names, known=known: [known.get(name, '') for name in names]
     rows.append(
       (
-        *('' if v is None else v for v in shown),
+        *of(('cycle', 'episodes', 'satisfied', 'reward')),
         str(row.get('decision', '')),
-        '' if of('version') is None else of('version'),
-        *('' if v is None else round(v, 1) for v in seconds),
+        *of(('version', *_SECONDS)),
       )
     )
   return rows

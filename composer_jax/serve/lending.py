@@ -1,9 +1,9 @@
 """Rolls out for a run on the engine of a server while no client needs it.
 
 A client's request goes first: while one is open, no turn of an episode is given
-to the engine, and the fleet is asked for nothing. What is begun waits for the
-clients as long as a notice would let it drain, and then goes to other workers,
-with its finished turns.
+to the engine, and the fleet is asked for nothing. An episode that has begun
+waits for clients as long as a worker under notice may drain, and then goes to
+other workers, with its finished turns.
 
   Consumes: leases and policies, through the worker; outcomes of its requests.
   Waits for: clients, who go first.

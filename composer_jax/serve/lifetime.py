@@ -39,7 +39,7 @@ class ServedPolicy:
     tokenizer: tokenizer, with the language of an imported checkpoint.
     chats: false for a checkpoint without a chat template.
     version: policy version of the variables, in optimizer steps of RL.
-    variables: weights as the engine takes them.
+    variables: weights as the engine takes them; None where `engine` has them.
     target_id: identity of a policy that was published; '' of any other.
     receiver: receiver of newer policies; None where nothing is followed.
     engine: engine that serves it; None where it is still to be made.

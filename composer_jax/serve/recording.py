@@ -30,8 +30,8 @@ class AnswerRecorder(Protocol):
     """Returns what keeps the answer; None where nothing is kept.
 
     Args:
-      metadata: field of that name of the request.
-      requests: what the engine is asked to sample.
+      metadata: `metadata` field of the request.
+      requests: requests that the engine will sample, one for each choice.
       changed: names of parameters that change the sampled distribution in ways
         that a trainer does not know.
 

@@ -54,7 +54,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     steps=4,  # at most, in a cycle
     least_steps=4,
     max_age=4,  # versions that an episode may be behind
-    # Wide enough for suites of a few hundred episodes.
+    # A suite must be of a few hundred tasks to exclude such a loss.
     gate=dict(margin=0.05, canary_margin=0.05, alpha=0.05),
     trial=dict(share=0.5, margin=0.1, most_users=500),
   )

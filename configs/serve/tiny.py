@@ -43,8 +43,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     stall_s=60.0,  # without a step until /health says so
     poll_s=0.5,  # between looks at the store, with --follow
   )
-  # With --record, a folder keeps its own: seconds after the last answer within
-  # which events count; see live.events.WindowOptions.
+  # With --record: seconds after the last answer within which events count. A
+  # folder that was made with others is refused; see live.events.WindowOptions.
   c.record = dict(
     edit_kept_s=7200.0,
     follow_up_s=3600.0,

@@ -19,6 +19,8 @@ from tests import programs
     ('serve --key=x', '--key needs --lend; add it'),
     ('fleet --store=x --ray=auto', 'must name the store of a run and a copy'),
     ('serve --stage=sft --follow', "of stage rl, not of 'sft'; leave out"),
+    # Of a main whose default config is its own.
+    ('live --config.live.steps=0', '--config.live.steps must be an integer of'),
     (
       'plan --transport=a2a --libtpu=folder',
       '--transport, --libtpu can be set with --what=compile alone; --what is '

@@ -73,6 +73,17 @@ def test_another_event_of_a_known_id_is_refused(folder):
     folder.tell(claim, 'thumb', name='x', value=-1.0)
 
 
+def test_an_episode_has_at_most_a_thousand_events():
+  known = [
+    events.Event(id=f'e{i}', kind=events.ANSWERED, at=0.0) for i in range(999)
+  ]
+  event = events.Event(id='one more', kind='thumb', at=1.0)
+  assert events.fate_of(event, known, WINDOWS) == events.COUNTED
+  known.append(dataclasses.replace(known[0], id='e999'))
+  with pytest.raises(ValueError, match='at most 1000 events'):
+    events.fate_of(event, known, WINDOWS)
+
+
 def test_an_episode_without_an_answer_has_no_events(folder):
   assert folder.tell(folder.open(), 'thumb', value=1.0) == events.UNKNOWN
 
@@ -122,6 +133,12 @@ def test_a_token_is_of_its_secret_and_claim_alone(tmp_path):
       check(forged)
   assert own.withdrawing(own.withdrawal('u')) == 'u'
   assert (tmp_path / 'a' / tokens.SECRET).stat().st_mode & 0o77 == 0
+
+
+def test_a_damaged_secret_is_refused(tmp_path):
+  (tmp_path / tokens.SECRET).write_bytes(b'short')
+  with pytest.raises(ValueError, match='has 5 bytes and must have 32'):
+    tokens.Tokens.of_folder(tmp_path)
 
 
 def test_no_file_holds_the_name_of_a_user(folder):
@@ -200,6 +217,7 @@ def test_an_answer_that_extends_another_makes_one_window(folder):
     window((1, 9, 3, 4, 5), (6,)),  # other tokens
     window((1, 2), (3,)),  # no longer
     window((1, 2, 3, 4, 5), (6,), version=-1),  # older weights
+    dataclasses.replace(window((1, 2, 3, 4, 5), (6,)), temperature=0.5),
   ],
 )
 def test_other_answers_are_windows_of_their_own(folder, second):

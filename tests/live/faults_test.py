@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from composer_jax.core import files
-from composer_jax.live import episodes, learning, options, plans
+from composer_jax.live import episodes, learning, options, plans, trial
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import update
+from tests.live.conftest import window
 
 
 def test_users_stand_in_the_order_of_their_first_rows():
@@ -112,6 +113,68 @@ def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
   learner._train(plan)
   assert seen == [2, 2, 1] and written == [4, 5, 6]
   assert published == [(6, 6)] and learner.version == 6
+
+
+def test_a_cycle_that_was_killed_once_promoted_is_not_trained_again(
+  folder, tmp_path
+):
+  known = plans.Plans(tmp_path / 'cycles')
+  plan = plans.CyclePlan(
+    cycle=1,
+    base=3,
+    steps=((('a',),),),
+    terms={'a': {'kept': 1.0}},
+    left_out={},
+    satisfied=1.0,
+  )
+  known.save(plan)
+  learner = object.__new__(learning.Learner)
+  vars(learner).update(  # All that it needs: nothing to train or play with.
+    _episodes=folder.episodes,
+    _plans=known,
+    _state=types.SimpleNamespace(step=4),
+    _writer=types.SimpleNamespace(write=lambda *_, **__: None),
+    _ports=types.SimpleNamespace(say=lambda text: None),
+  )
+  row = learner.cycle(1)
+  assert (row['decision'], row['version']) == (trial.PROMOTE, 4)
+  assert row['reason'] == 'resumed' and learner.cycle(1) == row
+
+
+def test_answers_of_other_weights_say_nothing_of_a_trial(folder):
+  def judged(user, version=4, identity='right', name='now'):
+    made, of_trial = window(version=version), dict(arm='candidate', trial=name)
+    return folder.judged(
+      made=made, policies={version: identity}, user=user, **of_trial
+    )
+
+  right = judged('a')
+  judged('b', version=3)
+  judged('c', identity='rolled back')  # Under the same number.
+  judged('d', name='before')
+  folder.now += 200
+  fault_of = lambda group: 'void' * ('rolled back' in group.policies.values())
+  learner = object.__new__(learning.Learner)
+  vars(learner).update(
+    _episodes=folder.episodes,
+    _options=options.LiveOptions(),
+    _ports=types.SimpleNamespace(now=lambda: folder.now, judge=None),
+    _candidates=types.SimpleNamespace(fault_of=fault_of),
+  )
+  versions = {trial.CONTROL: 3, trial.CANDIDATE: 4}
+  rows = learner._outcomes('now', versions, {})
+  assert [row['user'] for row in rows] == [right.user]
+
+
+def test_an_event_that_a_kill_tore_is_as_if_it_never_came(folder):
+  claim = folder.open()
+  folder.answer(claim)
+  (path,) = folder.episodes.folder.rglob('events.jsonl')
+  with path.open('a') as file:
+    file.write('{"id": "torn", "ki')
+  assert len(folder.episodes.read(claim).events) == 1
+  assert folder.tell(claim, 'thumb', value=1.0) == 'counted'
+  assert [e.kind for e in folder.episodes.read(claim).events][1:] == ['thumb']
 
 
 def test_two_weights_of_one_version_are_the_identity_of_none(folder):

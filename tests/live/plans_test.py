@@ -64,6 +64,16 @@ def test_silence_is_a_status_and_no_reward(folder):
   assert both.reward_terms == {'failed': -0.1, 'asked': -PRICES.asked}
 
 
+def test_only_seconds_beyond_the_free_ones_cost(folder):
+  slow = dataclasses.replace(PRICES, slow=0.25, free_s=10.0)
+  for seconds, cost in ((10.0, {}), (14.0, {'slow': -1.0})):
+    claim = folder.open()
+    folder.answer(claim, seconds=seconds)
+    folder.tell(claim, 'thumb', value=1.0)
+    known = folder.episodes.read(claim).events
+    assert pricing.terms_of(known, slow) == {'thumb': 0.5, **cost}
+
+
 def test_one_episode_does_not_own_a_batch(folder):
   """However many calls break, they cost what a few do."""
   broken = [('tool_call', dict(outcome='invalid'))] * 50
@@ -117,12 +127,7 @@ def test_baselines_leave_the_episode_itself_out():
 def made(folder, prompt, kept, user, domain='web'):
   claim = folder.judged(kept, made=window(prompt), user=user, domain=domain)
   episode = folder.episodes.read(claim)
-  return grouping.JudgedRollout(
-    domain=domain,
-    user=claim.user,
-    policies=episode.policies,
-    rollout=pricing.rollout_of(episode, PRICES),
-  )
+  return grouping.of_episode(episode, pricing.rollout_of(episode, PRICES))
 
 
 def test_similar_prompts_of_different_users_make_a_group(folder):
@@ -222,11 +227,13 @@ def test_what_teaches_nothing_is_left_out_with_its_reason(folder, tmp_path):
   ]
   old = folder.judged(made=window(version=2), policies={2: 'x'})
   void = folder.judged(made=window(version=5), policies={5: 'rejected'})
+  # As old as may be.
+  good.append(folder.judged(made=window(version=3), policies={3: 'x'}))
   silent = folder.open()
   folder.answer(silent, window(version=5), {5: 'x'})
   folder.now += 200
   fault_of = lambda group: 'void' * ('rejected' in group.policies.values())
-  plan = draw(folder, known, 1, base=5, fault_of=fault_of)
+  plan = draw(folder, known, 1, base=5, size=3, fault_of=fault_of)
   assert set(plan.terms) == {c.episode for c in good}
   assert plan.left_out == {
     plans.OLD: (old.episode,),

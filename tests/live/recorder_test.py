@@ -172,6 +172,8 @@ def test_a_user_of_the_other_arm_is_sent_there(client, folder):
     assert status == (200 if each['arm'] == 'control' else 421)
     if status == 421:
       assert answer['error']['code'] == 'other_arm'
+  # A learner tells the trial's episodes by its name.
+  assert {c.trial for c in folder.episodes.claims()} == {'t'}
   trial.end(folder.episodes.folder)
   assert client.open(user='u0')[1]['arm'] == 'control'
 

@@ -169,6 +169,17 @@ def test_trials_without_a_change_are_seldom_stopped_by_canaries():
   assert stopped <= 0.05 * 60
 
 
+def test_canaries_of_a_trial_share_its_level():
+  """Each of the five is stopped at five times the capital of one alone."""
+  old, new = rows([1] * 20), rows([1] * 20, tools=('edit', 'ask'))
+  ships = [
+    shipping.judge_arms(old[:n], new[:n], PRICES, GATE).ships
+    for n in range(1, 21)
+  ]
+  capital_N = trial.capital(np.ones(20))  # Each pair differs as far as it can.
+  assert ships == list(capital_N < 5 / GATE.alpha)
+
+
 def test_a_candidate_at_the_margin_ships_at_most_at_the_level():
   """Of 100 candidates that lose exactly the margin in a domain."""
   draw, shipped = np.random.default_rng(1), 0
@@ -249,6 +260,8 @@ def test_a_decision_does_not_change_with_what_comes_later():
   early = trial.judge(old[:60], new[:60], OPTIONS)
   assert early.decision == first.decision == trial.PROMOTE
   assert trial.judge(old, new, OPTIONS).reason == early.reason
+  # Nor if it was harmful first.
+  assert trial.judge(new, old, OPTIONS).decision == trial.ROLL_BACK
 
 
 def test_users_are_divided_by_their_share_and_trials_are_independent():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 import types
 
 import numpy as np
@@ -55,19 +56,21 @@ class Served:
     )
 
 
+def request(session, token):
+  return records.SampleRequest(
+    session=session,
+    context_T=np.array([token], np.int32),
+    max_new_tokens=1,
+    stop_tokens=(),
+    seed=(0,),
+  )
+
+
 def play(task, policy, *, group, member, seed):
   """An episode of some turns, whose rollout any worker would make."""
   del task, seed
   for turn in range(TURNS):
-    policy.complete(
-      records.SampleRequest(
-        session=f'{group}/{member}',
-        context_T=np.array([turn], np.int32),
-        max_new_tokens=1,
-        stop_tokens=(),
-        seed=(0,),
-      )
-    )
+    policy.complete(request(f'{group}/{member}', turn))
   policy.close(f'{group}/{member}')
   return groups.make_group(group, 0, range(member, member + 1)).rollouts[0]
 
@@ -188,6 +191,30 @@ def test_leases_that_wait_too_long_go_to_others_with_their_turns(lent):
   # And it takes leases again.
   scripted.wait_for(lambda: world.version == worlds.STEPS)
   assert world.trained == worlds.expected()
+
+
+def test_a_server_leaves_a_run_that_is_over(lent):
+  scripted.wait_for(lambda: lent.world.version == worlds.STEPS)
+  take = lent.worker.before_step
+
+  def ended():
+    take()
+    lent.leases.is_over = True
+
+  lent.worker.before_step = ended
+  scripted.wait_for(lambda: lent.server.served.problem)
+  assert lent.server.served.problem == 'The run is over.'
+  # An episode that asked nevertheless would wait without end.
+  refused = []
+
+  def ask():
+    try:
+      lent.worker.policy.complete(request('late', 0))
+    except RuntimeError as error:
+      refused.append(error)
+
+  threading.Thread(target=ask, daemon=True).start()
+  scripted.wait_for(lambda: refused)
 
 
 def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):

@@ -55,6 +55,13 @@ def invalid(
   return ApiError(400, message, code=code, param=param)
 
 
+def fields_of(body: Any) -> dict[str, Any]:
+  """Returns a copy of the fields of a body that is a JSON object."""
+  if not isinstance(body, dict):
+    raise invalid('The body must be a JSON object.', None)
+  return dict(body)
+
+
 def draining() -> ApiError:
   return ApiError(
     503,

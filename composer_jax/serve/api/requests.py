@@ -204,9 +204,7 @@ class TokensRequest(Sampling):
 
 def parse(kind: type[Any], body: Any) -> Any:
   """Returns a checked request; errors.ApiError 400 names the parameter."""
-  if not isinstance(body, dict):
-    raise errors.invalid('The body must be a JSON object.', None)
-  fields = dict(body)
+  fields = errors.fields_of(body)
   if issubclass(kind, GenerationRequest):
     for name in IGNORED:
       fields.pop(name, None)

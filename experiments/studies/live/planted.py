@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax.delta import transport
 from composer_jax.live import options as options_lib
 from composer_jax.live import shipping, trial
 from composer_jax.tasks.practice import evaluation
@@ -32,7 +33,7 @@ def rows_of(workdir: pathlib.Path) -> list[Rows]:
   published = [
     row['target_id'][:24]
     for row in writer.read(workdir / 'live')
-    if row['stage'] == 'delta'
+    if row['stage'] == transport.PUBLISHED
   ]
   found = []
   for name in dict.fromkeys(published):
@@ -99,7 +100,6 @@ def changed(
 class PlantedCase:
   """A planted version, and whether it shipped."""
 
-  kind: str
   change: float
   passed_gate: bool
   shipped: bool
@@ -152,7 +152,6 @@ def plant(
     )
     cases.append(
       PlantedCase(
-        kind=kind,
         change=float(change),
         passed_gate=result.ships,
         shipped=result.ships and tried.decision == trial.PROMOTE,

@@ -18,7 +18,6 @@ from absl import flags
 
 from composer_jax.core import files
 from composer_jax.live import options as options_lib
-from composer_jax.live import shipping, trial
 from experiments import start
 from experiments.studies import results
 from experiments.studies.live import planted
@@ -92,9 +91,7 @@ def _arm(root: pathlib.Path, arm: str, cycles: int) -> list[results.Row]:
 
 
 def _planted(root: pathlib.Path, satisfied: float) -> list[results.Row]:
-  options = options_lib.LiveOptions(
-    gate=shipping.ShippingOptions(), trial=trial.TrialOptions()
-  )
+  options = options_lib.LiveOptions()
   versions = planted.rows_of(root / 'honest')
   rows = []
   for kind, count in (

@@ -13,13 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from composer_jax.live import (
-  episodes,
-  events,
-  learning,
-  recorder,
-  trial,
-)
+from composer_jax.live import episodes, events, learning, recorder, trial
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import stages
 from composer_jax.rollout import engine as engines
@@ -45,6 +39,7 @@ _LIMITS = serve_options.ServeOptions(
   stall_s=300.0,
   poll_s=0.1,
 )
+_COMING = 64  # users who come together
 
 
 @contextlib.contextmanager
@@ -103,19 +98,14 @@ class SimulatedWorld:
   crowd: users_lib.Users
   recorders: dict[str, recorder.Recorder]
   services: dict[str, service.Service]
-  learner: Any = None
-  coming: int = 64
-  most: int = 100_000
+  learner: Any
 
   def wait(self) -> bool:
     """Has the next users come, once servers have the newest weights."""
-    if self.most <= 0:
-      return False
     self._await_weights()
-    self.crowd.come(self.coming)
+    self.crowd.come(_COMING)
     for each in self.recorders.values():
       each.settle()
-    self.most -= self.coming
     return True
 
   def _await_weights(self) -> None:
@@ -139,18 +129,13 @@ def run(
   cycles: int,
   patience: float,
 ) -> list[dict[str, Any]]:
-  """Runs cycles, and pretraining and SFT before if need be; returns results.
-
-  Raises:
-    learning.Starved: users no longer come.
-  """
+  """Runs cycles, and pretraining and SFT before if need be; returns results."""
   say = progress.teller('live')
   with contextlib.ExitStack() as stack:
     job = stack.enter_context(jobs.open_run(spec, systems, workdir, command))
     stages.pretrain(job)
     stages.finetune(job)
-    windows = events.WindowOptions()
-    recorded = episodes.Episodes(folder, windows)
+    recorded = episodes.Episodes(folder, events.WindowOptions())
     clock = users_lib.Clock(_later(folder))
     recorders = {
       arm: recorder.Recorder(recorded, arm=arm, now=clock) for arm in _ARMS
@@ -158,10 +143,7 @@ def run(
     for each in recorders.values():
       stack.callback(each.close)
     ports = learning.LivePorts(
-      play=suites.play,
-      wait=lambda: world.wait(),
-      now=clock,
-      say=say,
+      play=suites.play, wait=lambda: world.wait(), now=clock, say=say
     )
     learner = learning.Learner(job, recorded, spec.systems['live'], ports)
     stack.callback(learner.close)

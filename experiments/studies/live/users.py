@@ -27,7 +27,7 @@ _THUMBS = 0.3
 class Clock:
   """Seconds that pass when somebody says so."""
 
-  def __init__(self, start: float = 1.8e9):
+  def __init__(self, start: float):
     self._now, self._lock = start, threading.Lock()
 
   def __call__(self) -> float:
