@@ -218,7 +218,7 @@ class RolloutWorker:
       self._orders[lease.order.group] = lease.order
       saved = leases.saved(lease)
       if lease.saved and saved is None:  # It was refused.
-        served.num_anew += lease.stop - lease.first
+        served.num_anew += lease.size
       saved = served.goes_on(saved)
       self._shares[lease.epoch] = share = self._stream.admit(
         lease.order.group,

@@ -104,7 +104,7 @@ class StoredGroups:
     self._num_wanted = 0
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
-    self._told = ''
+    self._told: dict[str, str] = {}
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._thread: threading.Thread | None = None
     self._reconciler: Any = None
@@ -187,15 +187,15 @@ class StoredGroups:
         wanted = [g for g in groups if not self._is_lost(g)]
         whole = [self._whole(g, fault_of) for g in wanted]
     except OSError as error:
-      self._wait_for_store(error)
+      self._tell_of_store('trainer', error)
       return None
     return [g for g in whole if g] if all(whole) else None
 
-  def _wait_for_store(self, error: OSError) -> None:
-    """Says, once, that a caller waits, and asks again, as the thread does."""
-    if str(error) != self._told:
-      self._say(f'the trainer waits for its store: {error}')
-    self._told = str(error)
+  def _tell_of_store(self, who: str, error: OSError) -> None:
+    """Says, once for each error, that someone waits and will ask again."""
+    if str(error) != self._told.get(who):
+      self._say(f'the {who} waits for its store: {error}')
+    self._told[who] = str(error)
 
   def unfinished(self, version: int) -> int:
     with self._lock:
@@ -304,7 +304,7 @@ class StoredGroups:
     try:
       return self._read_plan(plan)
     except OSError as error:
-      self._wait_for_store(error)
+      self._tell_of_store('trainer', error)
       return None
 
   def _read_plan(self, plan: Sequence[Any]) -> list[records.Group]:
@@ -356,7 +356,7 @@ class StoredGroups:
         del known[group]
     self._refused = {key for key in self._refused if key[0] >= floor}
     self._parts = {k: g for k, g in self._parts.items() if k[0] >= floor}
-    for kind in ('groups', 'turns'):
+    for kind in (documents.GROUPS, documents.TURNS):
       numbers = ((n.partition('.')[0], n) for n in self._docs.names(kind))
       old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
       self._docs.delete([self._docs.place(kind, name) for name in old])
@@ -414,17 +414,15 @@ class StoredGroups:
     self._thread.start()
 
   def _run(self) -> None:
-    told = ''
     while not self._stopping.is_set():
       try:
         self.tick()
         self._read_ahead()
       except OSError as error:
         # Nobody is better off without a trainer: the store may come back.
-        if str(error) != told:
-          self._say(f'the fleet waits for its store: {error}')
-        told = str(error)
+        self._tell_of_store('fleet', error)
       except BaseException as error:
+        # The trainer raises it, too, rather than wait for groups for ever.
         self._failure = error
         raise
       self._wake.wait(self._poll_s)
