@@ -136,22 +136,20 @@ def balanced(
   """
   num_batches = -(-len(rows) // rows_per_batch)
   num_rows = rows_per_batch // shards
-  best: tuple[float, list[Rows]] | None = None
+  divisions: list[tuple[float, list[Rows]]] = []
   for is_dealt in (False, True):
     state = _Shards(sizes, taken, seq_len)
     if is_dealt:
       state.deal(rows, num_batches * shards, num_rows)
     elif not state.fill(num_batches * shards, num_rows):
       continue
-    left = state.even_out()
-    if best is None or left < best[0]:
-      best = left, state.rows
-    if left <= _ENOUGH:
+    divisions.append((state.even_out(), state.rows))
+    if divisions[-1][0] <= _ENOUGH:
       break
-  assert best is not None
+  _, best = min(divisions, key=lambda division: division[0])
   # Shards that are alike share a microbatch, at whose end they wait.
   tokens = lambda shard: -sum(sizes[i] for row in shard for i in row)
-  ordered = sorted(best[1], key=tokens)
+  ordered = sorted(best, key=tokens)
   firsts = range(0, len(ordered), shards)
   parts = [ordered[first : first + shards] for first in firsts]
   alternate = [part[:: 1 - 2 * (m % 2)] for m, part in enumerate(parts)]

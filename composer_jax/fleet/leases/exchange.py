@@ -170,12 +170,7 @@ class StoredGroups:
 
   def finished(self, groups: Sequence[int]) -> list[int]:
     with self._lock:
-      entries = self._reconciler.ledger.entries
-      return [
-        g
-        for g in groups
-        if self._is_lost(g) or (g in entries and self._is_whole(g, entries[g]))
-      ]
+      return [g for g in groups if self._is_lost(g) or self._is_whole(g)]
 
   def ready(
     self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
@@ -199,17 +194,13 @@ class StoredGroups:
 
   def unfinished(self, version: int) -> int:
     with self._lock:
-      entries = self._reconciler.ledger.entries
-      return sum(
-        order.min_version <= version
-        and not self._is_lost(group)
-        and (group not in entries or not self._is_whole(group, entries[group]))
-        for group, order in self._orders.items()
-      )
+      orders = self._orders.values()
+      begun = [o.group for o in orders if o.min_version <= version]
+      return len(begun) - len(self.finished(begun))
 
-  def _is_whole(self, group: int, entry: ledgers.GroupEntry) -> bool:
-    refused = self._refused
-    return all(
+  def _is_whole(self, group: int) -> bool:
+    entry, refused = self._reconciler.ledger.entries.get(group), self._refused
+    return entry is not None and all(
       p.upload and (group, p.epoch) not in refused for p in entry.parts
     )
 
@@ -227,10 +218,9 @@ class StoredGroups:
     """Returns a group if all its members are there and right."""
     if group in self._whole_groups:
       return self._whole_groups[group]
-    entry = self._reconciler.ledger.entries.get(group)
-    if entry is None or not self._is_whole(group, entry):
+    if not self._is_whole(group):
       return None
-    parts = []
+    entry, parts = self._reconciler.ledger.entries[group], []
     for part in entry.parts:
       try:
         read = self._parts.pop((group, part.epoch), None)
@@ -257,17 +247,17 @@ class StoredGroups:
       known = self._whole_groups.keys() | self._fates.keys()
       entries = self._reconciler.ledger.entries
       wanted = (
-        (group, entries[group])
+        group
         for group in sorted(entries.keys() - known)
-        if not entries[group].fate and self._is_whole(group, entries[group])
+        if not entries[group].fate and self._is_whole(group)
       )
-      for group, entry in itertools.islice(wanted, self._num_wanted):
-        for part in entry.parts:
+      for group in itertools.islice(wanted, self._num_wanted):
+        for part in entries[group].parts:
           key = group, part.epoch
           if key not in self._parts:
             # Whoever wants the group says what is wrong with it.
             with contextlib.suppress(ValueError):
-              self._parts[key] = self._read_part(entry, part)
+              self._parts[key] = self._read_part(entries[group], part)
 
   def _read_part(self, entry: Any, part: ledgers.GroupPart) -> records.Group:
     most, group = self._rules.max_bytes(part.size), entry.order.group

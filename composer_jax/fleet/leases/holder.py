@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.core import played, records, seams
+from composer_jax.core import group_bytes, played, records, seams
 from composer_jax.fleet.leases import documents, turn_bytes, uploads
 
 _ROWS = 8
@@ -382,7 +382,7 @@ class StoredLeases:
       self.is_over |= not self._leases.keys() - done
 
   def deliver(self, lease: seams.Lease, group: records.Group) -> None:
-    data, wait_s = uploads.encode(group), 0.1
+    data, wait_s = group_bytes.to_bytes(group), 0.1
     while lease.epoch in self._leases and not self._stopping.is_set():
       try:
         name, size = self._docs.upload(lease, data)

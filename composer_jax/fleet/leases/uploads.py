@@ -211,8 +211,3 @@ def join(parts: Sequence[records.Group]) -> records.Group:
         )
   rollouts = tuple(itertools.chain(*(part.rollouts for part in parts)))
   return dataclasses.replace(parts[0], rollouts=rollouts, policies=policies)
-
-
-def encode(group: records.Group) -> bytes:
-  """Returns the bytes of what a lease brought; equal groups are equal."""
-  return group_bytes.to_bytes(group)
