@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.core import played, records, seams
-from composer_jax.fleet.leases import documents, turn_bytes, uploads
+from composer_jax.core import group_bytes, played, records, seams
+from composer_jax.fleet.leases import documents, holder, turn_bytes, uploads
 from composer_jax.fleet.leases import ledger as ledgers
 from tests.fleet import groups, worlds
 
@@ -106,6 +106,52 @@ def test_turns_that_no_episode_has_are_refused(fields, message):
   data = turn_bytes.to_bytes(make_saved(lease, **fields))
   with pytest.raises(ValueError, match=message):
     uploads.read_saved(data, lease, groups.RULES)
+
+
+def test_turns_below_the_version_of_their_order_are_refused():
+  order = dataclasses.replace(lease_of().order, min_version=1)
+  lease = lease_of(order=order)
+  data = turn_bytes.to_bytes(make_saved(lease))
+  with pytest.raises(ValueError, match=r'versions \[0\].* lie in 1\.\.1'):
+    uploads.read_saved(data, lease, groups.RULES)
+
+
+def test_an_episode_of_more_windows_may_have_more_tokens():
+  lease, rules = lease_of(), dataclasses.replace(groups.RULES, max_windows=2)
+  data = turn_bytes.to_bytes(make_saved(lease, turns={1: (make_turn(),) * 5}))
+  assert len(uploads.read_saved(data, lease, rules).turns[1]) == 5
+
+
+@pytest.mark.parametrize(
+  'lie, message',
+  [
+    (lambda turns: turns.append(turns[0]), r'\[1, 1\], not ascending'),
+    (lambda turns: turns[0].__setitem__(0, True), 'not ascending'),
+    (lambda turns: turns[0][1].clear(), 'no lengths'),
+    (lambda turns: turns[0][1][0].__setitem__(0, -1), 'no lengths'),
+    (lambda turns: turns[0][1][0].__setitem__(4, 1), 'no lengths'),
+  ],
+)
+def test_a_header_that_lies_is_refused(lie, message):
+  data = turn_bytes.to_bytes(make_saved(lease_of()))
+  parts = lambda header, arrays, _: (header, arrays)
+  header, arrays = group_bytes.guarded(parts, data, 1 << 20)
+  lie(header['turns'])
+  with pytest.raises(ValueError, match=message):
+    turn_bytes.from_bytes(group_bytes.pack(header, arrays), 1 << 20)
+
+
+def test_routes_of_all_members_share_one_bound():
+  ids_TMA = np.tile(np.arange(8, dtype=np.uint16), (3, 1000, 1))
+  (turn,) = with_answer(consumed_expert_ids_TMA=ids_TMA)[1]
+  one, two = (
+    turn_bytes.to_bytes(make_saved(lease_of(), turns=turns))
+    for turns in ({1: (turn,)}, {1: (turn,), 2: (turn,)})
+  )
+  most = ids_TMA.nbytes * 3 // 2
+  assert len(turn_bytes.from_bytes(one, most).turns) == 1
+  with pytest.raises(ValueError, match='48000 .* the reader takes 24000'):
+    turn_bytes.from_bytes(two, most)
 
 
 def test_lengths_that_wrap_around_an_int64_are_refused():
@@ -242,6 +288,43 @@ def test_at_most_two_savings_of_a_lease_are_kept(world):
   world.store.trouble = lambda name, key: puts.append(key) or ''
   worker.door.sync()
   assert not [key for key in puts if key.startswith(PLACE)]
+
+
+def test_turns_are_saved_as_often_as_asked_and_not_of_what_is_delivered(world):
+  worker, leases = begin(world, 'first')
+  puts = []
+  world.store.trouble = lambda name, key: (
+    puts.append(key) if name == 'put' and PLACE in key else ''
+  )
+  worker.door.deliver(leases[0], worker.make(leases[0], 0))
+  worker.door._save_s = np.inf
+  for count in (3, 4):
+    play_on(worker, leases, count)
+    worker.door.sync()
+  assert len(puts) == len(leases) - 1
+
+
+@pytest.mark.parametrize('reason', ['', 'no resuming', 'too long'])
+def test_turns_that_nobody_would_read_are_not_saved(world, monkeypatch, reason):
+  rules = dataclasses.replace(groups.RULES, resumes=reason != 'no resuming')
+  if reason == 'too long':
+    monkeypatch.setattr(uploads, 'max_saved_bytes', lambda *_: 10)
+  door = holder.StoredLeases(
+    world.docs(),
+    'w',
+    capacity=8,
+    setup=world.trainer._digest,
+    beat_s=0.0,
+    poll_s=0.0,
+    rules=rules,
+    while_waiting=lambda: world.turn([]),
+  )
+  while not (leases := door.take(0)[0]):
+    pass
+  door.keep(leases[0], lambda: make_saved(leases[0]))
+  door._saves_at = 0.0
+  door.sync()
+  assert any(PLACE in key for key in world.store.files) == (not reason)
 
 
 def test_turns_that_a_lease_names_are_not_deleted_by_whoever_has_it(world):
