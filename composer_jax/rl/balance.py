@@ -88,7 +88,7 @@ class _Shards:
 
   def _relieve(self, high: int, low: int, gap: int) -> int:
     """Moves about half a gap of tokens to another shard; returns how many."""
-    changes = [c for c in self._changes(high, low) if 0 < c[0] < gap]
+    changes = [c for c in self._changes(high, low) if c[0] < gap]
     if not changes:
       return 0
     moved, source, i, target, j = min(
@@ -107,14 +107,14 @@ class _Shards:
     """Yields (tokens, row, trajectory, other row, what comes back) that fit."""
     others = [(row, self.free(row), [*row, None]) for row in self.rows[low]]
     for source in self.rows[high]:
-      room = self.free(source)
       for i in source:
         for target, free, back in others:
           for j in back:
             came = 0 if j is None else self._taken[j]
-            if self._taken[i] <= free + came and came <= room + self._taken[i]:
-              size = 0 if j is None else self._sizes[j]
-              yield self._sizes[i] - size, source, i, target, j
+            moved = self._sizes[i] - (0 if j is None else self._sizes[j])
+            # What comes back is shorter, and fits where the other was.
+            if moved > 0 and self._taken[i] <= free + came:
+              yield moved, source, i, target, j
 
 
 def balanced(
@@ -131,7 +131,7 @@ def balanced(
   Args:
     rows: a packing that fits, of trajectories by their numbers.
     sizes: tokens of each trajectory.
-    taken: tokens of a row that each takes.
+    taken: tokens of a row that each takes, a longer one no fewer.
     rows_per_batch: rows of a microbatch; every shard holds an equal part.
   """
   num_batches = -(-len(rows) // rows_per_batch)
