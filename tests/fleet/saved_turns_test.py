@@ -474,6 +474,18 @@ def test_who_goes_back_has_the_newest_turns_that_are_not_void(version):
   assert part.saved == expected[version]
 
 
+def test_many_savings_of_one_version_push_out_none_of_a_lower():
+  ledger = ledgers.LeaseLedger()
+  ledger.admit(lease_of().order, 2, 2)
+  ledger.announce(1)
+  (part,) = ledger.entries[3].parts
+  for epoch, version in enumerate((0, *[1] * 9), 1):
+    ledger.lease(3, part, 'w')
+    ledger.lose(epoch, ledgers.LEFT, (f'{epoch:064x}', 9, version))
+  ledger.rewind(0, 0, lambda *_: False)
+  assert part.saved == (f'{1:064x}', 9, 0)
+
+
 @pytest.mark.parametrize(
   'saved',
   [[[1, 'x', 3, 0]], [[1, 'a' * 64, 3]], [[1, 'a' * 64, 3, -1]], [1]],
