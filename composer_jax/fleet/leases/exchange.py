@@ -246,11 +246,8 @@ class StoredGroups:
     with self._lock:
       known = self._whole_groups.keys() | self._fates.keys()
       entries = self._reconciler.ledger.entries
-      wanted = (
-        group
-        for group in sorted(entries.keys() - known)
-        if not entries[group].fate and self._is_whole(group)
-      )
+      # A group with another fate than `trained` is not whole.
+      wanted = filter(self._is_whole, sorted(entries.keys() - known))
       for group in itertools.islice(wanted, self._num_wanted):
         for part in entries[group].parts:
           key = group, part.epoch
