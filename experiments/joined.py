@@ -13,7 +13,7 @@ from composer_jax.fleet import joining
 from experiments import start
 
 _WRITES = flags.DEFINE_string(
-  'writes', '', 'Store behind one only read; or "".'
+  'writes', '', 'Store to write to, behind a --store that can only be read.'
 )
 _KEY = flags.DEFINE_string('key', '', "File of the run's key.")
 _RUN = flags.DEFINE_string('run', 'policy', 'Name of the run in the store.')

@@ -20,12 +20,14 @@ from composer_jax.fleet import joining, orphans
 from experiments import joined, start
 
 _STORE = flags.DEFINE_string('store', '', 'Store of the run: folder or URL.')
-_NAME = flags.DEFINE_string('name', '', 'Name that no worker had; "": chosen.')
+_NAME = flags.DEFINE_string('name', '', 'Name that no worker had; "": any.')
 _BOXES_ON_RAY = flags.DEFINE_bool(
   'boxes_on_ray', False, 'Judges code on the Ray cluster of RAY_ADDRESS.'
 )
 _DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Checks that this worker may join, and says what it would.'
+  'dry_run',
+  False,
+  'Checks that this worker may join, and says what it would do.',
 )
 
 

@@ -161,7 +161,7 @@ def rescored(
     rollout.turns,
     rollout.flags,
     options,
-    num_sampled=sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories),
+    num_sampled=rollout.num_sampled,
     open_todos=rollout.open_todos,
     judged=judged,
   )

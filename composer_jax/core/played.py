@@ -5,6 +5,7 @@ answer again. A fleet saves them (`fleet.leases.turn_bytes`).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -60,6 +61,8 @@ class SavedTurns:
   """Finished turns of some members of a group.
 
   Attributes:
+    group: id of the group.
+    task_id: task of the group.
     turns: finished turns by member, in order; members without any are absent.
     policies: identity of the weights of each version, as in `records.Group`.
   """
@@ -83,11 +86,5 @@ class SavedTurns:
 
 def versions_of(turns: Mapping[int, tuple[FinishedTurn, ...]]) -> set[int]:
   """Returns the policy versions that sampled or consumed any token."""
-  names = records.VERSIONS
-  return {
-    int(version)
-    for played in turns.values()
-    for turn in played
-    for name in names
-    for version in np.unique(getattr(turn.completion, name))
-  }
+  finished = itertools.chain(*turns.values())
+  return records.versions_of(turn.completion for turn in finished)

@@ -12,7 +12,7 @@ bytes (`core.group_bytes`), not pickles, which could run code of the writer.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -168,6 +168,11 @@ class Rollout:
   not_judged: str = ''
 
   @property
+  def num_sampled(self) -> int:
+    """Number of tokens that the policy sampled."""
+    return sum(int(t.loss_mask_T.sum()) for t in self.trajectories)
+
+  @property
   def is_judged(self) -> bool:
     """False where infrastructure failed, which says nothing of the policy."""
     return self.verdict.status != INFRASTRUCTURE and not self.not_judged
@@ -220,13 +225,7 @@ class Group:
   @property
   def versions(self) -> set[int]:
     """Policy versions that sampled or consumed any token."""
-    return {
-      int(version)
-      for r in self.rollouts
-      for t in r.trajectories
-      for name in VERSIONS
-      for version in np.unique(getattr(t, name))
-    }
+    return versions_of(t for r in self.rollouts for t in r.trajectories)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,3 +349,13 @@ class Failure:
   position: int
   version: int
   reason: str
+
+
+def versions_of(sampled: Iterable[Trajectory | Completion]) -> set[int]:
+  """Returns the policy versions that sampled or consumed any token."""
+  return {
+    int(version)
+    for record in sampled
+    for name in VERSIONS
+    for version in np.unique(getattr(record, name))
+  }

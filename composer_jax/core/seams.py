@@ -212,6 +212,15 @@ class Lease:
   saved: tuple[str, int, int] | None = None
 
   @property
+  def size(self) -> int:
+    return self.stop - self.first
+
+  @property
+  def span(self) -> tuple[int, int, int]:
+    """Group, first member, and number after the last member."""
+    return self.order.group, self.first, self.stop
+
+  @property
   def min_version(self) -> int:
     """Oldest policy version that may go on with it."""
     order = self.order.min_version

@@ -58,18 +58,20 @@ class Crew:
 
     Args:
       start: number of a worker -> the worker, started.
+      count: number of workers to keep going.
       restarts: makes the budget of one worker: how often it is started again
         after an error. A worker that ran on for `settled_s` has a new one.
+      say: told of workers that are started again or given up.
       settled_s: seconds after which a worker has shown that it can go on.
     """
-    self._start, self._restarts = start, restarts
+    self._start, self._count, self._restarts = start, count, restarts
     self._say, self._sleep = say, sleep
     self._settled_s, self._clock = settled_s, clock
     self._budgets: dict[int, supervisor.Restarts] = {}
     self._since: dict[int, float] = {}
     self._reason: str | None = None
     self._is_stopping = False
-    self._workers: dict[int, WorkerProcess | None] = dict.fromkeys(range(count))
+    self._workers: dict[int, WorkerProcess] = {}
 
   def stop(self) -> None:
     """Gives all notice; may be called by a signal's handler."""
@@ -77,19 +79,21 @@ class Crew:
 
   def run(self) -> str | None:
     """Returns why no worker is left, None if the run is over or `stop` came."""
-    for number in self._workers:
+    for number in range(self._count):
       self._begin(number)
     has_told = False
     while True:
       if self._is_stopping and not has_told:
         has_told = True
-        for worker in self._workers.values():
-          if worker is not None:
-            worker.terminate()
+        self._give_notice()
       self._look()
       if not self._workers:
         return self._reason
       self._sleep(_POLL_S)
+
+  def _give_notice(self) -> None:
+    for worker in self._workers.values():
+      worker.terminate()
 
   def _begin(self, number: int) -> None:
     self._since[number] = self._clock()
@@ -97,7 +101,7 @@ class Crew:
 
   def _look(self) -> None:
     for number, worker in list(self._workers.items()):
-      code = worker.poll() if worker is not None else 0
+      code = worker.poll()
       if code is None:
         continue
       if code == 0 or self._is_stopping:
@@ -126,7 +130,5 @@ class Crew:
 
   def close(self) -> None:
     """Gives notice to all that are left, and forgets them."""
-    for worker in self._workers.values():
-      if worker is not None:
-        worker.terminate()
+    self._give_notice()
     self._workers.clear()

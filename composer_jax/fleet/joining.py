@@ -86,7 +86,7 @@ class Joined:
     name: str,
     drain_s: float,
     capacity: int,
-    rules: uploads.UploadRules,
+    rules: uploads.UploadRules | None,
   ) -> holder.StoredLeases:
     """Returns the door to the fleet of a worker; see `StoredLeases`."""
     options = self.config['fleet']

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.fleet import crew
+from composer_jax.fleet import crew, joining
 from composer_jax.pipeline import controller
 
 _GRACE_S = 30.0
@@ -39,7 +39,7 @@ class WorkerActor:
     address = ray.get_runtime_context().gcs_address
     env = os.environ | {controller.PARENT: str(os.getpid()), _ADDRESS: address}
     with tempfile.TemporaryDirectory() as folder:
-      key = pathlib.Path(folder) / 'delta.key'
+      key = pathlib.Path(folder) / joining.KEY
       key.touch(mode=0o600)
       key.write_text(self._key)
       command = [*self._command, f'--key={key}']
@@ -103,7 +103,7 @@ def _joined(address: str) -> Any:
     ray.shutdown()
 
 
-def bundle_of(ray: Any, devices: int) -> dict[str, float]:
+def _bundle(ray: Any, devices: int) -> dict[str, float]:
   """Returns what a node must have free for one worker."""
   bundle: dict[str, float] = {'CPU': 1}
   if ray.cluster_resources().get('GPU'):
@@ -128,7 +128,7 @@ def starting(address: str, command: list[str], key: str, devices: int) -> Any:
     from ray.util import placement_group, remove_placement_group
     from ray.util import scheduling_strategies as strategies
 
-    bundle = bundle_of(ray, devices)
+    bundle = _bundle(ray, devices)
 
     def start(number: int) -> crew.WorkerProcess:
       group = placement_group([bundle], name=f'worker-{number}')

@@ -169,8 +169,7 @@ def _reinforce(job: jobs.Job) -> None:
     source = _Source(job, groups, published, order, first)
     stack.callback(source.close)
     if is_first:
-      queue = source.queue
-      kept, voided = groups.begin(first, queue.first, queue.ahead)
+      kept, voided = groups.begin(first, source.queue.first, source.queue.ahead)
       if first or voided:
         say(
           f'going on from step {first}; {kept} finished groups kept, {voided} '
@@ -244,14 +243,17 @@ class _Source:
     """Goes on at step `first`."""
     self.groups, self.published, self.is_over = groups, published, False
     self._rl, self._order, self.taken = job.spec.rl, order, list[int]()
+    self._num_admitted = 0
     taken = () if order is None else _taken(job, first)
     self.queue = consumption.GroupQueue(self._rl.window, taken)
 
   def admit(self, version: int) -> None:
     """Lets groups be sampled that this version, yet to come, may begin."""
     assert self._order is not None
-    orders = map(self._order, self.queue.open(version))
-    self.groups.admit([*orders])
+    # Those below were drawn for an earlier version.
+    new = [g for g in self.queue.open(version) if g >= self._num_admitted]
+    self.groups.admit([*map(self._order, new)])
+    self._num_admitted = self._rl.window.admitted(version)
 
   def ready(self, step: int) -> list[records.Group] | None:
     """Returns the groups of a step once all are there and right."""

@@ -129,12 +129,8 @@ class Served:
     known = {**self._identities, **(saved.policies if saved else {})}
     return {version: known[version] for version in sorted(versions)}
 
-  def goes_on(
-    self, saved: played.SavedTurns | None
-  ) -> played.SavedTurns | None:
+  def goes_on(self, saved: played.SavedTurns) -> played.SavedTurns | None:
     """Returns turns to go on from: None if other weights sampled them."""
-    if saved is None:
-      return None
     known = self._identities
     if any(known.get(v, name) != name for v, name in saved.policies.items()):
       self.num_anew += len(saved.turns)
@@ -218,8 +214,8 @@ class RolloutWorker:
       self._orders[lease.order.group] = lease.order
       saved = leases.saved(lease)
       if lease.saved and saved is None:  # It was refused.
-        served.num_anew += lease.stop - lease.first
-      saved = served.goes_on(saved)
+        served.num_anew += lease.size
+      saved = served.goes_on(saved) if saved else None
       self._shares[lease.epoch] = share = self._stream.admit(
         lease.order.group,
         functools.partial(self._deliver, lease, saved),

@@ -88,7 +88,7 @@ class _Shards:
 
   def _relieve(self, high: int, low: int, gap: int) -> int:
     """Moves about half a gap of tokens to another shard; returns how many."""
-    changes = [c for c in self._changes(high, low) if 0 < c[0] < gap]
+    changes = [c for c in self._changes(high, low) if c[0] < gap]
     if not changes:
       return 0
     moved, source, i, target, j = min(
@@ -107,14 +107,14 @@ class _Shards:
     """Yields (tokens, row, trajectory, other row, what comes back) that fit."""
     others = [(row, self.free(row), [*row, None]) for row in self.rows[low]]
     for source in self.rows[high]:
-      room = self.free(source)
       for i in source:
         for target, free, back in others:
           for j in back:
             came = 0 if j is None else self._taken[j]
-            if self._taken[i] <= free + came and came <= room + self._taken[i]:
-              size = 0 if j is None else self._sizes[j]
-              yield self._sizes[i] - size, source, i, target, j
+            moved = self._sizes[i] - (0 if j is None else self._sizes[j])
+            # What comes back is shorter, and fits where the other was.
+            if moved > 0 and self._taken[i] <= free + came:
+              yield moved, source, i, target, j
 
 
 def balanced(
@@ -131,27 +131,25 @@ def balanced(
   Args:
     rows: a packing that fits, of trajectories by their numbers.
     sizes: tokens of each trajectory.
-    taken: tokens of a row that each takes.
+    taken: tokens of a row that each takes, a longer one no fewer.
     rows_per_batch: rows of a microbatch; every shard holds an equal part.
   """
   num_batches = -(-len(rows) // rows_per_batch)
   num_rows = rows_per_batch // shards
-  best: tuple[float, list[Rows]] | None = None
+  divisions: list[tuple[float, list[Rows]]] = []
   for is_dealt in (False, True):
     state = _Shards(sizes, taken, seq_len)
     if is_dealt:
       state.deal(rows, num_batches * shards, num_rows)
     elif not state.fill(num_batches * shards, num_rows):
       continue
-    left = state.even_out()
-    if best is None or left < best[0]:
-      best = left, state.rows
-    if left <= _ENOUGH:
+    divisions.append((state.even_out(), state.rows))
+    if divisions[-1][0] <= _ENOUGH:
       break
-  assert best is not None
+  _, best = min(divisions, key=lambda division: division[0])
   # Shards that are alike share a microbatch, at whose end they wait.
   tokens = lambda shard: -sum(sizes[i] for row in shard for i in row)
-  ordered = sorted(best[1], key=tokens)
+  ordered = sorted(best, key=tokens)
   firsts = range(0, len(ordered), shards)
   parts = [ordered[first : first + shards] for first in firsts]
   alternate = [part[:: 1 - 2 * (m % 2)] for m, part in enumerate(parts)]

@@ -123,10 +123,6 @@ def measure(
     if t.loss_mask_T.any()
   ]
 
-  lengths = [
-    sum(int(t.loss_mask_T.sum()) for t in r.trajectories) for r in rollouts
-  ]
-
   def mean(value) -> float:
     return float(np.mean([value(r) for r in rollouts]))
 
@@ -137,7 +133,9 @@ def measure(
     'staleness': max(ages, default=0),
     'staleness_mean': float(np.mean(ages)) if ages else 0.0,
     'ages': _histogram(ages),
-    'lengths': _histogram(1 << max(n - 1, 0).bit_length() for n in lengths),
+    'lengths': _histogram(
+      1 << max(r.num_sampled - 1, 0).bit_length() for r in rollouts
+    ),
     'invalid_rate': sum(r.num_invalid for r in rollouts) / max(calls, 1),
     'turns': calls / len(rollouts),
     'tokens': mean(lambda r: sum(len(t) for t in r.trajectories)),

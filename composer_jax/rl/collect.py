@@ -8,6 +8,7 @@ alone, never on timing.
 
 import contextlib
 import dataclasses
+import math
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -159,7 +160,7 @@ class GroupStream:
     self._pool = futures.ThreadPoolExecutor(num_threads, 'episode')
     self._open = self._num_shares = 0
     self._may_begin = threading.Condition(self._lock)
-    self._room: int | None = None
+    self._room = math.inf
     self.num_playing = 0
 
   def admit(
@@ -195,23 +196,19 @@ class GroupStream:
         all. None begins while it counts.
     """
     with self._may_begin:
-      self._room = room(self.num_playing)
+      further = room(self.num_playing)
+      self._room = math.inf if further is None else further
       self._may_begin.notify_all()
 
   def _play(self, share: Share, member: int) -> None:
     with self._may_begin:
+      is_over = lambda: self._is_closed or share.is_revoked
       self._may_begin.wait_for(
-        lambda: (
-          self._is_closed
-          or share.is_revoked
-          or self._room is None
-          or self._room > 0
-          or not self.num_playing
-        ),
+        lambda: is_over() or self._room > 0 or not self.num_playing
       )
-      if self._is_closed or share.is_revoked:
+      if is_over():
         return
-      self._room = None if self._room is None else self._room - 1
+      self._room -= 1
       self.num_playing += 1
     try:
       self._play_one(share, member)

@@ -24,8 +24,6 @@ from composer_jax.rl.hints import distill
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
-Compare = Callable[[records.Group, np.ndarray], np.ndarray]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningOptions:
@@ -206,7 +204,9 @@ def update(
   reference: Any = None,
   teacher: Any = None,
   gate: comparison.Gate | None = None,
-  compare: Compare = advantage.group_advantages,
+  compare: Callable[
+    [records.Group, np.ndarray], np.ndarray
+  ] = advantage.group_advantages,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`; returns the next state and the step's metrics.
 

@@ -78,14 +78,13 @@ class Outcome:
 
 def outcome_of(group: records.Group) -> Outcome:
   judged = [r for r in group.rollouts if r.is_judged]
-  windows = [t for r in judged for t in r.trajectories]
   return Outcome(
     group=group.group,
     task_id=group.task_id,
     judged=len(judged),
     passed=sum(r.verdict.passed and not r.flags for r in judged),
     turns=sum(r.num_turns for r in judged),
-    tokens=sum(int(t.loss_mask_T.sum()) for t in windows),
+    tokens=sum(r.num_sampled for r in judged),
   )
 
 

@@ -163,3 +163,49 @@ def test_an_episode_that_ends_within_its_record_is_seen(tokenizer, undisturbed):
   policy = resuming.ResumedPolicy(Engine(tokenizer), undisturbed[1][:9])
   play(tokenizer, policy, Hasty(sizes=(1, 4, 7)))
   assert policy.is_replaying
+
+
+def request_of(turn, max_new_tokens=99):
+  return records.SampleRequest(
+    session='talk',
+    context_T=turn.context_T,
+    max_new_tokens=max_new_tokens,
+    stop_tokens=(),
+    seed=(),
+  )
+
+
+def test_an_answer_longer_than_is_asked_for_is_seen(tokenizer, undisturbed):
+  turn = undisturbed[1][0]
+  length = len(turn.completion.tokens_T)
+  policies = [resuming.ResumedPolicy(None, [turn]) for _ in range(2)]
+  policies[0].complete(request_of(turn, length))
+  with pytest.raises(resuming.Diverged):
+    policies[1].complete(request_of(turn, length - 1))
+
+
+def test_a_window_that_was_closed_is_brought_to_no_other(
+  tokenizer, undisturbed
+):
+  turn, engine = undisturbed[1][0], Engine(tokenizer)
+  policy = resuming.ResumedPolicy(engine, [turn])
+  policy.complete(request_of(turn))
+  policy.close('talk')
+  answer = policy.complete(request_of(turn))
+  window_T = [*turn.context_T, *answer.tokens_T]
+  np.testing.assert_array_equal(engine.windows['talk'], window_T)
+
+
+def test_routes_of_a_whole_window_begin_at_its_first_token(
+  tokenizer, undisturbed
+):
+  """Also where an engine does not say so, since it knows no other turns."""
+
+  class Silent(Engine):
+    def complete(self, request):
+      answer = super().complete(request)
+      return dataclasses.replace(answer, routes_start=None)
+
+  rollout, turns = undisturbed
+  policy = resuming.ResumedPolicy(Silent(tokenizer), turns[:3])
+  replay_test.assert_same(play(tokenizer, policy), rollout)

@@ -103,6 +103,14 @@ def test_a_notice_reaches_all_and_starts_none():
   assert told == [True, False, True] and not stage.said
 
 
+def test_who_is_left_by_an_error_gets_notice():
+  stage = Stage(2, 1, lambda s: s.end(1, 9))
+  with pytest.raises(IndexError):
+    stage.crew.run()
+  stage.crew.close()
+  assert [worker.is_told for _, worker in stage.started] == [True, True]
+
+
 def test_processes_here_end_with_a_notice():
   code = 'import time; print("up", flush=True); time.sleep(600)'
   start = crew.local([sys.executable, '-c', code])

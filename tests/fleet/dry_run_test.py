@@ -1,6 +1,5 @@
 """What would start is told, and who may not join, before anything starts."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -123,6 +122,13 @@ def command_of(text):
   return module, dict(pairs)
 
 
+def command_of_workers():
+  """Returns module and flags of `workers.yaml`."""
+  stored = yaml.safe_load((FOLDER / 'workers.yaml').read_text())
+  (worker,) = stored['spec']['template']['spec']['containers']
+  return command_of(' '.join(worker['command']))
+
+
 def test_the_job_of_ray_starts_workers_and_boxes(shown):
   stored = yaml.safe_load((FOLDER / 'rayjob.yaml').read_text())
   jsonschema.validate(stored, RAYJOB)
@@ -167,19 +173,15 @@ def test_the_cache_of_a_region_is_that_of_its_workers():
   assert (
     service['spec']['selector'] == deployment['spec']['selector']['matchLabels']
   )
-  workers = yaml.safe_load((FOLDER / 'workers.yaml').read_text())
-  (worker,) = workers['spec']['template']['spec']['containers']
-  module, flags = command_of(' '.join(worker['command']))
+  module, flags = command_of_workers()
   name = service['metadata']['name']
   assert flags['store'] == f'http://{name}:{port["port"]}'
   assert module == 'experiments.worker' and flags['writes'].startswith('s3://')
 
 
-def test_a_worker_of_another_region_may_join(shown, tmp_path):
+def test_a_worker_of_another_region_may_join(shown):
   """The command of `workers.yaml`, with this store and its writes."""
-  workers = yaml.safe_load((FOLDER / 'workers.yaml').read_text())
-  (worker,) = workers['spec']['template']['spec']['containers']
-  module, flags = command_of(' '.join(worker['command']))
+  module, flags = command_of_workers()
   here = shown()
   done = dry_run(module, flags | here, writes=here['store'])
   assert done.returncode == 0, done.stderr
@@ -196,15 +198,8 @@ def test_three_machines_start_what_they_should(shown, tmp_path):
       f'while [ $(ls {tmp_path}/*.command | wc -l) -lt 2 ]; do sleep 0.05; done'
     ),
   }
-  for stand, text in stands.items():
-    path = tmp_path / stand
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/usr/bin/env bash\n{text}\n')
-    path.chmod(0o755)
-  env = os.environ | {
-    'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
-    'HOME': str(tmp_path / 'home'),
-  }
+  env = files_test.with_stands(tmp_path, stands)
+  env |= {'HOME': str(tmp_path / 'home')}
   script = [FOLDER / 'machines.sh', 's3://bucket/run', 'runs/elastic', 'a', 'b']
   subprocess.run(['bash', *script], cwd=tmp_path, env=env, check=True)
   assert (tmp_path / 'hosts').read_text().split() == ['a', 'a', 'b', 'b']

@@ -26,6 +26,16 @@ STANDS = {
 }
 
 
+def with_stands(folder, stands):
+  """Writes programs; returns an environment that finds those in bin/ first."""
+  for stand, text in stands.items():
+    path = folder / stand
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/usr/bin/env bash\n{text}\n')
+    path.chmod(0o755)
+  return os.environ | {'PATH': f'{folder}/bin:{os.environ["PATH"]}'}
+
+
 def check(arguments, variables, expected):
   """The command starts as the host that the variables say."""
   option, module, *flags = arguments
@@ -51,15 +61,8 @@ def check(arguments, variables, expected):
   ],
 )
 def test_scripts_start_the_job(name, variables, expected, tmp_path):
-  for stand, text in STANDS.items():
-    path = tmp_path / stand
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/usr/bin/env bash\n{text}\n')
-    path.chmod(0o755)
-  env = os.environ | {
-    'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
-    'COMPOSER_JAX_WORKDIR': str(tmp_path / 'run'),
-  }
+  env = with_stands(tmp_path, STANDS)
+  env |= {'COMPOSER_JAX_WORKDIR': str(tmp_path / 'run')}
   done = subprocess.run(
     ['bash', '-eu', FOLDER / name],
     cwd=tmp_path,

@@ -108,7 +108,7 @@ def test_a_window_longer_than_any_is_refused():
 
 def test_an_honest_upload_is_within_its_bound():
   longest = groups.make_group(3, 2)
-  assert len(uploads.encode(longest)) < groups.RULES.max_bytes(4)
+  assert len(group_bytes.to_bytes(longest)) < groups.RULES.max_bytes(4)
 
 
 def test_parts_of_one_version_and_other_weights_are_not_joined():

@@ -149,7 +149,7 @@ def main(name, store, key, folder, shape, factor):
     time.sleep(0.05)
   docs = joining.open_documents(store, key, 'policy')
   joined = joining.join(docs, key, pathlib.Path(folder), within_s=600.0)
-  leases = joined.leases(name, 0.0, shape['capacity'])
+  leases = joined.leases(name, 0.0, shape['capacity'], None)
   follower = followers.Follower(objects.Store(store), 'policy', key)
   leases.start()
   WaitingWorker(leases, follower, shape, float(factor)).run()

@@ -90,6 +90,7 @@ def test_without_overtaking_only_the_next_groups_are_trained():
   window = queue.window
   assert [window.min_version(g) for g in range(10)] == [0] * 6 + [1, 1, 2, 2]
   assert [window.admitted(v) for v in (0, 1, 9)] == [6, 8, 12]
+  assert window.lag == window.max_staleness
 
 
 @hypothesis.given(

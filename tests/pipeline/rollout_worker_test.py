@@ -129,14 +129,20 @@ def test_one_version_has_one_identity_in_the_life_of_a_worker(make):
 
 def test_weights_that_a_stranger_names_count_for_its_lease_alone(make):
   served, *_ = make([placed(4, 'bb')])
-  turn = saved_turns_test.make_turn(version=2)
-  saved = lambda name, version=2: played.SavedTurns(
-    group=0, task_id='', turns={0: (turn,)}, policies={version: name}
-  )
+
+  def saved(name, version=2):
+    turns = {0: (saved_turns_test.make_turn(version=version),)}
+    return played.SavedTurns(
+      group=0, task_id='', turns=turns, policies={version: name}
+    )
+
   false, right = saved('ff'), saved('aa')
   assert served.goes_on(false) is false
   assert served.goes_on(right) is right
   assert (served.num_resumed, served.num_anew) == (2, 0)
+  # Of a version that it served itself, other weights are none to go on from.
+  assert served.goes_on(saved('ff', 3)) is None
+  assert (served.num_resumed, served.num_anew) == (2, 1)
   group = dataclasses.replace(groups.make_group(0, 2), policies=None)
   for known, name in ((false, 'ff'), (right, 'aa')):
     assert served.stamp(group, known).policies == {2: name}

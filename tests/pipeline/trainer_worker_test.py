@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.pipeline import trainer_worker
+from composer_jax.pipeline import reinforce, trainer_worker
+from composer_jax.pipeline import spec as specs
+from composer_jax.telemetry import writer as writers
 
 
 def make_group(group, *versions):
@@ -73,3 +75,27 @@ def test_a_run_that_only_has_to_be_exported_publishes_its_last_version():
   rl = types.SimpleNamespace(prompts=2, steps=3)
   final_state = trainer_worker.run(state, None, ports, rl)
   assert final_state is state and published == [3]
+
+
+@pytest.mark.parametrize('overtake', [0, 3])
+@pytest.mark.parametrize('first', [0, 2])
+def test_each_group_that_may_begin_is_drawn_once(overtake, first, tmp_path):
+  fields = dict(warmup_steps=0, decay_steps=1, overtake=overtake)
+  rl = specs.RLSection(prompts=2, steps=6, max_staleness=3, **fields)
+  with writers.Writer(tmp_path, tensorboard=False) as writer:
+    for step in range(first):
+      taken = [2 * step + 1, 2 * step + 2]  # Group 0 is overtaken.
+      writer.write('fleet', step + 1, taken=taken)
+  drawn, admitted = [], []
+  job = types.SimpleNamespace(
+    spec=types.SimpleNamespace(rl=rl), workdir=tmp_path
+  )
+  groups = types.SimpleNamespace(admit=admitted.extend)
+  source = reinforce._Source(
+    job, groups, None, lambda g: drawn.append(g) or g, first
+  )
+  for version in range(first, 7):
+    source.admit(version)
+    assert drawn[-1] == rl.window.admitted(version) - 1
+  skipped = {*range(1, 2 * first + 1)} if overtake else {*range(2 * first)}
+  assert drawn == admitted == [g for g in range(12) if g not in skipped]

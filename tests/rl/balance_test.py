@@ -129,6 +129,12 @@ def test_devices_that_hold_more_share_a_microbatch():
   assert loads_MS.max() > 1.8 * loads_MS.min()
 
 
+def test_what_differs_in_one_microbatch_is_made_up_in_the_next():
+  loads_MS = loads_of(ADVERSARIAL['one per row, all different'], shape_of(4, 1))
+  assert len(loads_MS) == 64
+  assert np.ptp(loads_MS.sum(0)) <= np.ptp(loads_MS, axis=1).max()
+
+
 def test_a_row_that_dominates_is_the_bound():
   loads_MS = loads_of([T, *[4] * 45], shape_of(4, 1))
   (loads_S,) = loads_MS

@@ -22,6 +22,8 @@ from composer_jax.core import files, seams
 from composer_jax.delta.format import identity, keys, manifest
 from composer_jax.fleet.leases import fleet_store
 
+# Folders of what workers upload: rollouts, and turns of unfinished episodes.
+GROUPS, TURNS = 'groups', 'turns'
 MAX_DOCUMENT_BYTES = 2**20
 # Of ten thousand groups under way some 3 MB.
 MAX_LEDGER_BYTES = 2**27
@@ -237,16 +239,15 @@ class RunDocuments:
     return self._checked(self.place('files', name), name, _MAX_FILE_BYTES)
 
   def upload(
-    self, lease: seams.Lease, data: bytes, folder: str = 'groups'
+    self, lease: seams.Lease, data: bytes, folder: str = GROUPS
   ) -> tuple[str, int]:
     """Writes what a lease brought; returns its hash and length."""
     name = files.sha256(data)
-    span = (lease.order.group, lease.first, lease.stop)
-    self._writes.put_at(self.upload_place(*span, name, folder), data)
+    self._writes.put_at(self.upload_place(*lease.span, name, folder), data)
     return name, len(data)
 
   def upload_place(
-    self, group: int, first: int, stop: int, name: str, folder: str = 'groups'
+    self, group: int, first: int, stop: int, name: str, folder: str = GROUPS
   ) -> str:
     return self.place(folder, f'{group:08d}.{first}-{stop}.{name}')
 
@@ -256,7 +257,7 @@ class RunDocuments:
     first: int,
     stop: int,
     upload: tuple[str, int],
-    folder: str = 'groups',
+    folder: str = GROUPS,
   ) -> bytes:
     """Returns an upload; a ValueError if it is gone or not what was told."""
     place = self.upload_place(group, first, stop, upload[0], folder)

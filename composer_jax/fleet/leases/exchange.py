@@ -104,7 +104,7 @@ class StoredGroups:
     self._num_wanted = 0
     self._lock = threading.RLock()
     self._failure: BaseException | None = None
-    self._told = ''
+    self._told: dict[str, str] = {}
     self._stopping, self._wake = threading.Event(), threading.Event()
     self._thread: threading.Thread | None = None
     self._reconciler: Any = None
@@ -170,12 +170,7 @@ class StoredGroups:
 
   def finished(self, groups: Sequence[int]) -> list[int]:
     with self._lock:
-      entries = self._reconciler.ledger.entries
-      return [
-        g
-        for g in groups
-        if self._is_lost(g) or (g in entries and self._is_whole(g, entries[g]))
-      ]
+      return [g for g in groups if self._is_lost(g) or self._is_whole(g)]
 
   def ready(
     self, groups: Sequence[int], fault_of: Callable[[records.Group], str]
@@ -187,29 +182,25 @@ class StoredGroups:
         wanted = [g for g in groups if not self._is_lost(g)]
         whole = [self._whole(g, fault_of) for g in wanted]
     except OSError as error:
-      self._wait_for_store(error)
+      self._tell_of_store('trainer', error)
       return None
     return [g for g in whole if g] if all(whole) else None
 
-  def _wait_for_store(self, error: OSError) -> None:
-    """Says, once, that a caller waits, and asks again, as the thread does."""
-    if str(error) != self._told:
-      self._say(f'the trainer waits for its store: {error}')
-    self._told = str(error)
+  def _tell_of_store(self, who: str, error: OSError) -> None:
+    """Says, once for each error, that someone waits and will ask again."""
+    if str(error) != self._told.get(who):
+      self._say(f'the {who} waits for its store: {error}')
+    self._told[who] = str(error)
 
   def unfinished(self, version: int) -> int:
     with self._lock:
-      entries = self._reconciler.ledger.entries
-      return sum(
-        order.min_version <= version
-        and not self._is_lost(group)
-        and (group not in entries or not self._is_whole(group, entries[group]))
-        for group, order in self._orders.items()
-      )
+      orders = self._orders.values()
+      begun = [o.group for o in orders if o.min_version <= version]
+      return len(begun) - len(self.finished(begun))
 
-  def _is_whole(self, group: int, entry: ledgers.GroupEntry) -> bool:
-    refused = self._refused
-    return all(
+  def _is_whole(self, group: int) -> bool:
+    entry, refused = self._reconciler.ledger.entries.get(group), self._refused
+    return entry is not None and all(
       p.upload and (group, p.epoch) not in refused for p in entry.parts
     )
 
@@ -227,10 +218,9 @@ class StoredGroups:
     """Returns a group if all its members are there and right."""
     if group in self._whole_groups:
       return self._whole_groups[group]
-    entry = self._reconciler.ledger.entries.get(group)
-    if entry is None or not self._is_whole(group, entry):
+    if not self._is_whole(group):
       return None
-    parts = []
+    entry, parts = self._reconciler.ledger.entries[group], []
     for part in entry.parts:
       try:
         read = self._parts.pop((group, part.epoch), None)
@@ -256,18 +246,15 @@ class StoredGroups:
     with self._lock:
       known = self._whole_groups.keys() | self._fates.keys()
       entries = self._reconciler.ledger.entries
-      wanted = (
-        (group, entries[group])
-        for group in sorted(entries.keys() - known)
-        if not entries[group].fate and self._is_whole(group, entries[group])
-      )
-      for group, entry in itertools.islice(wanted, self._num_wanted):
-        for part in entry.parts:
+      # A group with another fate than `trained` is not whole.
+      wanted = filter(self._is_whole, sorted(entries.keys() - known))
+      for group in itertools.islice(wanted, self._num_wanted):
+        for part in entries[group].parts:
           key = group, part.epoch
           if key not in self._parts:
             # Whoever wants the group says what is wrong with it.
             with contextlib.suppress(ValueError):
-              self._parts[key] = self._read_part(entry, part)
+              self._parts[key] = self._read_part(entries[group], part)
 
   def _read_part(self, entry: Any, part: ledgers.GroupPart) -> records.Group:
     most, group = self._rules.max_bytes(part.size), entry.order.group
@@ -304,7 +291,7 @@ class StoredGroups:
     try:
       return self._read_plan(plan)
     except OSError as error:
-      self._wait_for_store(error)
+      self._tell_of_store('trainer', error)
       return None
 
   def _read_plan(self, plan: Sequence[Any]) -> list[records.Group]:
@@ -356,7 +343,7 @@ class StoredGroups:
         del known[group]
     self._refused = {key for key in self._refused if key[0] >= floor}
     self._parts = {k: g for k, g in self._parts.items() if k[0] >= floor}
-    for kind in ('groups', 'turns'):
+    for kind in (documents.GROUPS, documents.TURNS):
       numbers = ((n.partition('.')[0], n) for n in self._docs.names(kind))
       old = [n for i, n in numbers if i.isdecimal() and int(i) < floor]
       self._docs.delete([self._docs.place(kind, name) for name in old])
@@ -414,17 +401,15 @@ class StoredGroups:
     self._thread.start()
 
   def _run(self) -> None:
-    told = ''
     while not self._stopping.is_set():
       try:
         self.tick()
         self._read_ahead()
       except OSError as error:
         # Nobody is better off without a trainer: the store may come back.
-        if str(error) != told:
-          self._say(f'the fleet waits for its store: {error}')
-        told = str(error)
+        self._tell_of_store('fleet', error)
       except BaseException as error:
+        # The trainer raises it, too, rather than wait for groups for ever.
         self._failure = error
         raise
       self._wake.wait(self._poll_s)

@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.core import played, records, seams
+from composer_jax.core import group_bytes, played, records, seams
 from composer_jax.fleet.leases import documents, turn_bytes, uploads
 
 _ROWS = 8
-TURNS = 'turns'
 # Seconds without orders after which a worker asks whether the run is over.
 _UNHEARD_S = 60.0
 _log = logging.getLogger(__name__)
@@ -29,7 +28,14 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _SavedLease:
-  """Turns of a lease that are saved, and what was: at most the last two."""
+  """A lease whose finished turns are saved.
+
+  Attributes:
+    lease: lease that plays the turns.
+    turns: returns the finished turns so far.
+    saved: entries of `WorkerReport.saved`, the last two savings at most.
+    count: number of turns of the newest saving.
+  """
 
   lease: seams.Lease
   turns: Callable[[], played.SavedTurns]
@@ -77,7 +83,8 @@ class StoredLeases:
     self.name, self.is_over = name, False
     self._docs, self._setup = docs, setup
     self._beat_s, self._poll_s, self._drain_s = beat_s, poll_s, drain_s
-    self._save_s, self._rules = save_s, rules
+    self._save_s = save_s
+    self._rules = rules if rules and rules.resumes else None
     self._leaving = threading.Event()
     self._leaves_at: float | None = None
     self._capacity, self._is_paused = capacity, False
@@ -238,10 +245,10 @@ class StoredLeases:
         lease for e, lease in self._leases.items() if e not in self._resumed
       ]
     for lease in new:
-      turns, rules = None, self._rules
-      if lease.saved and rules and rules.resumes:
+      turns = None
+      if lease.saved and self._rules:
         try:
-          turns = self._read_saved(lease, lease.saved, rules)
+          turns = self._read_saved(lease, lease.saved, self._rules)
         except OSError:
           raise  # Of the store, which is asked again.
         except Exception as error:  # noqa: BLE001
@@ -257,15 +264,16 @@ class StoredLeases:
     rules: uploads.UploadRules,
   ) -> played.SavedTurns:
     name, size, _ = saved
-    most = uploads.max_saved_bytes(rules, lease.stop - lease.first)
+    most = uploads.max_saved_bytes(rules, lease)
     if size > most:
       raise ValueError(f'they have {size} bytes of at most {most}')
-    span = (lease.order.group, lease.first, lease.stop)
-    data = self._docs.get_upload(*span, (name, size), TURNS)
+    data = self._docs.get_upload(*lease.span, (name, size), documents.TURNS)
     return uploads.read_saved(data, lease, rules)
 
   def _save(self, returned: set[int]) -> None:
     """Saves turns of leases that are given back, and of all now and then."""
+    if self._rules is None:
+      return
     now = time.monotonic()
     is_due = now >= self._saves_at
     with self._lock:
@@ -276,31 +284,31 @@ class StoredLeases:
         if epoch not in done and (is_due or epoch in returned)
       ]
     for kept in due:
-      self._save_turns(kept)
+      self._save_turns(kept, self._rules)
     if is_due:
       self._saves_at = now + self._save_s
 
-  def _save_turns(self, kept: '_SavedLease') -> None:
+  def _save_turns(self, kept: _SavedLease, rules: uploads.UploadRules) -> None:
     lease, turns = kept.lease, kept.turns()
     count = sum(map(len, turns.turns.values()))
-    if count == kept.count or not (self._rules and self._rules.resumes):
+    if count == kept.count:
       return
     data = turn_bytes.to_bytes(turns)
-    most = uploads.max_saved_bytes(self._rules, lease.stop - lease.first)
-    if len(data) > most:
+    if len(data) > uploads.max_saved_bytes(rules, lease):
       return  # Nobody would read it.
-    saved = self._docs.upload(lease, data, TURNS)
+    saved = self._docs.upload(lease, data, documents.TURNS)
     with self._lock:
       kept.saved.append((lease.epoch, *saved, max(turns.versions)))
       # A reconciler may just have read of the one before.
       old, kept.saved = kept.saved[:-2], kept.saved[-2:]
       kept.count = count
-    span = (lease.order.group, lease.first, lease.stop)
     # Equal turns have one file: that of the lease, or of a newer saving.
     needed = {name for _, name, *_ in kept.saved} | {*(lease.saved or ())[:1]}
     gone = sorted({name for _, name, *_ in old} - needed)
-    places = [self._docs.upload_place(*span, name, TURNS) for name in gone]
-    self._docs.delete(places)
+    place = lambda name: self._docs.upload_place(
+      *lease.span, name, documents.TURNS
+    )
+    self._docs.delete([*map(place, gone)])
 
   def saved(self, lease: seams.Lease) -> played.SavedTurns | None:
     return self._resumed.get(lease.epoch)
@@ -374,7 +382,7 @@ class StoredLeases:
       self.is_over |= not self._leases.keys() - done
 
   def deliver(self, lease: seams.Lease, group: records.Group) -> None:
-    data, wait_s = uploads.encode(group), 0.1
+    data, wait_s = group_bytes.to_bytes(group), 0.1
     while lease.epoch in self._leases and not self._stopping.is_set():
       try:
         name, size = self._docs.upload(lease, data)

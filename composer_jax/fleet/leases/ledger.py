@@ -10,6 +10,7 @@ nothing. A group ends with one fate, counted by the family of its task.
 """
 
 import collections
+import copy
 import dataclasses
 import heapq
 import secrets
@@ -48,8 +49,8 @@ class GroupPart:
     upload: hash and length of the accepted result; None before.
     lost: number of leases that brought nothing.
     saved: hash, bytes and newest version of turns that a lost lease saved.
-    older: as `saved`, of lower versions, the newest first, for a run that goes
-      back.
+    older: records as in `saved`, of lower versions, the newest first, for a run
+      that goes back.
   """
 
   first: int
@@ -65,6 +66,11 @@ class GroupPart:
   @property
   def size(self) -> int:
     return self.stop - self.first
+
+  @property
+  def savings(self) -> list[tuple[str, int, int]]:
+    """All savings that are remembered, the newest first."""
+    return [self.saved, *self.older] if self.saved else []
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -96,8 +102,8 @@ class LeaseLedger:
     lost: number of leases that brought nothing, by reason.
     has_moved: true if anything changed since the ledger was made or saved.
     touched: workers whose leases changed.
-    ended: workers of leases without a result that ended here, by epoch, the
-      newest of them; not stored.
+    ended: worker of each lease that ended here without a result, by epoch; has
+      the newest leases alone, and is not stored.
   """
 
   def __init__(self, max_lost: int = 5):
@@ -197,8 +203,7 @@ class LeaseLedger:
     """
     group, part = self._end(epoch)
     if saved is not None:
-      named = (part.saved, *part.older) if part.saved else ()
-      older = [record for record in named if record[2] < saved[2]]
+      older = [record for record in part.savings if record[2] < saved[2]]
       part.saved, part.older = saved, tuple(older[:_OLDER])
     elif reason in (SILENT, STALLED):
       part.saved, part.older = None, ()
@@ -225,14 +230,11 @@ class LeaseLedger:
   def fold(self, below: int) -> None:
     """Counts the groups below for good; those without a fate are cancelled."""
     if below > self.floor:
-      fates = {fate: dict(counts) for fate, counts in self.fates.items()}
-      self.earlier = [*self.earlier, (self.floor, fates)][-_FLOORS:]
+      floor = (self.floor, copy.deepcopy(self.fates))
+      self.earlier = [*self.earlier, floor][-_FLOORS:]
     for group in sorted(g for g in self.entries if g < below):
       self.settle(group, CANCELLED)
-      entry = self.entries.pop(group)
-      counts = self.fates.setdefault(entry.fate, {})
-      family = family_of(entry.order.task_id)
-      counts[family] = counts.get(family, 0) + 1
+      _count(self.entries.pop(group), self.fates)
     self.has_moved |= below > self.floor
     self.floor = max(self.floor, below)
 
@@ -275,8 +277,7 @@ class LeaseLedger:
         continue
       entry.fate, was_finished = '', entry.is_finished
       for part in entry.parts:
-        named = (part.saved, *part.older) if part.saved else ()
-        left = [record for record in named if record[2] <= version]
+        left = [record for record in part.savings if record[2] <= version]
         part.saved, part.older = left[0] if left else None, tuple(left[1:])
         if part.is_leased and version < self.version:
           self.lose(part.epoch, REWOUND)
@@ -299,12 +300,10 @@ class LeaseLedger:
 
   def totals(self) -> dict[str, dict[str, int]]:
     """Returns the number of groups that have a fate, by fate and family."""
-    totals = {fate: dict(counts) for fate, counts in self.fates.items()}
+    totals = copy.deepcopy(self.fates)
     for entry in self.entries.values():
       if entry.fate:
-        counts = totals.setdefault(entry.fate, {})
-        family = family_of(entry.order.task_id)
-        counts[family] = counts.get(family, 0) + 1
+        _count(entry, totals)
     return totals
 
   def _end(self, epoch: int) -> tuple[int, GroupPart]:
@@ -340,6 +339,12 @@ class LeaseLedger:
     return plain | {'format': FORMAT, 'entries': entries}
 
 
+def _count(entry: GroupEntry, fates: dict[str, dict[str, int]]) -> None:
+  counts = fates.setdefault(entry.fate, {})
+  family = family_of(entry.order.task_id)
+  counts[family] = counts.get(family, 0) + 1
+
+
 def _plain(part: GroupPart) -> list[Any]:
   upload = list(part.upload) if part.upload else None
   span = [part.first, part.stop, part.epoch, part.worker]
@@ -353,7 +358,7 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   if not isinstance(value, dict) or value.get('format') not in (1, FORMAT):
     found = value.get('format') if isinstance(value, dict) else value
     raise ValueError(
-      f'a ledger of format {found!r:.99}; this version reads {FORMAT}'
+      f'a ledger of format {found!r:.99}; this version reads 1 and {FORMAT}'
     )
   ledger = LeaseLedger(max_lost)
   for name in ('sequence', 'epoch', 'version', 'floor'):
@@ -361,7 +366,7 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   checks.at_least(ledger, 0, 'sequence', 'epoch', 'version', 'floor')
   for name in ('identity', 'is_over', 'fates', 'lost'):
     setattr(ledger, name, value[name])
-  # Ledgers of earlier commits have none.
+  # Other commits write format 2 without this, and without `older` below.
   ledger.earlier = [(f, counts) for f, counts in value.get('earlier', ())]
   for order, parts, fate in value['entries']:
     entry = GroupEntry(order=seams.GroupOrder(**order), parts=[], fate=fate)
@@ -374,7 +379,6 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
       part.upload = (upload[0], upload[1]) if upload else None
       saved = more[0] if more else None
       part.saved = (saved[0], saved[1], saved[2]) if saved else None
-      # Ledgers of earlier commits have none.
       older = more[1] if len(more) > 1 else ()
       part.older = tuple((name, size, v) for name, size, v in older)
       part.is_leased = is_leased

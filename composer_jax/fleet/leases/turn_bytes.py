@@ -22,13 +22,13 @@ def to_bytes(saved: played.SavedTurns) -> bytes:
   lengths = []
   for member, turns in sorted(saved.turns.items()):
     answers = [turn.completion for turn in turns]
-    sizes = [
-      (len(t.context_T), len(a.tokens_T), len(a.consumed_expert_ids_TMA))
-      for t, a in zip(turns, answers, strict=True)
-    ]
-    ends = [(a.routes_start, a.stopped) for a in answers]
-    lengths.append([member, [(*s, *e) for s, e in zip(sizes, ends)]])
     contexts = [turn.context_T for turn in turns]
+    rows = [
+      (len(c), len(a.tokens_T), len(getattr(a, _ROUTES)))
+      + (a.routes_start, a.stopped)
+      for c, a in zip(contexts, answers, strict=True)
+    ]
+    lengths.append((member, rows))
     arrays[f'{member}/context_T'] = np.concatenate(contexts)
     for name in (*_SAMPLED, _CONSUMED):
       parts = [getattr(answer, name) for answer in answers]

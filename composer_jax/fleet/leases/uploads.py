@@ -106,6 +106,11 @@ def _check_counts(rollout: records.Rollout) -> None:
     )
 
 
+def _check_tokens(tokens_T: np.ndarray, rules: UploadRules) -> None:
+  if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
+    raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
+
+
 def _check_windows(
   windows: Sequence[records.Trajectory], rules: UploadRules
 ) -> None:
@@ -119,8 +124,7 @@ def _check_windows(
       raise ValueError(
         f'a window has {len(window)} tokens of at most {rules.max_tokens}'
       )
-    if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
-      raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
+    _check_tokens(tokens_T, rules)
     if not sampled_T.any() or sampled_T[0]:
       raise ValueError('a window must begin with context and have an answer')
     # Rounding may bring that of a certain token above zero.
@@ -135,12 +139,12 @@ def _check_windows(
     codec.check(window.expert_ids_TMA, rules.routes)
 
 
-def max_saved_bytes(rules: UploadRules, members: int) -> int:
-  """Returns the most bytes of saved turns, packed or not.
+def max_saved_bytes(rules: UploadRules, lease: seams.Lease) -> int:
+  """Returns the most bytes of a lease's saved turns, packed or not.
 
   A window that moved to another engine has some of its routes twice.
   """
-  return 4 * rules.max_bytes(members)
+  return 4 * rules.max_bytes(lease.size)
 
 
 def read_saved(
@@ -151,8 +155,8 @@ def read_saved(
   What tools said is compared when the turns are played again, and the whole
   episode is checked as any other.
   """
-  most = max_saved_bytes(rules, lease.stop - lease.first)
-  saved, order = turn_bytes.from_bytes(data, most), lease.order
+  saved = turn_bytes.from_bytes(data, max_saved_bytes(rules, lease))
+  order = lease.order
   if (saved.group, saved.task_id) != (order.group, order.task_id):
     raise ValueError(
       f'they are of group {saved.group!r:.99} and task {saved.task_id!r:.99}, '
@@ -164,12 +168,11 @@ def read_saved(
       f'to {lease.stop - 1}'
     )
   least, most = order.min_version, lease.min_version
-  if not (saved.versions and least <= min(saved.versions)) or (
-    max(saved.versions) > most
-  ):
+  versions = sorted(saved.versions)
+  if not (versions and least <= versions[0] and versions[-1] <= most):
     raise ValueError(
-      f'they were sampled by versions {sorted(saved.versions)!r:.99}, of which '
-      f'all must lie in {least}..{most}'
+      f'they were sampled by versions {versions!r:.99}, of which all must lie '
+      f'in {least}..{most}'
     )
   names = saved.policies.values()
   if odd := [name for name in names if not identity.is_hash(name)]:
@@ -187,9 +190,7 @@ def _check_turns(
   tokens = [*(t.context_T for t in turns), *(a.tokens_T for a in answers)]
   if (count := sum(map(len, tokens))) > most:
     raise ValueError(f'an episode has {count} tokens of at most {most}')
-  tokens_T = np.concatenate(tokens)
-  if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
-    raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
+  _check_tokens(np.concatenate(tokens), rules)
   for answer in answers:
     highest = answer.logprobs_T.max(initial=-np.inf)
     if not (np.isfinite(answer.logprobs_T).all() and -np.inf < highest):
@@ -210,8 +211,3 @@ def join(parts: Sequence[records.Group]) -> records.Group:
         )
   rollouts = tuple(itertools.chain(*(part.rollouts for part in parts)))
   return dataclasses.replace(parts[0], rollouts=rollouts, policies=policies)
-
-
-def encode(group: records.Group) -> bytes:
-  """Returns the bytes of what a lease brought; equal groups are equal."""
-  return group_bytes.to_bytes(group)

@@ -94,6 +94,7 @@ class SpreadSandbox(base.Sandbox):
     try:
       box = place.sandbox.open(image, changes)
     except BaseException:
+      # Whatever it is is raised again; the place must not count the box.
       self._left(place)
       raise
     return _SpreadBox(box, lambda: self._left(place))

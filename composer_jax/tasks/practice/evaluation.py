@@ -177,7 +177,7 @@ def _player(
     of_windows = {
       'windows': len(rollout.trajectories),
       'turns': [[t.tool, t.outcome] for t in rollout.turns],
-      'tokens_out': sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories),
+      'tokens_out': rollout.num_sampled,
     }
     return row_of(task, rollout) | of_windows, episode.turns(rollout, tokenizer)
 
