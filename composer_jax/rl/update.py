@@ -184,11 +184,7 @@ def teacher_of(
   functions: steps.Functions,
   frozen: Any,
 ) -> Any:
-  """Returns policy values of the teacher: the average in the state, or frozen.
-
-  Both are rounded as the policy is, so that an average which has not moved
-  teaches what the policy says.
-  """
+  """Returns the teacher, rounded as policies are: the average, or frozen."""
   if hints.teacher == 'ema':
     return functions.policy(state.replace(params=state.teacher))
   return frozen
