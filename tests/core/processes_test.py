@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 
@@ -73,7 +72,7 @@ def test_waiting_and_progress_are_shown(monkeypatch, tmp_path):
   os.utime(beat, (1, 1))
   monkeypatch.setattr(processes, '_self', processes._Membership(beat=str(beat)))
   processes.beat()
-  assert time.time() - beat.stat().st_mtime < 60
+  assert beat.stat().st_mtime > 1
   os.utime(beat, (1, 1))
   processes.beat()  # Too soon to cost a write.
   assert beat.stat().st_mtime == 1

@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -267,7 +266,6 @@ def test_a_function_that_never_returns_is_a_failed_episode(
       f'edit {task.path} {task.function}\n{body}',
       'finish',
     ]
-    began = time.monotonic()
     rollout = episode.run(
       environment.FunctionEnvironment(task, runner),
       episode_test.TapePolicy(tokenizer, calls),
@@ -282,7 +280,6 @@ def test_a_function_that_never_returns_is_a_failed_episode(
       seed=0,
     )
     after = runner.call({'ok.py': 'def f():\n  return 1\n'}, 'ok', 'f', [[]])
-  assert time.monotonic() - began < 20
   assert rollout.verdict.status == records.GRADED
   assert not rollout.verdict.passed and rollout.reward == 0
   assert after.value == [['ok', 1]]
