@@ -36,6 +36,7 @@ def run(name: str, *flags: str) -> str:
   return process.stdout
 
 
+@pytest.mark.slow
 def test_muon_in_optax():
   text = run('muon_in_optax', '--steps=21')
   assert "'embed': None" in text and "'norm': None" in text

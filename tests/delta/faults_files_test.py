@@ -157,7 +157,7 @@ def attack(folder, count):
 
 
 @pytest.mark.parametrize(
-  'count', [700, pytest.param(20_000, marks=pytest.mark.slow)]
+  'count', [200, pytest.param(20_000, marks=pytest.mark.slow)]
 )
 def test_hostile_files_are_refused_in_little_memory(tmp_path, count):
   program = (

@@ -289,6 +289,7 @@ def look(root):
     print(json.dumps([version, route, after - before]))
 
 
+@pytest.mark.slow
 def test_a_receiver_holds_no_more_than_two_policies(tmp_path):
   store = stores.Store(tmp_path)
   options = chain.BundleOptions(threads=2)

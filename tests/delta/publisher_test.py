@@ -546,6 +546,7 @@ def fetched_of(root):
   return lines
 
 
+@pytest.mark.slow
 def test_two_processes_publish_one_bundle(tmp_path):
   with socket.socket() as listener:
     listener.bind(('127.0.0.1', 0))

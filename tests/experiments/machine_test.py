@@ -102,6 +102,7 @@ def test_the_doctor_names_what_does_not(tmp_path):
   assert '127.0.0.1:1/run can only be read' in done.stdout
 
 
+@pytest.mark.slow
 def test_the_doctor_asks_what_the_run_would_ask(tmp_path):
   folder = imported_test.write(tmp_path / 'import')
   done = programs.run(

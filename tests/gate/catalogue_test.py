@@ -342,9 +342,8 @@ def test_a_lie_in_one_hinted_window_is_caught(hinting, policies, states, name):
       train_hinted(hinting, states, told, gate)
 
 
-@pytest.mark.parametrize(
-  'staleness', [pytest.param(0, marks=pytest.mark.slow), 1]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('staleness', [0, 1])
 def test_hinted_windows_without_an_advantage_are_scored(
   hinting, states, policies, staleness
 ):

@@ -43,10 +43,12 @@ def _compare(name, seed, lengths):
 @pytest.mark.parametrize(
   'name',
   [
-    # These are DeepSeek-V3 and qwen3_moe_dense with fewer options.
+    # These have fewer options than DeepSeek-V3 and qwen3_moe_dense.
     pytest.param(
       n,
-      marks=[pytest.mark.slow] if n in ('moonlight', 'qwen3_moe') else [],
+      marks=[pytest.mark.slow]
+      if n in ('moonlight', 'qwen3_moe', 'olmoe')
+      else [],
     )
     for n in tiny.MODELS
   ],

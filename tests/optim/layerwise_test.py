@@ -71,7 +71,10 @@ def trained(state, offload):
 
 @pytest.mark.parametrize(
   'state',
-  ['float32', pytest.param('bfloat16', marks=pytest.mark.slow), 'int8'],
+  [
+    'float32',
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ('bfloat16', 'int8')),
+  ],
 )
 def test_bits_are_those_of_state_on_the_device(state):
   params, moments, updates = trained(state, offload=True)

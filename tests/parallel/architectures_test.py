@@ -114,14 +114,9 @@ LAYOUTS = {
   'fsdp4_cp2': ((1, 4, 2), layouts.TRAIN),
   'data_parallel': ((4, 2, 1), layouts.REPLICATED),
 }
-# Without --slow: latents here, grouped queries in mesh_test's uneven case.
-QUICK = (('deepseek_v3', 'cp2_ep8'),)
+# Without --slow: mesh_test's uneven case.
 CASES = [
-  pytest.param(
-    name,
-    layout,
-    marks=[] if (name, layout) in QUICK else [pytest.mark.slow],
-  )
+  pytest.param(name, layout, marks=pytest.mark.slow)
   for name in ARCHITECTURES
   for layout in LAYOUTS
 ]

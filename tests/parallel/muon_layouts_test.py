@@ -60,6 +60,7 @@ def _check(layout):
 
 
 # The axis `replica` of size one is in the experts' specs.
+@pytest.mark.slow
 def test_a_decoder_on_the_mesh_of_training_equals_one_device():
   _check('fsdp4_cp2')
 

@@ -158,6 +158,7 @@ def test_one_matrix_changes_no_other(uneven, value):
   _assert_bitwise(updates, expected)
 
 
+@pytest.mark.slow
 def test_state_saved_on_one_mesh_continues_on_another(uneven, tmp_path):
   first = jax.device_put(muon_meshes.values(1), uneven.shardings)
   state = transform.MuonState(np.int32(3), first)

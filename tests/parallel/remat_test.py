@@ -26,6 +26,7 @@ def _repeated(saves):
   ]
 
 
+@pytest.mark.slow
 def test_by_default_only_weights_travel_again():
   repeated = _repeated(DEFAULT)
   assert repeated

@@ -29,7 +29,7 @@ CASES = {
 by_case = pytest.mark.parametrize(
   'case',
   [
-    pytest.param(n, marks=[pytest.mark.slow] if n == 'hsdp_fsdp4_cp2' else [])
+    pytest.param(n, marks=[] if n == 'hsdp_cp2_ep8' else [pytest.mark.slow])
     for n in CASES
   ],
 )

@@ -433,6 +433,7 @@ def test_episodes_that_go_on_elsewhere_change_no_bit(spec, tokenizer, tmp_path):
     np.testing.assert_array_equal(variables[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
   spec, tokenizer, colocated
 ):
@@ -556,7 +557,11 @@ def mistaken(colocated, tmp_path):
       'Group 5 was sampled with weights 000000.* as version 2.*sampled anew',
     ),
     (lambda workdir: uploaded.files_of(workdir)[1].unlink(), '.*'),
-    (lambda workdir: shutil.rmtree(workdir / 'store'), '.*'),
+    pytest.param(
+      lambda workdir: shutil.rmtree(workdir / 'store'),
+      '.*',
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_groups_that_are_wrong_or_gone_are_sampled_anew(

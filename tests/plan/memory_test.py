@@ -102,6 +102,7 @@ def test_a_train_step_takes_what_is_counted(name, sizes, state):
   assert counted.total == pytest.approx(needed, rel=0.1), counted.terms
 
 
+@pytest.mark.slow
 def test_moments_of_eight_bits_are_a_quarter():
   narrow, codes = (
     memory.training(

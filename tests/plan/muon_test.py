@@ -166,7 +166,11 @@ def test_command_prints_the_plan(subject):
   'fixed, mode',
   [
     pytest.param(dict(repeats=False, split=1), 'owner', marks=pytest.mark.slow),
-    (dict(repeats=False, split=1, chunks=9), 'owner'),
+    pytest.param(
+      dict(repeats=False, split=1, chunks=9),
+      'owner',
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       dict(repeats=True, split=1), 'redundant', marks=pytest.mark.slow
     ),

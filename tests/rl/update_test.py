@@ -244,6 +244,7 @@ def test_replayed_trainer_gives_the_engines_logprobs(
     assert np.abs(gap_BT).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_not_compiled_again(
   variables, groups, monkeypatch
 ):

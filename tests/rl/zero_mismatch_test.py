@@ -159,6 +159,7 @@ def config(request):
   return _config(*request.param.split('-'))
 
 
+@pytest.mark.slow
 def test_the_workload_meets_what_it_is_for(config):
   trajectories, lost, engine = _sampled(config)
   blocks = {-(-len(t) // grouped_query.KEY_BLOCK) for t in trajectories}
@@ -169,6 +170,7 @@ def test_the_workload_meets_what_it_is_for(config):
   assert engine.traces == dict.fromkeys(names, 1)
 
 
+@pytest.mark.slow
 def test_buckets_order_and_room_change_no_bit(config):
   """One bucket, other arrivals, and pages for all at once."""
   trajectories, *_ = _sampled(config)

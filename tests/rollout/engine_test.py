@@ -323,6 +323,7 @@ def test_without_routes_the_tokens_are_the_same(engine, make_engine):
   assert (routes_TMA == records.NO_ROUTE).all()
 
 
+@pytest.mark.slow
 def test_an_engine_in_bfloat16_is_that_of_a_model_in_bfloat16(
   engine, make_engine, make_config, policy
 ):

@@ -58,6 +58,7 @@ def _assert_nothing_held(engine):
   assert stats.pages_free + stats.pages_cached == stats.pages
 
 
+@pytest.mark.slow
 def test_a_full_cache_makes_requests_wait_and_corrupts_nothing(
   config, policy, make_engine
 ):

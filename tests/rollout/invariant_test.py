@@ -180,9 +180,8 @@ def test_packing_gradient_and_recomputation_keep_every_bit(
 
 
 # In bfloat16 the two differ as much as each differs from exact arithmetic.
-@pytest.mark.parametrize(
-  'name', ['grouped-float32', pytest.param('latent-float32', marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize('name', ['grouped-float32', 'latent-float32'])
 def test_gradients_equal_those_of_fast_numerics(
   name, tokens, make_config, make_variables
 ):

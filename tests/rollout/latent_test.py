@@ -1,6 +1,7 @@
 """The engine serves latent attention: shared prompts, forked pages, swaps."""
 
 import numpy as np
+import pytest
 
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
@@ -18,6 +19,7 @@ OPTIONS = engines.EngineOptions(
 CONTEXT = serving.tokens(0, 8)
 
 
+@pytest.mark.slow
 def test_latents_are_shared_forked_and_kept_over_a_swap(
   make_config, make_variables
 ):

@@ -78,6 +78,7 @@ def test_an_engine_over_a_mesh_equals_one_device(name):
   assert _engine(name, True).stats().prefix_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_no_weight_and_no_page_moves():
   config, shape = CASES['uneven']
   place = placing.on_mesh(config, topology.make_mesh(*shape))

@@ -30,16 +30,9 @@ VARIANTS = groups.MuonChoices(
 )
 PLAIN = groups.MuonChoices()
 
-CASES = [
-  (VARIANTS, (2, 2, 2), 'hsdp'),
-  *(
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product(
-      (PLAIN, VARIANTS), ((2, 2, 2), (1, 4, 2)), ('hsdp', 'data_parallel')
-    )
-    if case != (VARIANTS, (2, 2, 2), 'hsdp')
-  ),
-]
+CASES = itertools.product(
+  (PLAIN, VARIANTS), ((2, 2, 2), (1, 4, 2)), ('hsdp', 'data_parallel')
+)
 
 
 def batch(seed):
@@ -111,6 +104,7 @@ def planned(plan):
   return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('choices, mesh, layout', CASES)
 def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
   actual, expected = train(choices, mesh, layout), alone(choices)

@@ -27,7 +27,7 @@ def moved(options):
 @pytest.mark.parametrize(
   'mesh, num_experts',
   [
-    ((1, 1, 1), 4),
+    pytest.param((1, 1, 1), 4, marks=SLOW),
     pytest.param((1, 2, 2), 4, marks=SLOW),
     pytest.param((2, 1, 2), 4, marks=SLOW),
     # Over two of four devices; the others cut the embedding.

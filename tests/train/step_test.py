@@ -106,6 +106,7 @@ def test_microbatches_make_the_step_of_the_batch(accumulate):
   assert_equal_steps(step_of(accumulate), step_of(1))
 
 
+@pytest.mark.slow
 def test_microbatches_on_a_mesh_make_the_step_of_the_batch():
   assert_equal_steps(step_of(4, (2, 2, 2)), step_of(1))
 

@@ -311,7 +311,10 @@ def test_auto_axes_under_jit_ask_for_shardings(name):
 
 
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize('jit', [jax.jit, lambda function: function])
+@pytest.mark.parametrize(
+  'jit',
+  [jax.jit, pytest.param(lambda function: function, marks=pytest.mark.slow)],
+)
 def test_a_mesh_of_one_device_is_one_device(kind, jit):
   one = jax.make_mesh((1,), ('d',), (kind,), devices=jax.devices()[:1])
   params = jax.device_put(values(0), NamedSharding(one, P()))

@@ -241,7 +241,10 @@ def remote_of(options, patience_s=600.0):
   return lambda: chat.ChatClient(address, stream=options.chat.stream)
 
 
-@pytest.mark.parametrize('native, stream', [(False, True), (True, False)])
+@pytest.mark.parametrize(
+  'native, stream',
+  [(True, True), pytest.param(False, False, marks=pytest.mark.slow)],
+)
 def test_a_chat_model_passes_through_the_faults_of_its_endpoint(
   spec, tmp_path, native, stream
 ):
