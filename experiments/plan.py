@@ -5,12 +5,13 @@
 
 Questions: 'params', placement and bytes of every parameter; 'memory', what
 training and serving need on a device, counted, with and without adapters;
-'muon', the
-matrices that each device orthogonalises, with operations, bytes and modelled
-times; 'compile', the train step compiled by the machines' compiler: if it fits,
-what it computes and sends, and how much of that overlaps with products. Nothing
-is allocated. A wrong flag, config file or mesh ends the program with one line;
---debug adds the traceback.
+'routing',
+rounds, bytes, memory and modelled time of an exchange by how uneven its routing
+is; 'muon', the matrices that each device orthogonalises, with operations, bytes
+and modelled times; 'compile', the train step compiled by the machines'
+compiler: if it fits, what it computes and sends, and how much of that overlaps
+with products. Nothing is allocated. A wrong flag, config file or mesh ends the
+program with one line; --debug adds the traceback.
 """
 
 import dataclasses
@@ -28,7 +29,12 @@ _CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
-_QUESTIONS = ('params', 'memory', 'muon', 'compile')
+_QUESTIONS = ('params', 'memory', 'routing', 'muon', 'compile')
+# Questions that take options of 'compile', with those.
+_SHARED = {
+  'memory': ('--batch', '--seq_len'),
+  'routing': ('--batch', '--seq_len', '--accumulate', '--transport', '--room'),
+}
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
 _PLACE = [
@@ -119,12 +125,46 @@ def _fits(case: Any, rows: int, seq_len: int) -> Any:
   )
 
 
+def _routing(case: Any, q: types.SimpleNamespace) -> Any:
+  """Counts an exchange of a microbatch of a train step."""
+  from composer_jax.models import placement
+  from composer_jax.optim.muon import cost
+  from composer_jax.parallel import exchange, rounds, shardings
+  from composer_jax.plan import skew
+
+  transport = q.transport
+  if transport == 'auto':
+    platform = topologies.MACHINES[case.machine].platform
+    transport = rounds.transport_of(platform)
+  plan = placement.exchange_plan(
+    case.model,
+    layout=case.layout,
+    mesh=case.mesh,
+    transport=transport,
+    room=q.room,
+  )
+  if plan is None or not plan.travels:
+    raise ValueError(
+      f'--what=routing: no token of {case.where} travels to an expert; choose '
+      '--layout=hsdp on several devices.'
+    )
+  rows = q.batch or shardings.product(case.layout.batch, case.mesh)
+  num_tokens = rows * q.seq_len // (q.accumulate if q.batch else 1)
+  num_tokens //= shardings.product(plan.token_axes, case.mesh)
+  shards = exchange.shards_of(
+    plan,
+    num_tokens=num_tokens,
+    num_active=case.model.moe.num_active,
+    num_local=case.model.moe.num_experts // plan.expert_shards,
+  )
+  return skew.table(case.model, shards, num_tokens, cost.BY_NAME[case.machine])
+
+
 def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   if q.what not in _QUESTIONS:
     raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
   unused = [f'--{flag.name}' for flag in _COMPILE if flag.present]
-  if q.what == 'memory':
-    unused = [name for name in unused if name not in ('--batch', '--seq_len')]
+  unused = [name for name in unused if name not in _SHARED.get(q.what, ())]
   if unused and q.what != 'compile':
     raise ValueError(
       f'{", ".join(unused)} can be set with --what=compile alone; --what is '
@@ -148,6 +188,8 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
     return [_fits(case, q.batch, q.seq_len)]
   if q.what == 'muon':
     return muon.tables(case)
+  if q.what == 'routing':
+    return [_routing(case, q)]
   from composer_jax.plan import aot, aot_process, compiled
   from composer_jax.train import placement
 

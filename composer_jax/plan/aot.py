@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from composer_jax.core import batches, checks, platforms
 from composer_jax.models import config as model_config
 from composer_jax.optim import groups
-from composer_jax.parallel import shardings, topology
+from composer_jax.parallel import rounds, shardings, topology
 from composer_jax.plan import case as cases
 from composer_jax.plan import topologies
 from composer_jax.train import loop
@@ -74,13 +74,17 @@ class StepOptions:
 class Traced(NamedTuple):
   """Facts about a step that need no compiler.
 
-  `num_tokens` counts all devices; `arguments` are the bytes of one.
+  `num_tokens` counts all devices; `arguments` are the bytes of one. `shards`
+  exchange a microbatch, `micro_tokens` of each device; None without experts
+  elsewhere.
   """
 
   num_tokens: int
   arguments: int
   seconds: float
   lines: tuple[str, ...]
+  shards: rounds.Shards | None
+  micro_tokens: int
 
 
 class Live(NamedTuple):
@@ -150,11 +154,14 @@ def lower(
     for leaf in jax.tree.leaves(arguments)
     if leaf.sharding.memory_kind != 'pinned_host'
   )
+  num_tokens = arguments[1].tokens_BT.size
   traced = Traced(
-    num_tokens=arguments[1].tokens_BT.size,
+    num_tokens=num_tokens,
     arguments=sum(shard_bytes),
     seconds=time.perf_counter() - start,
     lines=placement.lines,
+    shards=placement.shards_of(num_tokens // options.accumulate),
+    micro_tokens=num_tokens // options.accumulate // mesh.size,
   )
   return traced, lowered
 

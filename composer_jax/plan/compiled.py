@@ -11,7 +11,7 @@ from typing import Any
 from composer_jax.models import flops
 from composer_jax.optim.muon import cost
 from composer_jax.parallel import rounds
-from composer_jax.plan import aot, report, timeline, topologies
+from composer_jax.plan import aot, report, skew, timeline, topologies
 from composer_jax.plan import case as cases
 from composer_jax.plan.hlo import overlap
 
@@ -39,6 +39,7 @@ def tables(
     reading.step(),
     reading.work(seq_len),
     reading.kinds(),
+    reading.routings(),
     reading.exposed(),
     reading.live(),
     reading.remarks(),
@@ -76,18 +77,22 @@ class _Reading:
   def __init__(self, case: cases.Case, compiled: aot.Compiled):
     self.case, self.compiled = case, compiled
     self.dynamic: dict[str, None] = {}
-
-    def once(scope: str) -> float:
-      if rounds.FURTHER in scope:
-        return 0.0  # Even load takes one round.
-      self.dynamic[place(scope)] = None
-      return 1.0
-
-    events = overlap.events(compiled.text, dynamic_trips=once)
+    events = self._events(1)  # Even load takes one round.
     self.rates = cost.BY_NAME[case.machine]
     self.program = overlap.count(events)
     self.line = timeline.run(events, self.rates)
     self.hbm = compiled.limit or topologies.MACHINES[case.machine].hbm
+
+  def _events(self, num_rounds: int) -> Any:
+    """Returns the program's events with exchanges of so many rounds."""
+
+    def trips(scope: str) -> float:
+      if rounds.FURTHER in scope:
+        return num_rounds - 1.0
+      self.dynamic[place(scope)] = None
+      return 1.0
+
+    return overlap.events(self.compiled.text, dynamic_trips=trips)
 
   @property
   def fits(self) -> bool:
@@ -195,6 +200,30 @@ class _Reading:
       columns=(
         *('kind', 'number', 'asynchronous', 'GB', 'ms', 'waited_ms', 'hidden'),
       ),
+      rows=rows,
+    )
+
+  def routings(self) -> report.Table:
+    """Returns the step by how uneven its routing is.
+
+    Further rounds repeat the transfers and products of a whole round, and the
+    products of the busiest device are added at peak speed: both too much.
+    """
+    traced, model, rows = self.compiled.traced, self.case.model, []
+    if traced.shards is not None:
+      layers = model.num_layers - model.num_dense_layers
+      layers *= traced.num_tokens // (traced.micro_tokens * self.case.mesh.size)
+      copies = traced.micro_tokens * model.moe.num_active
+      row_seconds = skew.row_flops(model) / self.rates.flops
+      routed = skew.effects(model.moe, traced.shards, traced.micro_tokens)
+      for routing, e in routed:
+        line = timeline.run(self._events(e.rounds), self.rates)
+        more = layers * (e.busiest - 1) * copies * row_seconds
+        peak = self.compiled.peak / _GIB
+        rows.append((routing.name, e.rounds, peak, line.seconds + more))
+    return report.Table(
+      title='The step by how uneven routing is; modelled, see --what=routing',
+      columns=('routing', 'rounds', 'GiB', 'seconds'),
       rows=rows,
     )
 

@@ -1,0 +1,1 @@
+"""How uneven is routing in runs here?"""
