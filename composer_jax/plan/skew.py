@@ -37,13 +37,13 @@ class Routing:
   rows: float
 
 
-# The second is the most uneven layer of a stage of the main job; see
-# `experiments/studies/routing`. The third is three times as uneven.
-MEASURED = Routing(name='measured', layer=0.3, rows=0.3)
+# Measured by `experiments/studies/routing`: at the end of SFT, and where load
+# is not balanced yet, in RL's first steps. The last is a range beyond.
 ROUTINGS = (
   Routing(name='uniform', layer=0.0, rows=0.0),
-  MEASURED,
-  Routing(name='strong', layer=3 * MEASURED.layer, rows=3 * MEASURED.rows),
+  Routing(name='measured', layer=0.4, rows=0.55),
+  Routing(name='measured, worst', layer=1.1, rows=0.6),
+  Routing(name='beyond', layer=2.0, rows=1.0),
 )
 
 

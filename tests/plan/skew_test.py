@@ -111,10 +111,10 @@ def test_the_command_answers_without_devices():
   )
   assert code == 0
   (table,) = json.loads(text)['routing']
-  uniform, measured, strong = table['rows']
-  assert uniform['rounds'] == 1
+  uniform, measured, *strong = table['rows']
+  assert uniform['rounds'] == 1 < strong[-1]['rounds']
   assert 1.3 < uniform['pair_over_mean'] < 1.4  # Of pairs with 128 copies.
-  assert uniform['MB'] == measured['MB'] == strong['MB']
+  assert len({row['MB'] for row in table['rows']}) == 1
   assert uniform['products_ms'] < measured['products_ms']
   code, _, error = params_test.command(
     '--config=configs/models/tiny.py',
