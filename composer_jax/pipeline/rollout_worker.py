@@ -6,6 +6,7 @@ store, too.
 
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +17,22 @@ from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
+_log = logging.getLogger(__name__)
+
 
 class Rewound(ValueError):
-  """The run went back, and has other weights under a version served here."""
+  """The run went back, and has other weights under a version served here.
+
+  Attributes:
+    policy: those weights, placed for the engine.
+  """
+
+  def __init__(self, policy: seams.PlacedPolicy, served_id: str):
+    super().__init__(
+      f'Version {policy.version} was served with weights {served_id} and now '
+      f'comes with {policy.target_id}: the run was rewound.'
+    )
+    self.policy = policy
 
 
 class Served:
@@ -74,11 +88,7 @@ class Served:
       return
     known_id = self._identities.setdefault(newer.version, newer.target_id)
     if known_id != newer.target_id:
-      raise Rewound(
-        f'Version {newer.version} was served with weights {known_id} and now '
-        f'comes with {newer.target_id}: the run was rewound. Start this worker '
-        'again.'
-      )
+      raise Rewound(newer, known_id)
     self._receiver.drop(self.engine.switch(newer.variables))
     self._count()
     stats, slots = self.engine.stats(), self.engine.options.num_slots
@@ -91,6 +101,13 @@ class Served:
     )
     self._note(self._receiver.served(newer, **figures))
     self._begin()
+
+  def again(
+    self, policy: seams.PlacedPolicy, note: Callable[[dict[str, Any]], None]
+  ) -> 'Served':
+    """Returns one that serves a policy and knows of none before."""
+    self._receiver.drop(self.engine.switch(policy.variables))
+    return Served(self.engine, policy, self._receiver, note, self._clock)
 
   def mark(self, num_open: int, *, has_lease: bool = True) -> None:
     """Tells what the time from now on is spent on.
@@ -176,22 +193,29 @@ class RolloutWorker:
     leases: seams.LeaseHolder,
     served: Served,
     *,
+    join: Callable[[], seams.LeaseHolder] | None = None,
     is_lent: bool = False,
   ):
     """Begins nothing yet.
 
     Args:
       orders: orders of the groups under lease, which `collector` reads.
+      join: makes another door, by another name, after the run was rewound; None
+        where that cannot be.
       is_lent: true if the engine serves others first: episodes leave a quarter
         of its slots free, and wait without end.
     """
+    self._collector, self._orders = collector, orders
+    self._join, self._is_lent = join, is_lent
+    self._begin(leases, served)
+
+  def _begin(self, leases: seams.LeaseHolder, served: Served) -> None:
     self.leases, self.served = leases, served
-    engine, num_slots = served.engine, served.engine.options.num_slots
-    wait = dict(timeout_s=threading.TIMEOUT_MAX) if is_lent else {}
-    self.policy = server.EnginePolicy(engine, **wait)
-    num_episodes = max(1, num_slots * 3 // 4) if is_lent else num_slots
-    self._stream = collect.GroupStream(collector, self.policy, num_episodes)
-    self._orders = orders
+    num_slots = served.engine.options.num_slots
+    wait = dict(timeout_s=threading.TIMEOUT_MAX) if self._is_lent else {}
+    self.policy = server.EnginePolicy(served.engine, **wait)
+    num = max(1, num_slots * 3 // 4) if self._is_lent else num_slots
+    self._stream = collect.GroupStream(self._collector, self.policy, num)
     self._shares: dict[int, collect.Share] = {}
 
   @property
@@ -233,6 +257,25 @@ class RolloutWorker:
   ) -> None:
     self.leases.deliver(lease, self.served.stamp(group, saved))
 
+  def rejoin(self, rewound: Rewound) -> None:
+    """Takes part again after a rewind, with the engine that it has."""
+    if self._join is None:
+      raise rewound
+    _log.warning('%s Joining again.', rewound)
+    wake = self.policy.wake
+    self.give_up()
+    leases = self._join()
+    self._begin(leases, self.served.again(rewound.policy, leases.note))
+    self.policy.wake = wake
+    leases.start()
+
+  def give_up(self) -> None:
+    """Ends all episodes and gives all leases back, at once."""
+    self.close()
+    # Not in the engine's thread: the last turns are saved, and threads end.
+    give_back = self.leases.close
+    threading.Thread(target=give_back, name='give back', daemon=True).start()
+
   def close(self) -> None:
     """Ends all episodes; once nobody steps the engine any more."""
     self._stream.close()
@@ -248,10 +291,14 @@ def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
   Returns:
     The version served at the end.
   """
+  done = lambda: worker.open_episodes == 0 and is_done()
   try:
-    worker.policy.serve(
-      lambda: worker.open_episodes == 0 and is_done(), worker.before_step
-    )
+    while True:
+      try:
+        worker.policy.serve(done, worker.before_step)
+        break
+      except Rewound as rewound:
+        worker.rejoin(rewound)
     worker.served.mark(0)  # Colocated: the trainer's turn.
   finally:
     worker.close()

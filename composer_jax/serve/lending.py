@@ -12,7 +12,6 @@ other workers, with its finished turns.
 """
 
 import logging
-import threading
 from collections.abc import Callable
 
 from composer_jax.core import records
@@ -26,8 +25,7 @@ class Lender:
 
   Attributes:
     problem: why the engine is no longer lent; '' while it is. Its leases are
-      then given back; a run that was rewound gets the engine again once the
-      server is started again.
+      then given back.
   """
 
   def __init__(self, worker: rollout_worker.RolloutWorker):
@@ -44,7 +42,10 @@ class Lender:
       return
     try:
       worker.leases.pause(num_open > 0)
-      worker.before_step()
+      try:
+        worker.before_step()
+      except rollout_worker.Rewound as rewound:
+        worker.rejoin(rewound)
       if worker.leases.is_over and not worker.open_episodes:
         self._end('The run is over.')
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
@@ -56,11 +57,8 @@ class Lender:
   def _end(self, problem: str) -> None:
     _log.warning('%s', problem)
     self.problem = problem
-    self._worker.close()
-    # At once, or they would wait here as those of a worker that stalls. Not in
-    # the engine's thread: the last turns are saved, and threads end.
-    give_back = self._worker.leases.close
-    threading.Thread(target=give_back, name='give back', daemon=True).start()
+    # Or its leases would wait here as those of a worker that stalls.
+    self._worker.give_up()
 
   def take(self, outcome: records.Completion | records.Failure) -> bool:
     return self._worker.policy.hand_over(outcome)

@@ -36,6 +36,8 @@ class Stats:
   sessions: int
   running: int
   waiting: int
+  swap_s: float = 0.0
+  sampled_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -94,6 +96,8 @@ class ScriptedEngine:
     if variables == 'damaged':
       raise ValueError(f'params/x of version {version} is missing.')
     return types.SimpleNamespace(version=version)
+
+  is_refreshing = False
 
   def switch(self, placed):
     self.version = placed.version
