@@ -395,13 +395,20 @@ def leave_in_mid_episode(worker):
 
 
 @pytest.mark.slow
-def test_episodes_that_go_on_elsewhere_change_no_bit(spec, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+  'numerics, staleness', [('batch_invariant', 0), ('fast', 1)]
+)
+def test_episodes_that_go_on_elsewhere_change_no_bit_at_staleness_0(
+  spec, tokenizer, tmp_path, numerics, staleness
+):
   """Two workers leave in mid-episode, one after another."""
-  model = dataclasses.replace(spec.model, numerics='batch_invariant')
-  spec = dataclasses.replace(spec, model=model)
-  with opened(tmp_path / 'alone', spec, tokenizer) as job:
-    reinforce.reinforce(job)
-    alone = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+  model = dataclasses.replace(spec.model, numerics=numerics)
+  rl = dataclasses.replace(spec.rl, max_staleness=staleness)
+  spec, alone = dataclasses.replace(spec, model=model, rl=rl), {}
+  if not staleness:
+    with opened(tmp_path / 'alone', spec, tokenizer) as job:
+      reinforce.reinforce(job)
+      alone = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
   shared = workers.spec_of(spec, members=2)
   crew, tmp_path = [], tmp_path / 'fleet'
 
