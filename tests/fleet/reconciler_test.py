@@ -249,7 +249,7 @@ def test_what_a_worker_gives_back_is_leased_at_once(world):
 def test_a_notice_drains(world):
   """What is begun ends here; what is not, and what follows, is others'."""
   leaver, other = world.worker('leaver', 16), world.worker('other')
-  leaver.door._drain_s = 1e9
+  leaver.pace(drain_s=1e9)
   world.turn([leaver])
   world.turn([])
   leaver.door.sync()

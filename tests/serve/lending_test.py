@@ -72,10 +72,9 @@ def lent(tmp_path, tokenizer):
     leases = holder.StoredLeases(
       world.docs(),
       next(names),
+      holder.HolderTimes(beat_s=0.0, poll_s=0.01),
       capacity=8,
       setup=world.trainer._digest,
-      beat_s=0.0,
-      poll_s=0.01,
       rules=RULES,
       while_waiting=lambda: world.turn([], seconds=0.01),
     )
