@@ -11,6 +11,7 @@ of a job count, since wall time on two cores is that of whatever else runs.
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -52,14 +53,23 @@ def cpu_s(pid: int) -> float:
   return total
 
 
-def run(checkout: pathlib.Path, first: int, last: int) -> tuple[float, float]:
-  """Returns CPU seconds and seconds a step, from step `first` to `last`."""
+def run(
+  checkout: pathlib.Path, cache: str, first: int, last: int
+) -> tuple[float, float]:
+  """Returns CPU seconds and seconds a step, from step `first` to `last`.
+
+  `cache` is a folder for what is compiled.
+  """
+  env = os.environ | {'JAX_COMPILATION_CACHE_DIR': cache}
+  env |= {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
   with tempfile.TemporaryDirectory() as folder:
     workdir, marks = pathlib.Path(folder) / 'run', {}
     command = [sys.executable, '-m', 'experiments.composer', *_FLAGS]
     command += [f'--workdir={workdir}', f'--config.rl.steps={last + 2}']
     with (pathlib.Path(folder) / 'log').open('w+') as log:
-      job = subprocess.Popen(command, cwd=checkout, stdout=log, stderr=log)
+      job = subprocess.Popen(
+        command, cwd=checkout, stdout=log, stderr=log, env=env
+      )
       try:
         while last not in marks:
           if job.poll() is not None:
@@ -86,10 +96,11 @@ def main() -> None:
   given = parser.parse_args()
   trees = (pathlib.Path(__file__).parents[1], given.against.absolute())
   figures: tuple[list, list] = ([], [])
-  for _ in range(given.rounds):
-    for tree, into in zip(trees, figures, strict=True):
-      into.append(run(tree, given.first, given.last))
-      print(tree, into[-1], file=sys.stderr, flush=True)
+  with tempfile.TemporaryDirectory() as cache:
+    for _ in range(given.rounds):
+      for tree, into in zip(trees, figures, strict=True):
+        into.append(run(tree, cache, given.first, given.last))
+        print(tree, into[-1], file=sys.stderr, flush=True)
   walls = [statistics.median(w for _, w in values) for values in figures]
   against = subprocess.check_output(
     ['git', '-C', str(trees[1]), 'rev-parse', '--short', 'HEAD'], text=True
