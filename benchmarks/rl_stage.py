@@ -62,6 +62,7 @@ def run(
   """
   env = os.environ | {'JAX_COMPILATION_CACHE_DIR': cache}
   env |= {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  env |= {'PYTHONPATH': str(checkout)}
   with tempfile.TemporaryDirectory() as folder:
     workdir, marks = pathlib.Path(folder) / 'run', {}
     command = [sys.executable, '-m', 'experiments.composer', *_FLAGS]
