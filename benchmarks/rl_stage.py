@@ -102,6 +102,7 @@ def main() -> None:
       for tree, into in zip(trees, figures, strict=True):
         into.append(run(tree, cache, given.first, given.last))
         print(tree, into[-1], file=sys.stderr, flush=True)
+  ours, peer = ([1 / cpu for cpu, _ in values] for values in figures)
   walls = [statistics.median(w for _, w in values) for values in figures]
   against = subprocess.check_output(
     ['git', '-C', str(trees[1]), 'rev-parse', '--short', 'HEAD'], text=True
@@ -109,7 +110,7 @@ def main() -> None:
   interleaved.report(
     'rl_stage',
     'steps of RL, smoke job, two processes, groups in a folder store',
-    tuple([1 / cpu for cpu, _ in values] for values in figures),
+    (ours, peer),
     against=f'commit {against.strip()}',
     limit=None,
     goal='none',
