@@ -21,17 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 class Rewound(ValueError):
-  """The run went back, and has other weights under a version served here.
+  """The run went back, so that what was served is void.
 
   Attributes:
-    policy: those weights, placed for the engine.
+    policy: weights that the run has now, placed for the engine.
   """
 
-  def __init__(self, policy: seams.PlacedPolicy, served_id: str):
-    super().__init__(
-      f'Version {policy.version} was served with weights {served_id} and now '
-      f'comes with {policy.target_id}: the run was rewound.'
-    )
+  def __init__(self, found: str, policy: seams.PlacedPolicy):
+    super().__init__(f'{found}: the run was rewound.')
     self.policy = policy
 
 
@@ -86,9 +83,13 @@ class Served:
     newer = None if self.engine.is_refreshing else self._receiver.take()
     if newer is None:
       return
-    known_id = self._identities.setdefault(newer.version, newer.target_id)
+    number, before = newer.version, self.version
+    if number < before:
+      raise Rewound(f'Version {number} comes after version {before}', newer)
+    known_id = self._identities.setdefault(number, newer.target_id)
     if known_id != newer.target_id:
-      raise Rewound(newer, known_id)
+      found = f'Version {number} was served with weights {known_id} and now '
+      raise Rewound(f'{found}comes with {newer.target_id}', newer)
     self._receiver.drop(self.engine.switch(newer.variables))
     self._count()
     stats, slots = self.engine.stats(), self.engine.options.num_slots
@@ -258,13 +259,14 @@ class RolloutWorker:
     self.leases.deliver(lease, self.served.stamp(group, saved))
 
   def rejoin(self, rewound: Rewound) -> None:
-    """Takes part again after a rewind, with the engine that it has."""
+    """Takes part again after `give_up`, with the engine that it has.
+
+    No session may be open in it, since versions never decrease within one.
+    """
     if self._join is None:
       raise rewound
     _log.warning('%s Joining again.', rewound)
-    wake = self.policy.wake
-    self.give_up()
-    leases = self._join()
+    leases, wake = self._join(), self.policy.wake
     self._begin(leases, self.served.again(rewound.policy, leases.note))
     self.policy.wake = wake
     leases.start()
@@ -298,6 +300,7 @@ def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
         worker.policy.serve(done, worker.before_step)
         break
       except Rewound as rewound:
+        worker.give_up()
         worker.rejoin(rewound)
     worker.served.mark(0)  # Colocated: the trainer's turn.
   finally:

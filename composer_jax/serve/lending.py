@@ -31,6 +31,8 @@ class Lender:
   def __init__(self, worker: rollout_worker.RolloutWorker):
     self.problem = ''
     self._worker = worker
+    # Until the run is joined again, which goes back with its weights.
+    self._rewound: rollout_worker.Rewound | None = None
 
   def start(self, wake: Callable[[], None]) -> None:
     self._worker.policy.wake = wake
@@ -41,18 +43,29 @@ class Lender:
     if self.problem:
       return
     try:
-      worker.leases.pause(num_open > 0)
-      try:
-        worker.before_step()
-      except rollout_worker.Rewound as rewound:
-        worker.rejoin(rewound)
-      if worker.leases.is_over and not worker.open_episodes:
-        self._end('The run is over.')
+      if self._rewound is None:
+        self._play(num_open)
+      elif not worker.served.engine.stats().sessions:
+        worker.rejoin(self._rewound)
+        self._rewound = None
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
       # Clients are served on, by the policy that is there.
       self._end(f'Nothing is lent any more: {error}')
     if not num_open:
       worker.policy.take_requests(wait=False)
+
+  def _play(self, num_open: int) -> None:
+    worker = self._worker
+    worker.leases.pause(num_open > 0)
+    try:
+      worker.before_step()
+    except rollout_worker.Rewound as rewound:
+      # Sessions of clients go on with the weights that they began with.
+      self._rewound = rewound
+      worker.give_up()
+      return
+    if worker.leases.is_over and not worker.open_episodes:
+      self._end('The run is over.')
 
   def _end(self, problem: str) -> None:
     _log.warning('%s', problem)

@@ -144,8 +144,11 @@ class Door:
     return [], []
 
 
-def test_a_worker_joins_again_by_another_door_after_a_rewind(make):
-  served, engine, dropped, _ = make([placed(3, 'bb'), *[None] * 5])
+@pytest.mark.parametrize('version, name', [(3, 'bb'), (2, 'bb'), (2, 'aa')])
+def test_a_worker_joins_again_by_another_door_after_a_rewind(
+  make, version, name
+):
+  served, engine, dropped, _ = make([placed(version, name), *[None] * 5])
   engine.num_unfinished, engine.step = 1, lambda: []
   engine.room, engine.close = lambda expected: None, lambda session: None
   collector, doors = types.SimpleNamespace(), [Door(), Door()]
@@ -154,15 +157,16 @@ def test_a_worker_joins_again_by_another_door_after_a_rewind(make):
     collector, {}, join(), served, join=join
   )
   policy = worker.policy
-  assert rollout_worker.run(worker, lambda: worker.leases is doors[1]) == 3
+  is_done = lambda: worker.leases is doors[1]
+  assert rollout_worker.run(worker, is_done) == version
   assert doors[0].is_closed.wait(60) and not doors[1].is_closed.is_set()
-  assert doors[1].is_started and doors[1].rows == [(3, 'bb', {})]
+  assert doors[1].is_started and doors[1].rows == [(version, name, {})]
   assert dropped == ['first'] and worker.policy is not policy
   # Only the weights after the rewind are known.
-  group = dataclasses.replace(groups.make_group(0, 3), policies=None)
-  assert worker.served.stamp(group).policies == {3: 'bb'}
+  group = dataclasses.replace(groups.make_group(0, version), policies=None)
+  assert worker.served.stamp(group).policies == {version: name}
   # In the trainer's process no policy comes back.
-  served, *_ = make([placed(3, 'bb')])
+  served, *_ = make([placed(version, name)])
   worker = rollout_worker.RolloutWorker(collector, {}, Door(), served)
   with pytest.raises(rollout_worker.Rewound, match='was rewound'):
     rollout_worker.run(worker, lambda: False)

@@ -214,8 +214,17 @@ def test_a_server_joins_a_run_again_that_was_rewound(lent, client):
     lambda: any(k.turns().turns for k in [*lent.leases._kept.values()])
   )
   # The last comes first: equal weights of a version that it served change
-  # nothing, others are of a run that was rewound.
+  # nothing, an older version is of a run that was rewound.
+  sock = service_test._begin(lent.server, {'max_tokens': 150})
+  scripted.wait_for(lambda: any(map(is_clients, [*lent.server.engine.works])))
+  lent.server.engine.go.clear()
   lent.news += [policy(VERSION, 'b'), policy(0, 'b'), policy(VERSION)]
+  scripted.wait_for(lambda: not lent.news[1:] and world.ledger().lost)
+  # Whom it serves goes on with the weights it began with.
+  assert lent.server.engine.swaps == [VERSION] * 2
+  lent.server.engine.go.set()
+  service_test._read(sock)
+  sock.close()
   scripted.wait_for(lambda: world.version == worlds.STEPS)
   assert lent.server.served.problem == ''
   assert world.trained == worlds.expected()

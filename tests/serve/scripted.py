@@ -100,6 +100,7 @@ class ScriptedEngine:
   is_refreshing = False
 
   def switch(self, placed):
+    assert placed.version >= self.version or not self.held
     self.version = placed.version
     self.swaps.append(placed.version)
 
