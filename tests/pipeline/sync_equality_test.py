@@ -357,6 +357,9 @@ def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
     worker = workers.Worker(shared, tmp_path, tokenizer, 'w', act=act)
     with pytest.raises(Stopped):
       reinforce.reinforce(job)
+  while worker.version < 2:  # Which the run goes back from.
+    assert worker.failure is None, worker.failure
+    time.sleep(0.01)
   before = taken(tmp_path)
   # Group 0 was waited for by step 1, as far as it may be overtaken.
   assert 0 not in before[0] and before[1][0] == 0
@@ -364,6 +367,8 @@ def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
     reinforce.reinforce(job)
   worker.end()
   assert worker.failure is None, worker.failure
+  # It joined again, with the same engine.
+  assert worker.leases.name == 'w0'
   after = taken(tmp_path)
   assert after[0] == before[0] and sorted(sum(after, [])) == list(range(6))
   rows = lines_of_rl(tmp_path)
