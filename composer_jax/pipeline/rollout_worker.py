@@ -243,20 +243,12 @@ class RolloutWorker:
       saved = served.goes_on(saved) if saved else None
       self._shares[lease.epoch] = share = self._stream.admit(
         lease.order.group,
-        functools.partial(self._deliver, lease, saved),
+        functools.partial(_deliver, leases, served, lease, saved),
         range(lease.first, lease.stop),
         saved.turns if saved else {},
       )
       leases.keep(lease, functools.partial(served.record, lease, share, saved))
     served.mark(self.open_episodes, has_lease=leases.has_lease)
-
-  def _deliver(
-    self,
-    lease: seams.Lease,
-    saved: played.SavedTurns | None,
-    group: records.Group,
-  ) -> None:
-    self.leases.deliver(lease, self.served.stamp(group, saved))
 
   def rejoin(self, rewound: Rewound) -> None:
     """Takes part again after `give_up`, with the engine that it has.
@@ -282,6 +274,16 @@ class RolloutWorker:
     """Ends all episodes; once nobody steps the engine any more."""
     self._stream.close()
     self.policy.close()
+
+
+def _deliver(
+  leases: seams.LeaseHolder,
+  served: Served,
+  lease: seams.Lease,
+  saved: played.SavedTurns | None,
+  group: records.Group,
+) -> None:
+  leases.deliver(lease, served.stamp(group, saved))
 
 
 def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
