@@ -254,8 +254,10 @@ def _groups(
     spec.systems['fleet'],
     rules_of(spec),
     workdir=workdir,
-    setup={'config': spec.as_dict(), 'level': level, 'identity': own},
-    shared=[workdir / jobs.TOKENIZER, workdir / hf_language.FILE],
+    setup=exchange.RunSetup(
+      fields={'config': spec.as_dict(), 'level': level, 'identity': own},
+      files=[workdir / jobs.TOKENIZER, workdir / hf_language.FILE],
+    ),
     poll_s=spec.systems['delta'].poll_s,
     say=progress.teller('fleet'),
   )

@@ -31,7 +31,7 @@ _RESTARTS = flags.DEFINE_integer(
   'restarts', 5, 'Restarts of a worker that ended with an error, in a row.', 0
 )
 _REFILL = flags.DEFINE_float(
-  'refill_s', 3600.0, 'Seconds after which a worker has one more restart.'
+  'refill_s', 3600.0, 'Seconds after which a worker has one more restart.', 1.0
 )
 _DRY_RUN = flags.DEFINE_bool(
   'dry_run', False, 'Checks that workers may join, and says what would start.'

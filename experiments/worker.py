@@ -10,13 +10,13 @@ On SIGTERM it begins nothing new, and ends. --dry_run checks all that, says what
 would be sampled here, and starts nothing.
 """
 
-import functools
 import signal
+import time
 import traceback
 
 from absl import flags
 
-from composer_jax.fleet import joining, orphans
+from composer_jax.fleet import orphans
 from experiments import joined, start
 
 _STORE = flags.DEFINE_string('store', '', 'Store of the run: folder or URL.')
@@ -57,29 +57,30 @@ def _describe(run: joined.JoinedRun) -> None:
 
 def _serve() -> None:
   with joined.folder() as folder:
-    run, name = joined.join(_STORE.value, folder), _NAME.value
+    run = joined.join(_STORE.value, folder)
     # After the flags: this import loads jax.
-    from composer_jax.pipeline import reinforce, rollout_worker
+    from composer_jax.pipeline import reinforce
 
     if _DRY_RUN.value:
       _describe(run)
       return
 
-    def make_leases(capacity, name):
-      leases = run.leases(capacity, name)
-      signal.signal(signal.SIGTERM, lambda *_: leases.leave())
-      return leases
+    doors, notices = [], []
 
-    while True:
-      make = functools.partial(make_leases, name=name)
-      try:
-        level = _level(run)
-        reinforce.serve_rollouts(run.spec, run.systems, folder, level, make)
-        return
-      except rollout_worker.Rewound as error:
-        # The trainer died and goes on from its checkpoint.
-        print(f'[rollout] {error} Joining again.', flush=True)
-        name = joining.free_name()
+    def leave(*_):
+      notices.append(time.monotonic())
+      doors[-1].leave()
+
+    def make_leases(capacity):
+      # After a rewind there is another, under the same notice.
+      doors.append(run.leases(capacity, '' if doors else _NAME.value))
+      signal.signal(signal.SIGTERM, leave)
+      if notices:
+        leave()
+      return doors[-1]
+
+    level = _level(run)
+    reinforce.serve_rollouts(run.spec, run.systems, folder, level, make_leases)
 
 
 def main() -> None:

@@ -90,18 +90,15 @@ class Joined:
   ) -> holder.StoredLeases:
     """Returns the door to the fleet of a worker; see `StoredLeases`."""
     options = self.config['fleet']
-    return holder.StoredLeases(
-      self.docs,
-      name,
-      capacity=capacity,
-      setup=self.digest,
+    times = holder.HolderTimes(
       # Some reports may be late or lost.
       beat_s=options['lease_s'] / 8,
       poll_s=self.config['delta']['poll_s'],
       drain_s=drain_s,
       save_s=options['save_s'],
-      rules=rules,
     )
+    told = dict(capacity=capacity, setup=self.digest)
+    return holder.StoredLeases(self.docs, name, times, **told, rules=rules)
 
 
 def join(

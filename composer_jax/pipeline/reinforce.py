@@ -536,7 +536,8 @@ def serve_rollouts(
   Args:
     folder: folder with the run's key and tokenizer.
     level: isolation level that judges the run's code.
-    make_leases: capacity -> door to the fleet, which joins with `start`.
+    make_leases: capacity -> door to the fleet, which joins with `start`; called
+      again, for one of another name, whenever the run was rewound.
   """
   with joined_worker(spec, systems, folder, level, make_leases) as worker:
     worker.leases.start()
@@ -560,7 +561,8 @@ def joined_worker(
   say = progress.teller('rollout')
   tokenizer = systems.load_tokenizer(folder / jobs.TOKENIZER)
   orders: dict[int, seams.GroupOrder] = {}
-  leases = make_leases(_capacity(spec))
+  join = functools.partial(make_leases, _capacity(spec))
+  leases = join()
   with contextlib.ExitStack() as stack:
     runner = stack.enter_context(systems.open_runner(level))
     if not fields:
@@ -575,10 +577,10 @@ def joined_worker(
     collector = stages.collector_of(
       spec, systems, tokenizer, runner, split='train', orders=orders
     )
-    stack.enter_context(contextlib.closing(leases))
     worker = rollout_worker.RolloutWorker(
-      collector, orders, leases, served, is_lent=bool(fields)
+      collector, orders, leases, served, join=join, is_lent=bool(fields)
     )
+    stack.callback(lambda: worker.leases.close())
     # Before the leases: these tell of the last turns.
     yield stack.enter_context(contextlib.closing(worker))
 

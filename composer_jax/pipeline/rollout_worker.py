@@ -6,6 +6,7 @@ store, too.
 
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +17,19 @@ from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
+_log = logging.getLogger(__name__)
+
 
 class Rewound(ValueError):
-  """The run went back, and has other weights under a version served here."""
+  """The run went back, so that what was served is void.
+
+  Attributes:
+    policy: weights that the run has now, placed for the engine.
+  """
+
+  def __init__(self, found: str, policy: seams.PlacedPolicy):
+    super().__init__(f'{found}: the run was rewound.')
+    self.policy = policy
 
 
 class Served:
@@ -72,13 +83,13 @@ class Served:
     newer = None if self.engine.is_refreshing else self._receiver.take()
     if newer is None:
       return
-    known_id = self._identities.setdefault(newer.version, newer.target_id)
+    number, before = newer.version, self.version
+    if number < before:
+      raise Rewound(f'Version {number} comes after version {before}', newer)
+    known_id = self._identities.setdefault(number, newer.target_id)
     if known_id != newer.target_id:
-      raise Rewound(
-        f'Version {newer.version} was served with weights {known_id} and now '
-        f'comes with {newer.target_id}: the run was rewound. Start this worker '
-        'again.'
-      )
+      found = f'Version {number} was served with weights {known_id} and now '
+      raise Rewound(f'{found}comes with {newer.target_id}', newer)
     self._receiver.drop(self.engine.switch(newer.variables))
     self._count()
     stats, slots = self.engine.stats(), self.engine.options.num_slots
@@ -91,6 +102,13 @@ class Served:
     )
     self._note(self._receiver.served(newer, **figures))
     self._begin()
+
+  def again(
+    self, policy: seams.PlacedPolicy, note: Callable[[dict[str, Any]], None]
+  ) -> 'Served':
+    """Returns one that serves a policy and knows of none before."""
+    self._receiver.drop(self.engine.switch(policy.variables))
+    return Served(self.engine, policy, self._receiver, note, self._clock)
 
   def mark(self, num_open: int, *, has_lease: bool = True) -> None:
     """Tells what the time from now on is spent on.
@@ -176,22 +194,29 @@ class RolloutWorker:
     leases: seams.LeaseHolder,
     served: Served,
     *,
+    join: Callable[[], seams.LeaseHolder] | None = None,
     is_lent: bool = False,
   ):
     """Begins nothing yet.
 
     Args:
       orders: orders of the groups under lease, which `collector` reads.
+      join: makes another door, by another name, after the run was rewound; None
+        where that cannot be.
       is_lent: true if the engine serves others first: episodes leave a quarter
         of its slots free, and wait without end.
     """
+    self._collector, self._orders = collector, orders
+    self._join, self._is_lent = join, is_lent
+    self._begin(leases, served)
+
+  def _begin(self, leases: seams.LeaseHolder, served: Served) -> None:
     self.leases, self.served = leases, served
-    engine, num_slots = served.engine, served.engine.options.num_slots
-    wait = dict(timeout_s=threading.TIMEOUT_MAX) if is_lent else {}
-    self.policy = server.EnginePolicy(engine, **wait)
-    num_episodes = max(1, num_slots * 3 // 4) if is_lent else num_slots
-    self._stream = collect.GroupStream(collector, self.policy, num_episodes)
-    self._orders = orders
+    num_slots = served.engine.options.num_slots
+    wait = dict(timeout_s=threading.TIMEOUT_MAX) if self._is_lent else {}
+    self.policy = server.EnginePolicy(served.engine, **wait)
+    num = max(1, num_slots * 3 // 4) if self._is_lent else num_slots
+    self._stream = collect.GroupStream(self._collector, self.policy, num)
     self._shares: dict[int, collect.Share] = {}
 
   @property
@@ -218,25 +243,47 @@ class RolloutWorker:
       saved = served.goes_on(saved) if saved else None
       self._shares[lease.epoch] = share = self._stream.admit(
         lease.order.group,
-        functools.partial(self._deliver, lease, saved),
+        functools.partial(_deliver, leases, served, lease, saved),
         range(lease.first, lease.stop),
         saved.turns if saved else {},
       )
       leases.keep(lease, functools.partial(served.record, lease, share, saved))
     served.mark(self.open_episodes, has_lease=leases.has_lease)
 
-  def _deliver(
-    self,
-    lease: seams.Lease,
-    saved: played.SavedTurns | None,
-    group: records.Group,
-  ) -> None:
-    self.leases.deliver(lease, self.served.stamp(group, saved))
+  def rejoin(self, rewound: Rewound) -> None:
+    """Takes part again after `give_up`, with the engine that it has.
+
+    No session may be open in it, since versions never decrease within one.
+    """
+    if self._join is None:
+      raise rewound
+    _log.warning('%s Joining again.', rewound)
+    leases, wake = self._join(), self.policy.wake
+    self._begin(leases, self.served.again(rewound.policy, leases.note))
+    self.policy.wake = wake
+    leases.start()
+
+  def give_up(self) -> None:
+    """Ends all episodes and gives all leases back, at once."""
+    self.close()
+    # Not in the engine's thread: the last turns are saved, and threads end.
+    give_back = self.leases.close
+    threading.Thread(target=give_back, name='give back', daemon=True).start()
 
   def close(self) -> None:
     """Ends all episodes; once nobody steps the engine any more."""
     self._stream.close()
     self.policy.close()
+
+
+def _deliver(
+  leases: seams.LeaseHolder,
+  served: Served,
+  lease: seams.Lease,
+  saved: played.SavedTurns | None,
+  group: records.Group,
+) -> None:
+  leases.deliver(lease, served.stamp(group, saved))
 
 
 def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
@@ -248,10 +295,15 @@ def run(worker: RolloutWorker, is_done: Callable[[], bool]) -> int:
   Returns:
     The version served at the end.
   """
+  done = lambda: worker.open_episodes == 0 and is_done()
   try:
-    worker.policy.serve(
-      lambda: worker.open_episodes == 0 and is_done(), worker.before_step
-    )
+    while True:
+      try:
+        worker.policy.serve(done, worker.before_step)
+        break
+      except Rewound as rewound:
+        worker.give_up()
+        worker.rejoin(rewound)
     worker.served.mark(0)  # Colocated: the trainer's turn.
   finally:
     worker.close()

@@ -19,15 +19,20 @@ _OF_TRAINER = {
 }
 
 
-def workers(run: run_data.RunData) -> list[tuple[Any, ...]]:
-  """Returns a row for each worker; `HEAD` names the columns."""
+def _received(run: run_data.RunData) -> list[dict[str, Any]]:
+  """Returns the lines that workers sent."""
   try:
     rows = writer.read(run.workdir / writer.RECEIVED)
   except (ValueError, OSError):
     return []  # `run.problems` names it.
+  return [row for row in rows if isinstance(row, dict)]
+
+
+def workers(run: run_data.RunData) -> list[tuple[Any, ...]]:
+  """Returns a row for each worker; `HEAD` names the columns."""
   by_name = collections.defaultdict[str, list[dict[str, Any]]](list)
-  for row in rows:
-    if isinstance(row, dict) and isinstance(row.get('worker'), str):
+  for row in _received(run):
+    if isinstance(row.get('worker'), str):
       by_name[row['worker']].append(row)
   return [_row(name, lines) for name, lines in sorted(by_name.items())]
 
@@ -84,6 +89,15 @@ def sentences(run: run_data.RunData) -> list[str]:
       for n, text in _OF_TRAINER.items()
     )
     texts.append(f'Where the trainer was: {", ".join(shares)}.')
+  went_on, anew = (
+    int(sum(_of(row, name) for row in _received(run)))
+    for name in ('resumed', 'anew')
+  )
+  if went_on or anew:
+    texts.append(
+      f'Episodes that a worker left unfinished: {went_on} went on elsewhere '
+      f'from their last saved turn, {anew} had to begin anew.'
+    )
   rows = run.rows('fleet')
   if not rows:
     return texts

@@ -12,7 +12,6 @@ other workers, with its finished turns.
 """
 
 import logging
-import threading
 from collections.abc import Callable
 
 from composer_jax.core import records
@@ -26,13 +25,14 @@ class Lender:
 
   Attributes:
     problem: why the engine is no longer lent; '' while it is. Its leases are
-      then given back; a run that was rewound gets the engine again once the
-      server is started again.
+      then given back.
   """
 
   def __init__(self, worker: rollout_worker.RolloutWorker):
     self.problem = ''
     self._worker = worker
+    # Until the run is joined again, which goes back with its weights.
+    self._rewound: rollout_worker.Rewound | None = None
 
   def start(self, wake: Callable[[], None]) -> None:
     self._worker.policy.wake = wake
@@ -43,24 +43,35 @@ class Lender:
     if self.problem:
       return
     try:
-      worker.leases.pause(num_open > 0)
-      worker.before_step()
-      if worker.leases.is_over and not worker.open_episodes:
-        self._end('The run is over.')
+      if self._rewound is None:
+        self._play(num_open)
+      elif not worker.served.engine.stats().sessions:
+        worker.rejoin(self._rewound)
+        self._rewound = None
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
       # Clients are served on, by the policy that is there.
       self._end(f'Nothing is lent any more: {error}')
     if not num_open:
       worker.policy.take_requests(wait=False)
 
+  def _play(self, num_open: int) -> None:
+    worker = self._worker
+    worker.leases.pause(num_open > 0)
+    try:
+      worker.before_step()
+    except rollout_worker.Rewound as rewound:
+      # Sessions of clients go on with the weights that they began with.
+      self._rewound = rewound
+      worker.give_up()
+      return
+    if worker.leases.is_over and not worker.open_episodes:
+      self._end('The run is over.')
+
   def _end(self, problem: str) -> None:
     _log.warning('%s', problem)
     self.problem = problem
-    self._worker.close()
-    # At once, or they would wait here as those of a worker that stalls. Not in
-    # the engine's thread: the last turns are saved, and threads end.
-    give_back = self._worker.leases.close
-    threading.Thread(target=give_back, name='give back', daemon=True).start()
+    # Or its leases would wait here as those of a worker that stalls.
+    self._worker.give_up()
 
   def take(self, outcome: records.Completion | records.Failure) -> bool:
     return self._worker.policy.hand_over(outcome)

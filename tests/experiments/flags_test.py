@@ -18,6 +18,7 @@ from tests import programs
     ('serve --lend --store=x', 'must name the store of a run and a copy'),
     ('serve --key=x', '--key needs --lend; add it'),
     ('fleet --store=x --ray=auto', 'must name the store of a run and a copy'),
+    ('fleet --store=x --refill_s=0', 'flag --refill_s=0: 0.0 is not number >='),
     ('serve --stage=sft --follow', "of stage rl, not of 'sft'; leave out"),
     # Of a main whose default config is its own.
     ('live --config.live.steps=0', '--config.live.steps must be an integer of'),

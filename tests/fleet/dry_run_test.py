@@ -58,7 +58,8 @@ def test_a_worker_of_another_commit_is_told_so(shown):
     assert "code is 'other' there" in done.stderr
 
 
-# As the definitions of ray.io/v1, apps/v1 and v1 have these fields.
+# As the definitions of ray.io/v1, apps/v1 and v1 have these fields; by hand,
+# since neither PyPI nor npm has KubeRay's.
 closed, items = files_test.closed, files_test.items
 NAME, TEXT, COUNT = files_test.NAME, files_test.TEXT, files_test.COUNT
 ANY = {'type': 'object', 'additionalProperties': TEXT}

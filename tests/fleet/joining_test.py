@@ -49,7 +49,7 @@ def test_a_worker_gets_all_it_needs_from_the_store(shown, tmp_path):
   key = keys.open_key(tmp_path / 'worker' / joining.KEY)
   assert key.text == keys.open_key(tmp_path / 'run.key').text
   leases = joined.leases('w', 1.0, 8, groups.RULES)
-  assert (leases._beat_s, leases._poll_s) == (2.0, 0.5)
+  assert (leases._times.beat_s, leases._times.poll_s) == (2.0, 0.5)
   # Again, as after a restart.
   tokenizer.write_text('other')
   join(shown(), tmp_path)

@@ -8,6 +8,7 @@ import pytest
 from composer_jax.core import group_bytes
 from composer_jax.fleet.leases import holder, reconciler
 from composer_jax.fleet.leases import ledger as ledgers
+from composer_jax.pipeline import consumption
 from tests.fleet import groups, worlds
 
 SEEDS = [
@@ -248,7 +249,7 @@ def test_what_a_worker_gives_back_is_leased_at_once(world):
 def test_a_notice_drains(world):
   """What is begun ends here; what is not, and what follows, is others'."""
   leaver, other = world.worker('leaver', 16), world.worker('other')
-  leaver.door._drain_s = 1e9
+  leaver.pace(drain_s=1e9)
   world.turn([leaver])
   world.turn([])
   leaver.door.sync()
@@ -572,7 +573,7 @@ def test_fates_are_counted_by_family_and_uploads_deleted_for_good(world):
   kept = [k for k in world.store.files if '/groups/' in k]
   assert sorted({int(k.split('/')[-1].split('.')[0]) for k in kept}) == [4, 5]
   ledger = world.ledger()
-  assert ledger.fates == {'trained': {'family': 4}} and ledger.floor == 4
+  assert sorted(ledger.folded) == [0, 1, 2, 3] and ledger.floor == 4
   assert ledger.totals() == {'trained': {'family': 6}}
 
 
@@ -599,27 +600,108 @@ def test_the_family_is_what_a_task_begins_with():
   assert ledgers.family_of('list_functions/train/0/3') == 'list_functions'
 
 
-def test_counts_of_fates_are_those_of_the_checkpoint_gone_back_to():
-  """Though the groups were counted for good, and their entries are gone."""
-  ledger = ledgers.LeaseLedger()
-  order = lambda g: worlds.seams.GroupOrder(
-    group=g, task_id=f'{"ab"[g % 2]}/{g}', min_version=0, rewards={}
+class Trainer:
+  """Takes what is ready, dies and goes back, with a ledger alone.
+
+  Attributes:
+    taken: groups of each step that stands.
+    fates: what became of every group that a step took, as it was then.
+  """
+
+  window = consumption.GroupWindow(
+    prompts=3, max_staleness=2, overtake=4, steps=12
   )
-  totals = []
-  for step in range(4):
-    totals.append(ledger.totals())
-    for group in (2 * step, 2 * step + 1):
-      ledger.admit(order(group), 2, 2)
-      ledger.settle(group, 'infrastructure' if group == 3 else 'trained')
-    ledger.fold(2 * step + 2)
-  assert ledger.totals() == {
-    'trained': {'a': 4, 'b': 3},
-    'infrastructure': {'b': 1},
-  }
-  for step in (3, 2, 1, 0):
-    ledger = ledgers.from_json(json.loads(json.dumps(ledger.to_json())))
-    ledger.rewind(step, 2 * step, lambda group, part: False)
-    assert ledger.totals() == totals[step] and ledger.floor == 2 * step
+
+  def __init__(self, rng):
+    self._rng, self.taken, self.fates = rng, [], {}
+    self.ledger = ledgers.LeaseLedger(max_lost=0)
+    self.queue = consumption.GroupQueue(self.window)
+
+  def counts(self, groups):
+    counts = {}
+    for group in groups:
+      families = counts.setdefault(self.fates[group], {})
+      family = 'ab'[group % 2]
+      families[family] = families.get(family, 0) + 1
+    return counts
+
+  def go_back(self, version):
+    """Dies; another goes on from a checkpoint."""
+    del self.taken[version:]
+    plain = json.loads(json.dumps(self.ledger.to_json()))
+    self.ledger = ledgers.from_json(plain, max_lost=0)
+    taken = sum(self.taken, [])
+    self.queue = consumption.GroupQueue(self.window, taken)
+    first, ahead = self.queue.first, self.queue.ahead
+    self.ledger.rewind(version, first, lambda *_: False, ahead)
+    assert self.ledger.totals() == self.counts(taken)
+
+  def turn(self):
+    """Has some parts sampled, and trains if it can."""
+    version = len(self.taken)
+    # Those that are known are left as they are, be they trained ahead.
+    for group in range(self.queue.first, self.window.admitted(version)):
+      fields = dict(task_id=f'{"ab"[group % 2]}/{group}', min_version=0)
+      order = worlds.seams.GroupOrder(group=group, rewards={}, **fields)
+      self.ledger.admit(order, 2, 1)
+    for group, part in [*self.ledger.waiting()]:
+      if self._rng.random() < 0.5:
+        self.ledger.put_back(group, part)
+        continue
+      self.ledger.lease(group, part, 'w')
+      if self._rng.random() < 0.1:
+        self.ledger.lose(part.epoch, ledgers.STALLED)
+      else:
+        self.ledger.accept('w', part.epoch, ('f' * 64, 1))
+    entries = self.ledger.entries
+    is_ready = lambda e: e.is_finished or e.fate
+    ready = lambda groups: [g for g in groups if is_ready(entries[g])]
+    picked = self.queue.pick(version, ready)
+    if len(picked) < self.window.prompts:
+      return
+    self.fates |= {g: entries[g].fate or ledgers.TRAINED for g in picked}
+    self.taken.append(picked)
+    self.queue.take(picked)
+    if self._rng.random() < 0.7:  # Else it may die before the ledger knows.
+      for group in sum(self.taken, []):
+        self.ledger.settle(group, ledgers.TRAINED)
+      saved = int(self._rng.integers(0, version + 1))
+      self.ledger.fold(self.window.due(saved))
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_fates_add_up_to_the_groups_whatever_is_gone_back_to(seed):
+  """Also below groups that are counted, and beside those trained ahead."""
+  rng = worlds.rng_of(seed)
+  trainer, jumps = Trainer(rng), 30
+  while (version := len(trainer.taken)) < trainer.window.steps or jumps:
+    if jumps and rng.random() < 0.2:
+      jumps -= 1
+      trainer.go_back(int(rng.integers(0, version + 1)))
+    elif version < trainer.window.steps:
+      trainer.turn()
+  trainer.go_back(trainer.window.steps)
+  groups = [g for step in trainer.taken for g in step]
+  assert sorted(groups) == list(range(36))
+  trainer.ledger.end()
+  assert trainer.ledger.totals() == trainer.counts(groups)
+
+
+def test_groups_above_a_bound_are_remembered_and_the_others_counted(
+  monkeypatch,
+):
+  monkeypatch.setattr(ledgers, '_FOLDED', 4)
+  trainer = Trainer(worlds.rng_of(0))
+  while len(trainer.taken) < 12:
+    trainer.turn()
+  trainer.go_back(12)
+  ledger, whole = trainer.ledger, trainer.ledger.totals()
+  assert sorted(ledger.folded) == [32, 33, 34, 35]
+  ledger.rewind(11, 34, lambda *_: False)
+  assert ledger.totals() == trainer.counts(range(34)) != whole
+  # What is counted alone cannot be taken back group by group.
+  ledger.rewind(10, 30, lambda *_: False)
+  assert ledger.totals() == {} and ledger.floor == 30
 
 
 def test_what_was_trained_ahead_stays_trained(tmp_path):

@@ -189,7 +189,8 @@ def world(tmp_path):
 def begin(world, name, count=2, version=0):
   """Returns a worker that has leases, and what it has played of them."""
   worker = world.worker(name)
-  worker.door._rules, worker.door._save_s = groups.RULES, 0.0
+  worker.door._rules = groups.RULES
+  worker.pace(save_s=0.0)
   world.turn([worker])
   world.turn([])
   worker.take()
@@ -297,7 +298,7 @@ def test_turns_are_saved_as_often_as_asked_and_not_of_what_is_delivered(world):
     puts.append(key) if name == 'put' and PLACE in key else ''
   )
   worker.door.deliver(leases[0], worker.make(leases[0], 0))
-  worker.door._save_s = np.inf
+  worker.pace(save_s=np.inf)
   for count in (3, 4):
     play_on(worker, leases, count)
     worker.door.sync()
@@ -312,10 +313,9 @@ def test_turns_that_nobody_would_read_are_not_saved(world, monkeypatch, reason):
   door = holder.StoredLeases(
     world.docs(),
     'w',
+    holder.HolderTimes(beat_s=0.0, poll_s=0.0),
     capacity=8,
     setup=world.trainer._digest,
-    beat_s=0.0,
-    poll_s=0.0,
     rules=rules,
     while_waiting=lambda: world.turn([]),
   )
@@ -331,7 +331,8 @@ def test_turns_that_a_lease_names_are_not_deleted_by_whoever_has_it(world):
   begin(world, 'first')
   world.trainer.blame('first')
   after = successor(world)
-  after.door._save_s = after.door._saves_at = 0.0
+  after.pace(save_s=0.0)
+  after.door._saves_at = 0.0
   (lease, *_) = [h for h in after.holds if h.saved]
   # Saved again as they were, and more.
   for count in range(2, 9):

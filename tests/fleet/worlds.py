@@ -136,8 +136,9 @@ class World:
       exchange.FleetOptions(**self._options),
       groups.RULES,
       workdir=self._tmp_path,
-      setup={'config': {}, 'level': 'static', 'identity': {}},
-      shared=[],
+      setup=exchange.RunSetup(
+        fields={'config': {}, 'level': 'static', 'identity': {}}
+      ),
       poll_s=0.01,
       say=self.said.append,
       clock=lambda: self.time,
@@ -206,10 +207,9 @@ class Puppet:
     self.door = holder.StoredLeases(
       docs,
       name,
+      holder.HolderTimes(beat_s=0.0, poll_s=0.0),
       capacity=capacity,
       setup=world.trainer._digest,
-      beat_s=0.0,
-      poll_s=0.0,
     )
     self.is_stopped = False
     self.holds = []
@@ -218,6 +218,9 @@ class Puppet:
       lease.order.min_version,
       range(lease.first, lease.stop),
     )
+
+  def pace(self, **times):
+    self.door._times = dataclasses.replace(self.door._times, **times)
 
   def take(self):
     version = self._world.version

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 import types
 
 import pytest
@@ -125,6 +126,50 @@ def test_one_version_has_one_identity_in_the_life_of_a_worker(make):
   ):
     served()
   assert engine.version == 3
+
+
+class Door:
+  """A worker's door to its fleet, which has no lease for it."""
+
+  has_lease = is_started = False
+
+  def __init__(self):
+    self.rows, self.is_closed = [], threading.Event()
+    self.note, self.close = self.rows.append, self.is_closed.set
+
+  def start(self):
+    self.is_started = True
+
+  def take(self, version):
+    return [], []
+
+
+@pytest.mark.parametrize('version, name', [(3, 'bb'), (2, 'bb'), (2, 'aa')])
+def test_a_worker_joins_again_by_another_door_after_a_rewind(
+  make, version, name
+):
+  served, engine, dropped, _ = make([placed(version, name), *[None] * 5])
+  engine.num_unfinished, engine.step = 1, lambda: []
+  engine.room, engine.close = lambda expected: None, lambda session: None
+  collector, doors = types.SimpleNamespace(), [Door(), Door()]
+  join = iter(doors).__next__
+  worker = rollout_worker.RolloutWorker(
+    collector, {}, join(), served, join=join
+  )
+  policy = worker.policy
+  is_done = lambda: worker.leases is doors[1]
+  assert rollout_worker.run(worker, is_done) == version
+  assert doors[0].is_closed.wait(60) and not doors[1].is_closed.is_set()
+  assert doors[1].is_started and doors[1].rows == [(version, name, {})]
+  assert dropped == ['first'] and worker.policy is not policy
+  # Only the weights after the rewind are known.
+  group = dataclasses.replace(groups.make_group(0, version), policies=None)
+  assert worker.served.stamp(group).policies == {version: name}
+  # In the trainer's process no policy comes back.
+  served, *_ = make([placed(version, name)])
+  worker = rollout_worker.RolloutWorker(collector, {}, Door(), served)
+  with pytest.raises(rollout_worker.Rewound, match='was rewound'):
+    rollout_worker.run(worker, lambda: False)
 
 
 def test_weights_that_a_stranger_names_count_for_its_lease_alone(make):

@@ -357,6 +357,9 @@ def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
     worker = workers.Worker(shared, tmp_path, tokenizer, 'w', act=act)
     with pytest.raises(Stopped):
       reinforce.reinforce(job)
+  while worker.version < 2:  # Which the run goes back from.
+    assert worker.failure is None, worker.failure
+    time.sleep(0.01)
   before = taken(tmp_path)
   # Group 0 was waited for by step 1, as far as it may be overtaken.
   assert 0 not in before[0] and before[1][0] == 0
@@ -364,6 +367,8 @@ def test_a_slow_group_is_overtaken_and_a_resumed_run_trains_each_once(
     reinforce.reinforce(job)
   worker.end()
   assert worker.failure is None, worker.failure
+  # It joined again, with the same engine.
+  assert worker.leases.name == 'w0'
   after = taken(tmp_path)
   assert after[0] == before[0] and sorted(sum(after, [])) == list(range(6))
   rows = lines_of_rl(tmp_path)
@@ -395,13 +400,20 @@ def leave_in_mid_episode(worker):
 
 
 @pytest.mark.slow
-def test_episodes_that_go_on_elsewhere_change_no_bit(spec, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+  'numerics, staleness', [('batch_invariant', 0), ('fast', 1)]
+)
+def test_episodes_that_go_on_elsewhere_change_no_bit_at_staleness_0(
+  spec, tokenizer, tmp_path, numerics, staleness
+):
   """Two workers leave in mid-episode, one after another."""
-  model = dataclasses.replace(spec.model, numerics='batch_invariant')
-  spec = dataclasses.replace(spec, model=model)
-  with opened(tmp_path / 'alone', spec, tokenizer) as job:
-    reinforce.reinforce(job)
-    alone = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+  model = dataclasses.replace(spec.model, numerics=numerics)
+  rl = dataclasses.replace(spec.rl, max_staleness=staleness)
+  spec, alone = dataclasses.replace(spec, model=model, rl=rl), {}
+  if not staleness:
+    with opened(tmp_path / 'alone', spec, tokenizer) as job:
+      reinforce.reinforce(job)
+      alone = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
   shared = workers.spec_of(spec, members=2)
   crew, tmp_path = [], tmp_path / 'fleet'
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ class Worker:
   """A worker, from joining to the end of the run.
 
   Attributes:
-    leases: its door to the fleet; None before it has joined.
+    leases: its door to the fleet, the last one; None before it has joined.
+    version: policy version that it serves; None before the first.
     failure: error that ended it, None for none.
     groups: (group, first member) of every lease that it delivered.
   """
@@ -43,6 +45,7 @@ class Worker:
     self._ready, self._act = ready, act
     self.name, self.groups = name, []
     self.leases: holder.StoredLeases | None = None
+    self.version: int | None = None
     self.failure: BaseException | None = None
     self._stopping = threading.Event()
     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -68,17 +71,27 @@ class Worker:
     assert set(wiring.content_of(spec)) <= joined.identity.keys()
     spec, orders = wiring.spec_of(config), {}
     systems = wiring.systems_of(spec)
-    self.leases = joined.leases(
-      self.name, 0.0, reinforce._capacity(spec), wiring.rules_of(spec)
-    )
-    deliver = self.leases.deliver
+    names = map(f'{self.name}{{}}'.format, itertools.chain([''], range(9)))
 
-    def remember(lease, group):
-      self._act(self, group.group)
-      self.groups.append((group.group, lease.first))
-      deliver(lease, group)
+    def join():
+      self.leases = leases = joined.leases(
+        next(names), 0.0, reinforce._capacity(spec), wiring.rules_of(spec)
+      )
+      deliver, take = leases.deliver, leases.take
 
-    self.leases.deliver = remember
+      def remember(lease, group):
+        self._act(self, group.group)
+        self.groups.append((group.group, lease.first))
+        deliver(lease, group)
+
+      def note_version(version):
+        self.version = version
+        return take(version)
+
+      leases.deliver, leases.take = remember, note_version
+      return leases
+
+    join()
     with contextlib.ExitStack() as stack:
       runner = stack.enter_context(systems.open_runner(joined.level))
       receiver = systems.transport(folder).receiver(in_background=True)
@@ -89,12 +102,12 @@ class Worker:
       collector = stages.collector_of(
         spec, systems, self._tokenizer, runner, split='train', orders=orders
       )
-      stack.enter_context(contextlib.closing(self.leases))
+      stack.callback(lambda: self.leases.close())
       self._ready()
       self.leases.start()
       is_done = lambda: self.leases.is_over or self._stopping.is_set()
       worker = rollout_worker.RolloutWorker(
-        collector, orders, self.leases, served
+        collector, orders, self.leases, served, join=join
       )
       rollout_worker.run(worker, is_done)
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import types
 
 import numpy as np
 import pytest
 
-from composer_jax.core import played, records
+from composer_jax.core import records, seams
 from composer_jax.core.routes import codec
 from composer_jax.fleet.leases import holder
 from composer_jax.pipeline import rollout_worker
@@ -23,37 +24,13 @@ RULES = dataclasses.replace(groups.RULES, routes=ROUTES)
 VERSION, TURNS = 1, 6
 
 
-class Served:
-  """What a worker asks of `rollout_worker.Served`, of one policy."""
-
-  num_anew = 0
-
-  def __init__(self, engine):
-    self.engine, self.version = engine, VERSION
-
-  def __call__(self):
-    pass
-
-  def mark(self, num_open, *, has_lease=True):
-    pass
-
-  def stamp(self, group, saved=None):
-    del saved
-    return group
-
-  def goes_on(self, saved):
-    return saved
-
-  def record(self, lease, share, saved=None):
-    del saved
-    turns = share.turns()
-    versions = sorted(played.versions_of(turns))
-    return played.SavedTurns(
-      group=lease.order.group,
-      task_id=lease.order.task_id,
-      turns=turns,
-      policies=dict.fromkeys(versions, 'a' * 64),
-    )
+def policy(version, letter='a'):
+  return seams.PlacedPolicy(
+    version=version,
+    target_id=64 * letter,
+    variables=types.SimpleNamespace(version=version),
+    received={},
+  )
 
 
 def request(session, token):
@@ -81,9 +58,7 @@ def lent(tmp_path, tokenizer):
   world = worlds.World(tmp_path)
   world.trainer.announce(VERSION)
   script = lambda r: service_test.ENDLESS if is_clients(r.session) else [5]
-  engine = scripted.ScriptedEngine(
-    script, num_slots=4, version=VERSION, max_len=2000
-  )
+  engine = scripted.ScriptedEngine(script, num_slots=4, version=0, max_len=2000)
   log, submit = [], engine.submit
 
   def submitted(request, *arguments, **options):
@@ -91,23 +66,34 @@ def lent(tmp_path, tokenizer):
     submit(request, *arguments, **options)
 
   engine.submit = submitted
-  leases = holder.StoredLeases(
-    world.docs(),
-    'lender',
-    capacity=8,
-    setup=world.trainer._digest,
-    beat_s=0.0,
-    poll_s=0.01,
-    rules=RULES,
-    while_waiting=lambda: world.turn([], seconds=0.01),
+  names = map('lender-{}'.format, itertools.count())
+
+  def join():
+    leases = holder.StoredLeases(
+      world.docs(),
+      next(names),
+      holder.HolderTimes(beat_s=0.0, poll_s=0.01),
+      capacity=8,
+      setup=world.trainer._digest,
+      rules=RULES,
+      while_waiting=lambda: world.turn([], seconds=0.01),
+    )
+    leases.start = lambda: None
+    leases.deliver = delivering(world, leases)
+    return leases
+
+  leases, news = join(), [policy(VERSION)]
+  receiver = types.SimpleNamespace(
+    take=lambda: news.pop() if news else None,
+    drop=lambda weights_before: None,
+    served=lambda policy, **_: dict(stage='received', step=0, time=0.0),
   )
-  leases.start = lambda: None
-  leases.deliver = delivering(world, leases)
+  served = rollout_worker.Served(engine, policy(0), receiver, leases.note)
   collector = collect.Collector(
     task_of_group=lambda group: None, play=play, rollouts_per_group=4, seed=0
   )
   worker = rollout_worker.RolloutWorker(
-    collector, {}, leases, Served(engine), is_lent=True
+    collector, {}, leases, served, join=join, is_lent=True
   )
   with contextlib.ExitStack() as stack:
     stack.callback(worker.close)
@@ -120,7 +106,12 @@ def lent(tmp_path, tokenizer):
       )
     )
     yield types.SimpleNamespace(
-      world=world, server=server, log=log, leases=leases, worker=worker
+      world=world,
+      server=server,
+      log=log,
+      leases=leases,
+      news=news,
+      worker=worker,
     )
 
 
@@ -186,7 +177,7 @@ def test_leases_that_wait_too_long_go_to_others_with_their_turns(lent):
   parts = [p for e in entries for p in e.parts if not p.upload]
   assert any(p.saved for p in parts)
   assert {p.saved[2] for p in parts if p.saved} == {VERSION}
-  assert not [p for p in parts if p.is_leased and p.worker == 'lender']
+  assert not [p for p in parts if p.is_leased and p.worker == 'lender-0']
   sock.close()
   # And it takes leases again.
   scripted.wait_for(lambda: world.version == worlds.STEPS)
@@ -217,20 +208,52 @@ def test_a_server_leaves_a_run_that_is_over(lent):
   scripted.wait_for(lambda: refused)
 
 
+def test_a_server_joins_a_run_again_that_was_rewound(lent, client):
+  world = lent.world
+  scripted.wait_for(
+    lambda: any(k.turns().turns for k in [*lent.leases._kept.values()])
+  )
+  # The last comes first: equal weights of a version that it served change
+  # nothing, an older version is of a run that was rewound.
+  sock = service_test._begin(lent.server, {'max_tokens': 150})
+  scripted.wait_for(lambda: any(map(is_clients, [*lent.server.engine.works])))
+  lent.server.engine.go.clear()
+  lent.news += [policy(VERSION, 'b'), policy(0, 'b'), policy(VERSION)]
+  scripted.wait_for(lambda: not lent.news[1:] and world.ledger().lost)
+  # Whom it serves goes on with the weights it began with.
+  assert lent.server.engine.swaps == [VERSION] * 2
+  lent.server.engine.go.set()
+  service_test._read(sock)
+  sock.close()
+  scripted.wait_for(lambda: world.version == worlds.STEPS)
+  assert lent.server.served.problem == ''
+  assert world.trained == worlds.expected()
+  assert lent.server.engine.swaps == [VERSION, VERSION, 0, VERSION]
+  # What was begun came back at once: no lease of the first name fell silent.
+  ledger = world.ledger()
+  assert set(ledger.lost) == {'left'}
+  workers = {p.worker for e in ledger.entries.values() for p in e.parts}
+  assert lent.worker.leases.name == 'lender-1' in workers
+  answer = client(lent.server).chat.completions.create(
+    **service_test.CHAT | {'max_tokens': 5}
+  )
+  assert answer.usage.completion_tokens == 5
+
+
 def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   scripted.wait_for(lambda: len(lent.log) > 4)
-  assert lent.world.ledger().epochs_of('lender')
+  assert lent.world.ledger().epochs_of('lender-0')
 
   def fail():
-    raise rollout_worker.Rewound('The run was rewound.')
+    raise ValueError('The run goes on with another setup.')
 
   lent.worker.before_step = fail
   scripted.wait_for(lambda: lent.server.served.problem)
-  assert 'rewound' in lent.server.served.problem
+  assert 'another setup' in lent.server.served.problem
   # Others get its leases, though nothing stalled and no clock went on.
   world = lent.world
   is_told = lambda: (world.turn([], seconds=0.0), world.ledger())[1]
-  scripted.wait_for(lambda: not is_told().epochs_of('lender'))
+  scripted.wait_for(lambda: not is_told().epochs_of('lender-0'))
   assert set(world.ledger().lost) <= {'left'}
   answer = client(lent.server).chat.completions.create(
     **service_test.CHAT | {'max_tokens': 5}

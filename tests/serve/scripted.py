@@ -36,6 +36,8 @@ class Stats:
   sessions: int
   running: int
   waiting: int
+  swap_s: float = 0.0
+  sampled_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -95,7 +97,10 @@ class ScriptedEngine:
       raise ValueError(f'params/x of version {version} is missing.')
     return types.SimpleNamespace(version=version)
 
+  is_refreshing = False
+
   def switch(self, placed):
+    assert placed.version >= self.version or not self.held
     self.version = placed.version
     self.swaps.append(placed.version)
 

@@ -62,6 +62,28 @@ def kept(docs: documents.RunDocuments) -> list[records.Group]:
   return groups
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSetup:
+  """What a worker must know of a run, and be to join it.
+
+  Attributes:
+    fields: config, isolation level of the judge, and identity, as JSON.
+    files: files that a worker needs, by their names; some may be absent.
+  """
+
+  fields: dict[str, Any]
+  files: Sequence[pathlib.Path] = ()
+
+  def show(self, docs: documents.RunDocuments) -> str:
+    """Writes it to the store; returns its identity."""
+    names = {
+      path.name: docs.put_file(path.read_bytes())
+      for path in self.files
+      if path.exists()
+    }
+    return docs.write_setup(self.fields | {'files': names})
+
+
 class StoredGroups:
   """The groups of a run in its store; thread-safe.
 
@@ -76,8 +98,7 @@ class StoredGroups:
     rules: uploads.UploadRules,
     *,
     workdir: pathlib.Path,
-    setup: dict[str, Any],
-    shared: Sequence[pathlib.Path],
+    setup: RunSetup,
     poll_s: float,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
@@ -87,12 +108,11 @@ class StoredGroups:
     Args:
       workdir: folder of received.jsonl, with what workers report.
       setup: what a worker must know; `begin` shows it.
-      shared: files that a worker needs, by their names; some may be absent.
       poll_s: seconds between ticks of the thread.
     """
     self._docs, self._options, self._rules = docs, options, rules
     self._workdir, self._setup, self._say = workdir, setup, say
-    self._shared, self._poll_s, self._clock = shared, poll_s, clock
+    self._poll_s, self._clock = poll_s, clock
     self._orders: dict[int, seams.GroupOrder] = {}
     self._fates: dict[int, str] = {}
     self._refused: set[tuple[int, int]] = set()
@@ -114,12 +134,7 @@ class StoredGroups:
   def begin(
     self, version: int, first: int, ahead: Collection[int] = ()
   ) -> tuple[int, int]:
-    shared = {
-      path.name: self._docs.put_file(path.read_bytes())
-      for path in self._shared
-      if path.exists()
-    }
-    self._digest = self._docs.write_setup(self._setup | {'files': shared})
+    self._digest = self._setup.show(self._docs)
     self._reconciler = reconciler.Reconciler(
       self._docs,
       self._options,
@@ -361,10 +376,9 @@ class StoredGroups:
     return holder.StoredLeases(
       self._docs,
       f'colocated-{secrets.token_hex(4)}',
+      holder.HolderTimes(beat_s=0.0, poll_s=self._poll_s),
       capacity=capacity,
       setup=self._digest,
-      beat_s=0.0,
-      poll_s=self._poll_s,
       rules=self._rules,
       while_waiting=self.tick,
     )

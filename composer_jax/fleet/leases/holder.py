@@ -45,6 +45,23 @@ class _SavedLease:
   count: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HolderTimes:
+  """How often a worker asks and tells.
+
+  Attributes:
+    beat_s: most seconds between two reports.
+    poll_s: seconds between two looks for orders.
+    drain_s: seconds in which leases that were begun may end after `leave`.
+    save_s: seconds between two savings of the turns of a lease.
+  """
+
+  beat_s: float
+  poll_s: float
+  drain_s: float = 0.0
+  save_s: float = math.inf
+
+
 class StoredLeases:
   """The leases of one worker; thread-safe.
 
@@ -57,13 +74,10 @@ class StoredLeases:
     self,
     docs: documents.RunDocuments,
     name: str,
+    times: HolderTimes,
     *,
     capacity: int,
     setup: str,
-    beat_s: float,
-    poll_s: float,
-    drain_s: float = 0.0,
-    save_s: float = math.inf,
     rules: uploads.UploadRules | None = None,
     while_waiting: Callable[[], None] = lambda: None,
   ):
@@ -72,18 +86,12 @@ class StoredLeases:
     Args:
       capacity: number of members that the worker wants under lease at once.
       setup: identity of the setup that it has read.
-      beat_s: most seconds between two reports.
-      poll_s: seconds between two looks for orders.
-      drain_s: seconds in which leases that were begun may end after `leave`.
-      save_s: seconds between two savings of the turns of a lease.
       rules: what saved turns can be; None begins every lease anew.
       while_waiting: what `take` does first where there is no thread.
     """
     documents.check_name(name)
     self.name, self.is_over = name, False
-    self._docs, self._setup = docs, setup
-    self._beat_s, self._poll_s, self._drain_s = beat_s, poll_s, drain_s
-    self._save_s = save_s
+    self._docs, self._times, self._setup = docs, times, setup
     self._rules = rules if rules and rules.resumes else None
     self._leaving = threading.Event()
     self._leaves_at: float | None = None
@@ -132,9 +140,9 @@ class StoredLeases:
     self._turns_thread.start()
 
   def _run(self) -> None:
-    waited = self._beat_s
+    waited = self._times.beat_s
     while not self._stopping.is_set():
-      is_due = waited >= self._beat_s
+      is_due = waited >= self._times.beat_s
       try:
         is_due = self.sync(is_due) or is_due
       except OSError as error:
@@ -142,8 +150,8 @@ class StoredLeases:
       except ValueError as error:
         self._problem = error
         return
-      waited = 0.0 if is_due else waited + self._poll_s
-      self._wake.wait(self._poll_s)
+      waited = 0.0 if is_due else waited + self._times.poll_s
+      self._wake.wait(self._times.poll_s)
       self._wake.clear()
 
   def sync(self, is_due: bool = True) -> bool:
@@ -226,7 +234,7 @@ class StoredLeases:
       except ValueError as error:
         self._problem = error
         return
-      self._stopping.wait(self._poll_s)
+      self._stopping.wait(self._times.poll_s)
 
   def _carry(self) -> None:
     """Reads and saves turns; may take long, beside reports."""
@@ -286,7 +294,7 @@ class StoredLeases:
     for kept in due:
       self._save_turns(kept, self._rules)
     if is_due:
-      self._saves_at = now + self._save_s
+      self._saves_at = now + self._times.save_s
 
   def _save_turns(self, kept: _SavedLease, rules: uploads.UploadRules) -> None:
     lease, turns = kept.lease, kept.turns()
@@ -369,7 +377,7 @@ class StoredLeases:
   def _drain(self) -> None:
     """Gives back what is not begun, and after a while what is not finished."""
     if self._leaves_at is None:
-      self._leaves_at = time.monotonic() + self._drain_s
+      self._leaves_at = time.monotonic() + self._times.drain_s
       self._wake.set()
     done = {epoch for epoch, *_ in self._report.results}
     kept = self._taken.keys() if time.monotonic() < self._leaves_at else ()

@@ -23,8 +23,8 @@ FORMAT = 2
 TRAINED, STALE = 'trained', 'stale'
 INFRASTRUCTURE, CANCELLED = 'infrastructure', 'cancelled'
 FATES = (TRAINED, STALE, INFRASTRUCTURE, CANCELLED)
-# Ended leases, and floors, that are remembered.
-_ENDED, _FLOORS = 100_000, 10
+# Ended leases, and counted groups, that are remembered one by one.
+_ENDED, _FOLDED = 100_000, 10_000
 # Savings of lower versions that are remembered of a part.
 _OLDER = 3
 # Why a lease ended without a result that was kept.
@@ -85,6 +85,11 @@ class GroupEntry:
   def is_finished(self) -> bool:
     return all(part.upload for part in self.parts)
 
+  @property
+  def counted_as(self) -> tuple[str, str]:
+    """Fate and family."""
+    return self.fate, family_of(self.order.task_id)
+
 
 class LeaseLedger:
   """The groups that are not yet counted for good, and the counts of others.
@@ -97,8 +102,9 @@ class LeaseLedger:
     version: newest policy version that was announced.
     floor: number below which every group is counted and forgotten.
     is_over: true once the run has ended.
-    fates: number of groups below the floor, by fate and family.
-    earlier: (floor, fates) of earlier floors, the newest last.
+    folded: fate and family of groups that are counted, for a run that goes
+      back; those of the highest numbers alone.
+    fates: number of groups below those, by fate and family.
     lost: number of leases that brought nothing, by reason.
     has_moved: true if anything changed since the ledger was made or saved.
     touched: workers whose leases changed.
@@ -112,8 +118,8 @@ class LeaseLedger:
     self.entries: dict[int, GroupEntry] = {}
     self.sequence = self.epoch = self.version = self.floor = 0
     self.is_over = self.has_moved = False
+    self.folded: dict[int, tuple[str, str]] = {}
     self.fates: dict[str, dict[str, int]] = {}
-    self.earlier: list[tuple[int, dict[str, dict[str, int]]]] = []
     self.lost: dict[str, int] = {}
     self.touched: set[str] = set()
     self.ended: dict[int, str] = {}
@@ -163,7 +169,8 @@ class LeaseLedger:
 
   def admit(self, order: seams.GroupOrder, size: int, step: int) -> None:
     """Adds a group of `size` members, leased by `step` of them."""
-    if order.group < self.floor or order.group in self.entries or self.is_over:
+    known = order.group in self.entries or order.group in self.folded
+    if order.group < self.floor or known or self.is_over:
       return
     ranges = [(i, min(i + step, size)) for i in range(0, size, step)]
     parts = [GroupPart(first=first, stop=stop) for first, stop in ranges]
@@ -229,12 +236,11 @@ class LeaseLedger:
 
   def fold(self, below: int) -> None:
     """Counts the groups below for good; those without a fate are cancelled."""
-    if below > self.floor:
-      floor = (self.floor, copy.deepcopy(self.fates))
-      self.earlier = [*self.earlier, floor][-_FLOORS:]
-    for group in sorted(g for g in self.entries if g < below):
+    for group in [g for g in self.entries if g < below]:
       self.settle(group, CANCELLED)
-      _count(self.entries.pop(group), self.fates)
+      self.folded[group] = self.entries.pop(group).counted_as
+    for group in sorted(self.folded)[:-_FOLDED]:
+      _count(self.folded.pop(group), self.fates)
     self.has_moved |= below > self.floor
     self.floor = max(self.floor, below)
 
@@ -247,8 +253,9 @@ class LeaseLedger:
   ) -> tuple[int, int]:
     """Goes back to a version that has trained on the groups below `first`.
 
-    Later fates never were. Leases end if the version had been surpassed, since
-    what they sample may be of a policy that is void.
+    Later fates never were; of more groups than are remembered, none was counted
+    that comes before. Leases end if the version had been surpassed, since what
+    they sample may be of a policy that is void.
 
     Args:
       ahead: groups above, on which the version has trained, too.
@@ -257,14 +264,11 @@ class LeaseLedger:
     Returns:
       The numbers of finished groups that are kept and that are void.
     """
-    if first < self.floor:
-      # Counts cannot be taken back one by one.
-      while self.earlier and self.earlier[-1][0] > first:
-        self.earlier.pop()
-      fates = self.earlier.pop()[1] if self.earlier else {}
-      self.entries, self.fates, self.floor = {}, fates, first
-      self._leased.clear()
-      self._held.clear()
+    if first < min(self.folded, default=self.floor):
+      self.fates = {}
+    for group in [g for g in self.folded if g >= first and g not in ahead]:
+      del self.folded[group]
+    self.floor = min(self.floor, first)
     for group in self.entries:
       if group < first or group in ahead:
         # The checkpoint has them, though nobody came to say so.
@@ -301,9 +305,9 @@ class LeaseLedger:
   def totals(self) -> dict[str, dict[str, int]]:
     """Returns the number of groups that have a fate, by fate and family."""
     totals = copy.deepcopy(self.fates)
-    for entry in self.entries.values():
-      if entry.fate:
-        _count(entry, totals)
+    settled = [e.counted_as for e in self.entries.values() if e.fate]
+    for counted_as in (*self.folded.values(), *settled):
+      _count(counted_as, totals)
     return totals
 
   def _end(self, epoch: int) -> tuple[int, GroupPart]:
@@ -334,14 +338,20 @@ class LeaseLedger:
       for e in self.entries.values()
     ]
     names = ('identity', 'sequence', 'epoch', 'version', 'floor', 'is_over')
-    names = (*names, 'fates', 'earlier', 'lost')
+    names = (*names, 'fates', 'lost')
     plain = {name: getattr(self, name) for name in names}
-    return plain | {'format': FORMAT, 'entries': entries}
+    folded: dict[str, dict[str, list[int]]] = {}
+    for group, (fate, family) in self.folded.items():
+      folded.setdefault(fate, {}).setdefault(family, []).append(group)
+    plain |= {'folded': folded, 'format': FORMAT, 'entries': entries}
+    return plain
 
 
-def _count(entry: GroupEntry, fates: dict[str, dict[str, int]]) -> None:
-  counts = fates.setdefault(entry.fate, {})
-  family = family_of(entry.order.task_id)
+def _count(
+  counted_as: tuple[str, str], fates: dict[str, dict[str, int]]
+) -> None:
+  fate, family = counted_as
+  counts = fates.setdefault(fate, {})
   counts[family] = counts.get(family, 0) + 1
 
 
@@ -367,7 +377,9 @@ def from_json(value: Any, max_lost: int = 5) -> LeaseLedger:
   for name in ('identity', 'is_over', 'fates', 'lost'):
     setattr(ledger, name, value[name])
   # Other commits write format 2 without this, and without `older` below.
-  ledger.earlier = [(f, counts) for f, counts in value.get('earlier', ())]
+  for fate, families in value.get('folded', {}).items():
+    for family, groups in families.items():
+      ledger.folded |= dict.fromkeys(groups, (fate, family))
   for order, parts, fate in value['entries']:
     entry = GroupEntry(order=seams.GroupOrder(**order), parts=[], fate=fate)
     ledger.entries[entry.order.group] = entry

@@ -39,7 +39,8 @@ class UploadRules:
     routes: meaning of the recorded expert ids.
     temperature: temperature at which the run samples.
     resumes: whether unfinished episodes go on elsewhere. Not where the run
-      promises bits that a window read in one piece would change.
+      promises bits that a window read in one piece would change: sampled again
+      they are the same.
   """
 
   members: int
