@@ -7,6 +7,9 @@ import time
 from concurrent import futures
 from typing import Any
 
+_CONFIG = 'config.json'  # as in train.workdir, which loads jax
+_WITHIN_S = 300.0  # for a run to show in its store
+
 
 def fields_of(suite: Any) -> dict[str, Any]:
   """Loads the config file of a suite, with the suite's own values."""
@@ -27,6 +30,10 @@ def fields_of(suite: Any) -> dict[str, Any]:
       place = place.setdefault(section, {})
     place[field] = value
   return fields
+
+
+def is_workdir(folder: str) -> bool:
+  return (pathlib.Path(folder) / _CONFIG).exists()
 
 
 def play_engine(
@@ -134,6 +141,32 @@ def _copied(values: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.copy(), values)
 
 
+def take_run(store: str, key: pathlib.Path, folder: pathlib.Path) -> None:
+  """Puts what a player needs of the run in a store into a folder.
+
+  Raises:
+    ValueError: the store or the key is missing, or no run shows in it.
+  """
+  from composer_jax.core import files
+  from composer_jax.delta import transport
+  from composer_jax.delta.format import keys
+  from composer_jax.fleet import joining
+  from composer_jax.fleet.leases import documents, fleet_store
+
+  if not key.is_file():
+    raise ValueError(
+      f'--follow={store} is no workdir of a run (it has no config.json). To '
+      f'follow a store, --key ({str(key)!r}) must name a copy of the file '
+      'delta.key in the workdir of its run.'
+    )
+  docs = documents.RunDocuments(
+    fleet_store.FleetStore(store), keys.open_key(key), transport.RUN_ID
+  )
+  setup, _ = joining.find(docs, within_s=_WITHIN_S)
+  joining.take(docs, setup, key, folder)
+  files.write_json(folder / _CONFIG, setup['config'])
+
+
 def follow(
   source: pathlib.Path,
   *,
@@ -146,7 +179,7 @@ def follow(
   """Plays the suites with each newer version that is found; blocks.
 
   Args:
-    source: workdir of a run whose RL publishes.
+    source: workdir of a run whose RL publishes, or folder of `take_run`.
     suites: file of `tasks.practice.following`.
     store: URL of the bundles; '' for the store of the run.
     versions: number of versions to play before it ends; 0 for no end.
@@ -168,7 +201,7 @@ def follow(
   served = lifetime.load(source, follow=True, store=store, mesh=mesh)
   receiver = served.receiver
   assert receiver is not None
-  run = wiring.spec_of(files.read_json(source / 'config.json'))
+  run = wiring.spec_of(files.read_json(source / _CONFIG))
   engine = engines.Engine(
     served.model,
     served.variables,

@@ -18,6 +18,7 @@ def version(seed, count=320, chance=0.85):
         'sample': 0,
         'status': 'graded',
         'passed': bool(draw.random() < chance),
+        'num_turns': 1,
         'num_invalid': int(draw.random() < 0.03),
         'tools': ['edit' if draw.random() < 0.95 else 'ask'],
       }

@@ -25,6 +25,7 @@ from composer_jax.live import shipping, trial
 from composer_jax.tasks.practice import evaluation
 from composer_jax.telemetry import writer
 
+_CALLS = ('num_turns', 'num_invalid', 'tools')  # what canaries read
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -85,13 +86,18 @@ def changed(
     other = row
     if draw.random() < share:
       other = rows[int(draw.integers(len(rows)))]
-    said = {k: other[k] for k in ('passed', 'num_invalid', 'tools')}
+    said = {k: other[k] for k in ('passed', *_CALLS)}
     if change < 0 and said['passed'] and draw.random() < -change / rate:
       said['passed'] = False
     if (
       change > 0 and not said['passed'] and draw.random() < change / (1 - rate)
     ):
-      said = {'passed': True, 'num_invalid': 0, 'tools': ['edit']}
+      said = {
+        'passed': True,
+        'num_turns': 1,
+        'num_invalid': 0,
+        'tools': ['edit'],
+      }
     made.append({**row, **said})
   return made
 

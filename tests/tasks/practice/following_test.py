@@ -1,9 +1,14 @@
 """Versions are compared in pairs, played once, and their losses named."""
 
+import contextlib
+import functools
+import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -12,6 +17,7 @@ import pytest
 from composer_jax import wiring
 from composer_jax.core import files
 from composer_jax.delta import publisher, transport
+from composer_jax.delta.format import keys
 from composer_jax.models import decoder
 from composer_jax.report import versions as page
 from composer_jax.tasks.practice import evaluation, following
@@ -202,9 +208,10 @@ def test_the_suites_that_are_shipped_can_be_played():
     mains.fields_of(wrong)
 
 
-@pytest.mark.slow
-def test_the_command_plays_what_a_run_publishes(tmp_path):
-  source, out = tmp_path / 'run', tmp_path / 'out'
+@pytest.fixture
+def run_dir(tmp_path):
+  """A workdir whose RL has begun: its files, and what its store shows."""
+  source = tmp_path / 'run'
   config = tiny.get_config('smoke')
   config.sandbox.level = 'static'
   spec = wiring.spec_of(config.to_dict())
@@ -212,6 +219,48 @@ def test_the_command_plays_what_a_run_publishes(tmp_path):
   files.write_json(source / 'config.json', spec.as_dict())
   tokenizer = tokenizers.Tokenizer.train(['def total(values):\n'] * 9, 300)
   tokenizer.save(source / 'tokenizer.json')
+  wiring.systems_of(spec).groups(source, 'static').begin(0, 0)
+  return source, spec
+
+
+@contextlib.contextmanager
+def over_http(folder):
+  handler = functools.partial(
+    http.server.SimpleHTTPRequestHandler, directory=folder
+  )
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.shutdown()
+
+
+def test_a_store_and_its_key_are_all_of_a_run_that_a_player_needs(
+  run_dir, tmp_path
+):
+  source, _ = run_dir
+  store, key = source / 'store', source / transport.KEY
+  with over_http(store) as url:
+    for name, place in (('folder', str(store)), ('web', url)):
+      mains.take_run(place, key, tmp_path / name)
+      for file in ('config.json', 'tokenizer.json', transport.KEY):
+        theirs, own = (
+          (f / file).read_bytes() for f in (source, tmp_path / name)
+        )
+        assert theirs == own
+  with pytest.raises(
+    ValueError, match='no workdir of a run.*--key .*delta.key'
+  ):
+    mains.take_run('runs/nowhere', tmp_path / 'none', tmp_path / 'other')
+  key.unlink()
+  keys.write_key(key, keys.Hmac(b'x' * 32))
+  with pytest.raises(ValueError, match='setup.*cannot be trusted'):
+    mains.take_run(str(store), key, tmp_path / 'other')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['workdir', 'folder', 'web'])
+def test_the_command_plays_what_a_run_publishes(run_dir, tmp_path, place):
+  (source, spec), out = run_dir, tmp_path / 'out'
   suites = tmp_path / 'suites.toml'
   suites.write_text(
     SUITE.replace('tiny.py', 'tiny.py:smoke')
@@ -233,21 +282,30 @@ def test_the_command_plays_what_a_run_publishes(tmp_path):
     sender.publish(jax.jit(decoder.policy)(masters), version)
     sender.close()
 
-  def follow():
+  def follow(*flags):
     command = [sys.executable, '-m', 'experiments.evaluate', '--versions=1']
-    command += [f'--follow={source}', f'--suites={suites}', f'--out={out}']
+    command += [*flags, f'--suites={suites}', f'--out={out}']
     return subprocess.run(
       [*command, '--config=configs/composer/tiny.py:smoke'],
       capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'cpu'},
     )  # fmt: skip
 
-  publish(0)
-  first = follow()
-  assert first.returncode == 0, first.stderr
-  assert 'version 0, a: 0 of 3' in first.stdout
-  publish(1)
-  second = follow()
-  assert second.returncode == 0, second.stderr
+  with over_http(source / 'store') as url:
+    flags = [f'--follow={source}']
+    if place != 'workdir':
+      # As on another machine, which has nothing of the run but these two.
+      key = shutil.copy(source / transport.KEY, tmp_path / 'run.key')
+      for path in source.glob('*.json'):
+        path.unlink()
+      store = source / 'store' if place == 'folder' else url
+      flags = [f'--follow={store}', f'--key={key}']
+    publish(0)
+    first = follow(*flags)
+    assert first.returncode == 0, first.stderr
+    assert 'version 0, a: 0 of 3' in first.stdout
+    publish(1)
+    second = follow(*flags)
+    assert second.returncode == 0, second.stderr
   rows = [
     json.loads(x) for x in (out / 'versions.jsonl').read_text().split('\n')[:-1]
   ]
