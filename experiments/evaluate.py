@@ -29,7 +29,6 @@ docs/how_to/follow.md.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import tempfile
@@ -136,7 +135,6 @@ def run() -> None:
   # After the flags: this import loads jax.
   from composer_jax import wiring
   from composer_jax.report import evaluation as page
-  from composer_jax.serve import chat, client, endpoint
   from composer_jax.tasks.practice import evaluation
 
   options = evaluation.EvaluationOptions(
@@ -152,19 +150,6 @@ def run() -> None:
     tokenizer=_TOKENIZER.value,
   )
 
-  def remote():
-    address = endpoint.Endpoint(
-      url=options.url,
-      model=options.model,
-      api_key=options.api_key,
-      patience_s=options.chat.patience_s,
-      requests_per_minute=options.chat.requests_per_minute,
-    )
-    if options.policy == 'tokens':
-      return client.TokenPolicy(address)
-    fields = json.loads(options.chat.body)
-    return chat.ChatClient(address, stream=options.chat.stream, fields=fields)
-
   out = pathlib.Path(_OUT.value).absolute()
   spec = wiring.spec_of(fields)
   summary = evaluation.evaluate(
@@ -172,7 +157,7 @@ def run() -> None:
     wiring.systems_of(spec),
     options,
     out,
-    remote=remote,
+    remote=lambda: following.asked(options),
   )
   print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):

@@ -1,6 +1,7 @@
 """Plays pinned suites with what a run publishes: `evaluate --follow`."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import time
@@ -34,6 +35,23 @@ def fields_of(suite: Any) -> dict[str, Any]:
 
 def is_workdir(folder: str) -> bool:
   return (pathlib.Path(folder) / _CONFIG).exists()
+
+
+def asked(options: Any) -> Any:
+  """Returns what asks the endpoint of `evaluation.EvaluationOptions`."""
+  from composer_jax.serve import chat, client, endpoint
+
+  address = endpoint.Endpoint(
+    url=options.url,
+    model=options.model,
+    api_key=options.api_key,
+    patience_s=options.chat.patience_s,
+    requests_per_minute=options.chat.requests_per_minute,
+  )
+  if options.policy == 'tokens':
+    return client.TokenPolicy(address)
+  fields = json.loads(options.chat.body)
+  return chat.ChatClient(address, stream=options.chat.stream, fields=fields)
 
 
 def play_engine(
@@ -83,12 +101,16 @@ class PinnedSuites:
   which is served is played once, however many candidates it is compared to.
   """
 
-  def __init__(self, path: str, workdir: pathlib.Path):
-    """Reads the file and the config of each suite; plays nothing."""
+  def __init__(self, path: str, workdir: pathlib.Path, run: Any):
+    """Reads the file and the config of each suite; plays nothing.
+
+    Args:
+      run: spec of the run, whose model and engine play all suites.
+    """
     from composer_jax import wiring
     from composer_jax.tasks.practice import following
 
-    self._workdir, self._identity = workdir, ''
+    self._workdir, self._run, self._identity = workdir, run, ''
     self._engine: Any = None
     self._suites, models = following.load(path)
     if models:
@@ -110,12 +132,11 @@ class PinnedSuites:
       if not (folder / evaluation.SUMMARY).exists():
         if self._engine is None:
           # Copied: the trainer donates its weights to the next step.
-          self._engine = stages.make_engine(spec, _copied(values), version)
+          self._engine = stages.make_engine(self._run, _copied(values), version)
         elif self._identity != identity:
           # A number may come again, of another candidate.
           self._engine.swap(_copied(values), version)
         self._identity = identity
-        threads = spec.rollout.num_slots
         play_engine(
           spec,
           folder,
@@ -125,7 +146,7 @@ class PinnedSuites:
           split=suite.split,
           tasks=suite.tasks,
           samples=suite.samples,
-          threads=threads,
+          threads=self._run.rollout.num_slots,
         )
       played = list(evaluation.read(folder).values())
       packages = sorted({row['package'] for row in played})
@@ -191,7 +212,7 @@ def follow(
   from composer_jax.report import versions as page
   from composer_jax.rollout import engine as engines
   from composer_jax.rollout import placing
-  from composer_jax.serve import chat, endpoint, lifetime
+  from composer_jax.serve import lifetime
   from composer_jax.tasks.practice import evaluation, following
 
   pinned, models = following.load(suites)
@@ -223,13 +244,6 @@ def follow(
       spec, wiring.systems_of(spec), options, folder, remote=remote
     )
     if isinstance(player, following.ComparedModel):
-      address = endpoint.Endpoint(
-        url=player.url,
-        model=player.model,
-        api_key=key,
-        patience_s=player.chat.patience_s,
-        requests_per_minute=0.0,
-      )
       options = evaluation.EvaluationOptions(
         policy='chat',
         url=player.url,
@@ -238,7 +252,7 @@ def follow(
         chat=player.chat,
         **common,
       )
-      ask = chat.ChatClient(address, stream=False, fields={})
+      ask = asked(options)
       return begin(options, lambda: ask)
     return play_engine(spec, folder, engine, source, url=player, **common)
 

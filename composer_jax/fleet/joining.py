@@ -6,7 +6,6 @@ with the same import and task set. Another is refused by name. This needs no
 jax, so that a worker which may not join says so at once.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import re
@@ -41,10 +40,7 @@ def open_documents(
   place = fleet_store.FleetStore(store)
   behind = fleet_store.FleetStore(writes) if writes else None
   (behind or place).check_writable()
-  with contextlib.suppress(FileExistsError):
-    if not key.exists():
-      keys.write_key(key, keys.Hmac(secrets.token_bytes(32)))
-  opened = keys.open_key(key)
+  opened = keys.make_key(key)
   return documents.RunDocuments(place, opened, run_id, writes=behind)
 
 

@@ -10,11 +10,27 @@ from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 _HEAD = (
-  *('arm', 'cycle', 'episodes', 'satisfied', 'reward', 'decision', 'held by'),
+  *(
+    'arm',
+    'seed',
+    'cycle',
+    'episodes',
+    'satisfied',
+    'reward',
+    'decision',
+    'held by',
+  ),
   *('train, s', 'gate, s', 'trial, s', 'whole, s'),
 )
 _PLANTED = (
-  *('planted', 'rows drawn anew', 'count', 'passed the gate', 'shipped'),
+  *(
+    'planted',
+    'seed',
+    'rows drawn anew',
+    'count',
+    'passed the gate',
+    'shipped',
+  ),
   'share',
 )
 
@@ -35,7 +51,7 @@ def table(rows: list[results.Row]) -> str:
       lines.append(
         _line(
           (
-            *(row['arm'], row['cycle'], row['episodes']),
+            *(row['arm'], row['seed'], row['cycle'], row['episodes']),
             *(f'{row["satisfied"]:.3f}', f'{row["reward"]:+.3f}'),
             *(row['decision'], ', '.join(row['held_by'])),
             *(_seconds(row, n) for n in ('train_s', 'gate_s', 'trial_s')),
@@ -47,7 +63,7 @@ def table(rows: list[results.Row]) -> str:
   for row in rows:
     if row['arm'] == 'planted':
       share = row['shipped'] / row['count']
-      counts = (row['drawn_anew'], row['count'])
+      counts = (row['seed'], row['drawn_anew'], row['count'])
       counts += (row['passed_gate'], row['shipped'])
       lines.append(_line((row['stage'], *counts, f'{share:.3f}')))
   return ''.join(lines)

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from composer_jax.delta import transport
+from composer_jax.live import learning, shipping, trial
 from composer_jax.live import options as options_lib
-from composer_jax.live import shipping, trial
 from composer_jax.tasks.practice import evaluation
 from composer_jax.telemetry import writer
 
 _CALLS = ('num_turns', 'num_invalid', 'tools')  # what canaries read
+_LOOK = 32  # users of each arm between two looks
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -102,6 +103,32 @@ def changed(
   return made
 
 
+def users_of(
+  version: Rows, satisfied: float, count: int, draw: np.random.Generator
+) -> list[dict[str, Any]]:
+  """Returns the first rows of users of a version, who do as suites did."""
+  rows = [
+    {**row, 'domain': domain} for domain in version for row in version[domain]
+  ]
+  return [
+    {**rows[i], 'satisfied': float(draw.random() < satisfied)}
+    for i in draw.integers(len(rows), size=count)
+  ]
+
+
+def _tried(
+  control: Sequence[Mapping[str, Any]],
+  candidate: Sequence[Mapping[str, Any]],
+  options: options_lib.LiveOptions,
+) -> str:
+  """Looks at a trial after every few users; returns its decision."""
+  for count in range(_LOOK, len(control) + _LOOK, _LOOK):
+    decision, _ = learning.look(control[:count], candidate[:count], options)
+    if decision != trial.GO_ON:
+      break
+  return decision
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlantedCase:
   """A planted version, and whether it shipped."""
@@ -150,17 +177,19 @@ def plant(
       for domain, of in before.items()
     }
     result = shipping.judge(before, after, options.prices, options.gate)
-    users = draw.random((2, options.trial.most_users))
-    tried = trial.judge(
-      (users[0] < satisfied).astype(float),
-      (users[1] < min(1.0, satisfied + gain)).astype(float),
-      options.trial,
-    )
+    decision = trial.ROLL_BACK
+    if result.ships:
+      count = options.trial.most_users
+      decision = _tried(
+        users_of(before, satisfied, count, draw),
+        users_of(after, min(1.0, satisfied + gain), count, draw),
+        options,
+      )
     cases.append(
       PlantedCase(
         change=float(change),
         passed_gate=result.ships,
-        shipped=result.ships and tried.decision == trial.PROMOTE,
+        shipped=decision == trial.PROMOTE,
       )
     )
   return cases

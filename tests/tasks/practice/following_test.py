@@ -208,6 +208,65 @@ def test_the_suites_that_are_shipped_can_be_played():
     mains.fields_of(wrong)
 
 
+def pinned(tmp_path, spec, more=''):
+  path = tmp_path / 'suites.toml'
+  path.write_text(
+    SUITE.replace('tiny.py', 'tiny.py:smoke')
+    + 'split = "unseen_names"\ntasks = 3\n'
+    + 'fields = {"sandbox.level" = "static"}\n'
+    + more
+  )
+  return mains.PinnedSuites(str(path), tmp_path / 'run', spec)
+
+
+def test_what_a_version_played_is_known_by_its_weights_and_package(tmp_path):
+  spec = wiring.spec_of(tiny.get_config('smoke').to_dict())
+  suites, identity = pinned(tmp_path, spec), 'a' * 64
+  out = tmp_path / 'run' / 'live' / 'suites' / identity[:24] / 'a'
+  out.mkdir(parents=True)
+  for packages, names in (('pp', ['a']), ('pq', ['a p', 'a q'])):
+    rows = [row(i, True, package=p) for i, p in enumerate(packages)]
+    lines = ''.join(f'{json.dumps(r)}\n' for r in rows)
+    (out / evaluation.EPISODES).write_text(lines)
+    files.write_json(out / evaluation.SUMMARY, {})
+    # There is nothing to play with.
+    played = suites.play(None, 0, identity)
+    assert sorted(played) == names
+    assert [r for name in names for r in played[name]] == rows
+  other = '[[models]]\nname = "m"\nurl = "u"\nmodel = "m"\n'
+  with pytest.raises(ValueError, match='which no gate compares'):
+    pinned(tmp_path, spec, other)
+
+
+@pytest.mark.slow
+def test_pinned_suites_are_played_by_the_weights_that_are_given(run_dir):
+  """Whatever number they have, and whatever the engine had before."""
+  source, spec = run_dir
+  weights = {name: policy_of(spec, seed) for seed, name in enumerate('ab')}
+
+  def play(*names):
+    suites = pinned(source.parent, spec)
+    return [suites.play(weights[n], 0, n * 64)['a'] for n in names][-1]
+
+  said = lambda rows: [
+    {k: v for k, v in r.items() if k not in ('seconds', 'sandbox_seconds')}
+    for r in rows
+  ]
+  after = said(play('a', 'b'))
+  shutil.rmtree(source / 'live')
+  assert said(play('b')) == after
+  assert said(play('a')) != after
+
+
+def policy_of(spec, seed):
+  shapes, _ = decoder.abstract(spec.model)
+  rng = np.random.default_rng(seed)
+  masters = jax.tree.map(
+    lambda x: 0.02 * rng.normal(size=x.shape).astype(np.float32), shapes
+  )
+  return jax.jit(decoder.policy)(masters)
+
+
 @pytest.fixture
 def run_dir(tmp_path):
   """A workdir whose RL has begun: its files, and what its store shows."""
@@ -261,30 +320,20 @@ def test_a_store_and_its_key_are_all_of_a_run_that_a_player_needs(
 @pytest.mark.parametrize('place', ['workdir', 'folder', 'web'])
 def test_the_command_plays_what_a_run_publishes(run_dir, tmp_path, place):
   (source, spec), out = run_dir, tmp_path / 'out'
-  suites = tmp_path / 'suites.toml'
-  suites.write_text(
-    SUITE.replace('tiny.py', 'tiny.py:smoke')
-    + 'split = "unseen_names"\ntasks = 3\n'
-    + 'fields = {"sandbox.level" = "static"}\n'
-  )
+  pinned(tmp_path, spec)  # Writes the file.
 
   def publish(version):
-    shapes, _ = decoder.abstract(spec.model)
-    rng = np.random.default_rng(version)
-    masters = jax.tree.map(
-      lambda x: 0.02 * rng.normal(size=x.shape).astype(np.float32), shapes
-    )
     sender = publisher.Publisher(
       transport.store_of(source, spec.systems['delta'].store),
       source / transport.KEY,
       transport.RUN_ID,
     )
-    sender.publish(jax.jit(decoder.policy)(masters), version)
+    sender.publish(policy_of(spec, version), version)
     sender.close()
 
   def follow(*flags):
     command = [sys.executable, '-m', 'experiments.evaluate', '--versions=1']
-    command += [*flags, f'--suites={suites}', f'--out={out}']
+    command += [*flags, f'--suites={tmp_path}/suites.toml', f'--out={out}']
     return subprocess.run(
       [*command, '--config=configs/composer/tiny.py:smoke'],
       capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'cpu'},
