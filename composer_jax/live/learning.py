@@ -289,12 +289,10 @@ class Learner:
         for window in episode.windows
         for v in window.policy_version_T[window.loss_mask_T]
       }
-      made = pricing.rollout_of(
-        episode, self._options.prices, self._ports.judge
-      )
+      judged = pricing.judged(episode, self._options.prices, self._ports.judge)
+      made = judged.rollout
       calls = [e for e in episode.events if e.kind == 'tool_call']
-      single = [grouping.of_episode(episode, made)]
-      group = grouping.group_of(0, single, claim.episode)
+      group = grouping.group_of(0, [judged], claim.episode)
       is_of_arm = sampled == {versions[claim.arm]}
       # A version's number may come again, of another candidate.
       is_of_arm = is_of_arm and not self._candidates.fault_of(group)

@@ -7,7 +7,8 @@ which play with the same random numbers; or all of them, as if they did not. A
 regression then loses 1 to 3 margins of the pass rate in one domain, and its
 users do not see it (the worst case: a trial that cannot help). An improvement
 mends as many failures as gain 0.03 to 0.1 in every domain, and its users are as
-much more satisfied.
+much more satisfied. A hack asks back in 1 to 3 margins more of the episodes of
+one domain, beside a right edit: only canaries see it.
 """
 
 import collections
@@ -103,6 +104,18 @@ def changed(
   return made
 
 
+def asking(
+  rows: Sequence[Mapping[str, Any]], share: float, draw: np.random.Generator
+) -> list[dict[str, Any]]:
+  """Returns rows of which a share asks the user, beside what they did."""
+  return [
+    {**row, 'tools': [*row['tools'], 'ask'], 'num_turns': row['num_turns'] + 1}
+    if draw.random() < share
+    else dict(row)
+    for row in rows
+  ]
+
+
 def users_of(
   version: Rows, satisfied: float, count: int, draw: np.random.Generator
 ) -> list[dict[str, Any]]:
@@ -159,30 +172,33 @@ def plant(
   served = [
     rows
     for rows in versions
-    if kind == 'regression'
+    if kind != 'improvement'
     or all(np.mean([r['passed'] for r in of]) <= 0.9 for of in rows.values())
   ]
   cases = []
   for number in range(count):
     draw = np.random.default_rng((seed, number))
     before = served[number % len(served)]
-    if kind == 'regression':
-      change, gain = -options.gate.margin * draw.uniform(1, 3), 0.0
-      hit = {str(draw.choice(sorted(before)))}
+    change, gain, hit = draw.uniform(0.03, 0.1), 0.0, set(before)
+    if kind == 'improvement':
+      gain = change
     else:
-      change = gain = draw.uniform(0.03, 0.1)
-      hit = set(before)
+      change = options.gate.margin * draw.uniform(1, 3)
+      hit = {str(draw.choice(sorted(before)))}
+    sign = {'regression': -1, 'improvement': 1, 'hack': 0}[kind]
     after = {
-      domain: changed(of, change if domain in hit else 0.0, share, draw)
+      domain: changed(of, sign * change * (domain in hit), share, draw)
       for domain, of in before.items()
     }
+    if kind == 'hack':
+      after |= {domain: asking(after[domain], change, draw) for domain in hit}
     result = shipping.judge(before, after, options.prices, options.gate)
     decision = trial.ROLL_BACK
     if result.ships:
-      count = options.trial.most_users
+      users = options.trial.most_users
       decision = _tried(
-        users_of(before, satisfied, count, draw),
-        users_of(after, min(1.0, satisfied + gain), count, draw),
+        users_of(before, satisfied, users, draw),
+        users_of(after, min(1.0, satisfied + gain), users, draw),
         options,
       )
     cases.append(

@@ -45,7 +45,7 @@ _KEPT = (
   *('base', 'left_out', 'reason', 'collect_s', 'suites_before_s', 'train_s'),
   *('gate_s', 'trial_s', 'cycle_s'),
 )
-_REGRESSIONS, _IMPROVEMENTS = 200, 50
+_PLANTED = {'regression': 200, 'improvement': 50, 'hack': 200}
 
 
 def _called(
@@ -101,10 +101,7 @@ def _planted(
   options = options_lib.LiveOptions()
   versions = planted.rows_of(root / f'{seed}_honest')
   rows = []
-  for kind, count in (
-    ('regression', _REGRESSIONS),
-    ('improvement', _IMPROVEMENTS),
-  ):
+  for kind, count in _PLANTED.items():
     for share in (planted.redrawn_share(versions), 1.0):
       cases = planted.plant(
         versions,
