@@ -43,6 +43,13 @@ def _seconds(row: results.Row, name: str) -> str:
   return f'{row[name]:.0f}' if row.get(name) is not None else ''
 
 
+def _held(names: list[str]) -> str:
+  """Lists what held a version back; of canaries of domains only the others."""
+  return ', '.join(
+    n for n in names if ' in ' not in n or n.partition(' in ')[0] not in names
+  )
+
+
 def table(rows: list[results.Row]) -> str:
   """A line for each cycle of each arm, and one for each kind of planted."""
   lines = [_line(_HEAD), _line(['---'] * len(_HEAD))]
@@ -53,7 +60,7 @@ def table(rows: list[results.Row]) -> str:
           (
             *(row['arm'], row['seed'], row['cycle'], row['episodes']),
             *(f'{row["satisfied"]:.3f}', f'{row["reward"]:+.3f}'),
-            *(row['decision'], ', '.join(row['held_by'])),
+            *(row['decision'], _held(row['held_by'])),
             *(_seconds(row, n) for n in ('train_s', 'gate_s', 'trial_s')),
             _seconds(row, 'cycle_s'),
           )
