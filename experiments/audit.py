@@ -8,7 +8,6 @@ findings are in EVALUATION/audit.jsonl, one line an episode, and change no
 verdict. The same command reads the episodes that have no line yet.
 """
 
-import os
 import pathlib
 
 from absl import flags, logging
@@ -40,8 +39,7 @@ def run() -> None:
       f'--url ({_URL.value!r}) and --model ({_MODEL.value!r}) name the model '
       f'that reads, and --threads ({_THREADS.value}) must be at least 1.'
     )
-  key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
-  judge = judges.OpenAIJudge(_URL.value, _MODEL.value, key)
+  judge = judges.open_judge(_URL.value, _MODEL.value)
   try:
     counts = auditing.audit(folder, judge, _THREADS.value)
   finally:

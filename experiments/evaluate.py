@@ -12,6 +12,8 @@
 
   ./run.sh evaluate --follow=runs/tiny --suites=configs/suites/tiny.toml \\
       --out=runs/follow_tiny
+  ./run.sh evaluate --follow=s3://bucket/run --key=delta.key \
+      --suites=configs/suites/tiny.toml --out=runs/follow
 
 The config gives the tasks, the sandbox and rewards, and to all policies but
 chat the limits of an episode and summaries; the key is COMPOSER_JAX_TOKEN. The
@@ -21,13 +23,15 @@ summary.json: pass rates with 95 % intervals by tier and package, pass@k, what
 monitors found, and of a chat model why episodes ended, their tokens, cost and
 latency.
 
---follow plays pinned suites with each policy version that a run publishes, and
-has its own page: docs/how_to/follow.md.
+--follow plays pinned suites with each policy version that a run publishes, of
+which it needs the store and the key, or the workdir, and has its own page:
+docs/how_to/follow.md.
 """
 
-import json
+import contextlib
 import os
 import pathlib
+import tempfile
 
 from absl import flags, logging
 
@@ -61,11 +65,15 @@ _TOKENIZER = flags.DEFINE_string(
 _FOLLOW = flags.DEFINE_string(
   'follow',
   '',
-  'Workdir of a run; plays --suites with the versions it publishes.',
+  'Store of a run, as a folder or URL, or its workdir; plays --suites with the '
+  'versions that the run publishes.',
+)
+_KEY = flags.DEFINE_string(
+  'key', '', 'With --follow=STORE: copy of delta.key in the workdir of the run.'
 )
 _SUITES = flags.DEFINE_string('suites', '', 'With --follow: file of suites.')
 _STORE = flags.DEFINE_string(
-  'store', '', "With --follow: URL of the bundles; '' for the run's store."
+  'store', '', "With --follow=WORKDIR: URL of a cache; '' for the run's store."
 )
 _VERSIONS = flags.DEFINE_integer(
   'versions', 0, 'With --follow: number of versions to play; 0 for no end.'
@@ -75,14 +83,26 @@ _VERSIONS = flags.DEFINE_integer(
 def _follow() -> None:
   if not _SUITES.value:
     raise ValueError('--follow needs --suites=FILE, the suites to play.')
-  following.follow(
-    pathlib.Path(_FOLLOW.value).absolute(),
-    suites=_SUITES.value,
-    store=_STORE.value,
-    out=pathlib.Path(_OUT.value).absolute(),
-    versions=_VERSIONS.value,
-    threads=_THREADS.value,
-  )
+  with contextlib.ExitStack() as stack:
+    source, store = pathlib.Path(_FOLLOW.value).absolute(), _STORE.value
+    if not following.is_workdir(_FOLLOW.value):
+      if store:
+        raise ValueError(
+          f'--follow={_FOLLOW.value} is no workdir of a run (it has no '
+          'config.json); name the store by --follow alone, or the workdir.'
+        )
+      store = _FOLLOW.value
+      # Of this process alone: it holds the key.
+      source = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+      following.take_run(store, pathlib.Path(_KEY.value), source)
+    following.follow(
+      source,
+      suites=_SUITES.value,
+      store=store,
+      out=pathlib.Path(_OUT.value).absolute(),
+      versions=_VERSIONS.value,
+      threads=_THREADS.value,
+    )
 
 
 def _rates(name, rates):
@@ -108,12 +128,13 @@ def run() -> None:
   start.emulate_devices(1)
   if _FOLLOW.value:
     return _follow()
-  if _SUITES.value or _STORE.value or _VERSIONS.value:
-    raise ValueError('--suites, --store and --versions need --follow=WORKDIR.')
+  if _SUITES.value or _STORE.value or _VERSIONS.value or _KEY.value:
+    raise ValueError(
+      '--suites, --store, --key and --versions need --follow; add it.'
+    )
   # After the flags: this import loads jax.
   from composer_jax import wiring
   from composer_jax.report import evaluation as page
-  from composer_jax.serve import chat, client, endpoint
   from composer_jax.tasks.practice import evaluation
 
   options = evaluation.EvaluationOptions(
@@ -129,19 +150,6 @@ def run() -> None:
     tokenizer=_TOKENIZER.value,
   )
 
-  def remote():
-    address = endpoint.Endpoint(
-      url=options.url,
-      model=options.model,
-      api_key=options.api_key,
-      patience_s=options.chat.patience_s,
-      requests_per_minute=options.chat.requests_per_minute,
-    )
-    if options.policy == 'tokens':
-      return client.TokenPolicy(address)
-    fields = json.loads(options.chat.body)
-    return chat.ChatClient(address, stream=options.chat.stream, fields=fields)
-
   out = pathlib.Path(_OUT.value).absolute()
   spec = wiring.spec_of(fields)
   summary = evaluation.evaluate(
@@ -149,7 +157,7 @@ def run() -> None:
     wiring.systems_of(spec),
     options,
     out,
-    remote=remote,
+    remote=lambda: following.asked(options),
   )
   print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):

@@ -1,11 +1,15 @@
 """Plays pinned suites with what a run publishes: `evaluate --follow`."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import time
 from concurrent import futures
 from typing import Any
+
+_CONFIG = 'config.json'  # as in train.workdir, which loads jax
+_WITHIN_S = 300.0  # for a run to show in its store
 
 
 def fields_of(suite: Any) -> dict[str, Any]:
@@ -27,6 +31,27 @@ def fields_of(suite: Any) -> dict[str, Any]:
       place = place.setdefault(section, {})
     place[field] = value
   return fields
+
+
+def is_workdir(folder: str) -> bool:
+  return (pathlib.Path(folder) / _CONFIG).exists()
+
+
+def asked(options: Any) -> Any:
+  """Returns what asks the endpoint of `evaluation.EvaluationOptions`."""
+  from composer_jax.serve import chat, client, endpoint
+
+  address = endpoint.Endpoint(
+    url=options.url,
+    model=options.model,
+    api_key=options.api_key,
+    patience_s=options.chat.patience_s,
+    requests_per_minute=options.chat.requests_per_minute,
+  )
+  if options.policy == 'tokens':
+    return client.TokenPolicy(address)
+  fields = json.loads(options.chat.body)
+  return chat.ChatClient(address, stream=options.chat.stream, fields=fields)
 
 
 def play_engine(
@@ -76,12 +101,16 @@ class PinnedSuites:
   which is served is played once, however many candidates it is compared to.
   """
 
-  def __init__(self, path: str, workdir: pathlib.Path):
-    """Reads the file and the config of each suite; plays nothing."""
+  def __init__(self, path: str, workdir: pathlib.Path, run: Any):
+    """Reads the file and the config of each suite; plays nothing.
+
+    Args:
+      run: spec of the run, whose model and engine play all suites.
+    """
     from composer_jax import wiring
     from composer_jax.tasks.practice import following
 
-    self._workdir, self._identity = workdir, ''
+    self._workdir, self._run, self._identity = workdir, run, ''
     self._engine: Any = None
     self._suites, models = following.load(path)
     if models:
@@ -103,12 +132,11 @@ class PinnedSuites:
       if not (folder / evaluation.SUMMARY).exists():
         if self._engine is None:
           # Copied: the trainer donates its weights to the next step.
-          self._engine = stages.make_engine(spec, _copied(values), version)
+          self._engine = stages.make_engine(self._run, _copied(values), version)
         elif self._identity != identity:
           # A number may come again, of another candidate.
           self._engine.swap(_copied(values), version)
         self._identity = identity
-        threads = spec.rollout.num_slots
         play_engine(
           spec,
           folder,
@@ -118,7 +146,7 @@ class PinnedSuites:
           split=suite.split,
           tasks=suite.tasks,
           samples=suite.samples,
-          threads=threads,
+          threads=self._run.rollout.num_slots,
         )
       played = list(evaluation.read(folder).values())
       packages = sorted({row['package'] for row in played})
@@ -134,6 +162,32 @@ def _copied(values: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.copy(), values)
 
 
+def take_run(store: str, key: pathlib.Path, folder: pathlib.Path) -> None:
+  """Puts what a player needs of the run in a store into a folder.
+
+  Raises:
+    ValueError: the store or the key is missing, or no run shows in it.
+  """
+  from composer_jax.core import files
+  from composer_jax.delta import transport
+  from composer_jax.delta.format import keys
+  from composer_jax.fleet import joining
+  from composer_jax.fleet.leases import documents, fleet_store
+
+  if not key.is_file():
+    raise ValueError(
+      f'--follow={store} is no workdir of a run (it has no config.json). To '
+      f'follow a store, --key ({str(key)!r}) must name a copy of the file '
+      'delta.key in the workdir of its run.'
+    )
+  docs = documents.RunDocuments(
+    fleet_store.FleetStore(store), keys.open_key(key), transport.RUN_ID
+  )
+  setup, _ = joining.find(docs, within_s=_WITHIN_S)
+  joining.take(docs, setup, key, folder)
+  files.write_json(folder / _CONFIG, setup['config'])
+
+
 def follow(
   source: pathlib.Path,
   *,
@@ -146,7 +200,7 @@ def follow(
   """Plays the suites with each newer version that is found; blocks.
 
   Args:
-    source: workdir of a run whose RL publishes.
+    source: workdir of a run whose RL publishes, or folder of `take_run`.
     suites: file of `tasks.practice.following`.
     store: URL of the bundles; '' for the store of the run.
     versions: number of versions to play before it ends; 0 for no end.
@@ -158,7 +212,7 @@ def follow(
   from composer_jax.report import versions as page
   from composer_jax.rollout import engine as engines
   from composer_jax.rollout import placing
-  from composer_jax.serve import chat, endpoint, lifetime
+  from composer_jax.serve import lifetime
   from composer_jax.tasks.practice import evaluation, following
 
   pinned, models = following.load(suites)
@@ -168,7 +222,7 @@ def follow(
   served = lifetime.load(source, follow=True, store=store, mesh=mesh)
   receiver = served.receiver
   assert receiver is not None
-  run = wiring.spec_of(files.read_json(source / 'config.json'))
+  run = wiring.spec_of(files.read_json(source / _CONFIG))
   engine = engines.Engine(
     served.model,
     served.variables,
@@ -190,13 +244,6 @@ def follow(
       spec, wiring.systems_of(spec), options, folder, remote=remote
     )
     if isinstance(player, following.ComparedModel):
-      address = endpoint.Endpoint(
-        url=player.url,
-        model=player.model,
-        api_key=key,
-        patience_s=player.chat.patience_s,
-        requests_per_minute=0.0,
-      )
       options = evaluation.EvaluationOptions(
         policy='chat',
         url=player.url,
@@ -205,7 +252,7 @@ def follow(
         chat=player.chat,
         **common,
       )
-      ask = chat.ChatClient(address, stream=False, fields={})
+      ask = asked(options)
       return begin(options, lambda: ask)
     return play_engine(spec, folder, engine, source, url=player, **common)
 

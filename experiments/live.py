@@ -17,7 +17,6 @@ users is pretrained first. The same command goes on after a kill. See
 docs/how_to/live.md.
 """
 
-import os
 import pathlib
 import time
 
@@ -62,7 +61,7 @@ def run(spec, systems, workdir, *, command):
 
   say, options = progress.teller('live'), spec.systems['live']
   folder = pathlib.Path(_RECORD.value or workdir / 'live' / 'record').absolute()
-  suites = following.PinnedSuites(_SUITES.value, workdir)
+  suites = following.PinnedSuites(_SUITES.value, workdir, spec)
   if _USERS.value == 'simulated':
     from experiments.studies.live import simulated
 
@@ -79,9 +78,8 @@ def run(spec, systems, workdir, *, command):
     return
   judge = None
   if options.judge_url:
-    key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
     judge = pricing.follow_up_judge(
-      judges.OpenAIJudge(options.judge_url, options.judge_model, key)
+      judges.open_judge(options.judge_url, options.judge_model)
     )
   recorded = episodes.Episodes(folder)
 

@@ -47,7 +47,7 @@ SYSTEMS = {
 DOORS = {
   'sandbox': ('base', 'open', 'options', 'results'),
   'tasks': ('judges', 'practice.conversation'),
-  'serve': ('api.errors', 'exchange', 'recording'),
+  'serve': ('api.errors', 'api.requests', 'exchange', 'recording'),
   'hf': (
     'imported',
     'importing',

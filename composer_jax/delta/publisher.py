@@ -7,7 +7,6 @@ Produces: a `BundleInfo` for each version; an error at the next call.
 """
 
 import collections
-import contextlib
 import logging
 import os
 import pathlib
@@ -179,10 +178,8 @@ def _open_or_make_key(path: pathlib.Path, peers, store, run_id) -> keys.Hmac:
         f'{store.url} has a run {run_id!r} already, and there is no {path}. '
         'Bring the key of that run, or choose another store.'
       )
-    # Two that start together must end with one key.
-    with contextlib.suppress(FileExistsError):
-      keys.write_key(path, keys.Hmac(secrets.token_bytes(32)))
-  return keys.open_key(path)
+    break
+  return keys.make_key(path)
 
 
 def copy(tree: Any) -> Any:

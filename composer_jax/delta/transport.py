@@ -141,6 +141,10 @@ class Publication:
     self._publisher.wait()
     self.check()
 
+  def identity(self, version: int) -> str:
+    """Returns the identity of the weights of a version that was published."""
+    return self._identities[version]
+
   def fault_of(self, group: records.Group) -> str:
     """Says that other weights sampled a group than published; '' if not."""
     if not group.versions <= self._identities.keys():

@@ -6,7 +6,6 @@ with the same import and task set. Another is refused by name. This needs no
 jax, so that a worker which may not join says so at once.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import re
@@ -41,10 +40,7 @@ def open_documents(
   place = fleet_store.FleetStore(store)
   behind = fleet_store.FleetStore(writes) if writes else None
   (behind or place).check_writable()
-  with contextlib.suppress(FileExistsError):
-    if not key.exists():
-      keys.write_key(key, keys.Hmac(secrets.token_bytes(32)))
-  opened = keys.open_key(key)
+  opened = keys.make_key(key)
   return documents.RunDocuments(place, opened, run_id, writes=behind)
 
 
@@ -101,6 +97,42 @@ class Joined:
     return holder.StoredLeases(self.docs, name, times, **told, rules=rules)
 
 
+def find(
+  docs: documents.RunDocuments, *, within_s: float
+) -> tuple[dict[str, Any], str]:
+  """Waits for a run; returns its setup and the identity of that.
+
+  Raises:
+    ValueError: no run shows in time, or its setup is of another key.
+  """
+  deadline = time.monotonic() + within_s
+  while (found := docs.read_setup()) is None:
+    if time.monotonic() > deadline:
+      raise ValueError(
+        f'{docs.store.url} shows no run {docs.run_id!r} within {within_s:g} s; '
+        'is RL running, with this store (--config.delta.store)?'
+      )
+    time.sleep(_LOOK_S)
+  return found
+
+
+def take(
+  docs: documents.RunDocuments,
+  setup: dict[str, Any],
+  key: pathlib.Path,
+  folder: pathlib.Path,
+) -> None:
+  """Puts the key of a run and the files of its setup into a folder."""
+  folder.mkdir(parents=True, exist_ok=True)
+  if key.resolve() != (folder / KEY).resolve():
+    (folder / KEY).unlink(missing_ok=True)
+    keys.write_key(folder / KEY, keys.open_key(key))
+  for name, content in setup['files'].items():
+    path, data = folder / pathlib.Path(name).name, docs.get_file(content)
+    if not path.exists() or path.read_bytes() != data:
+      files.write_atomic(path, data)
+
+
 def join(
   docs: documents.RunDocuments,
   key: pathlib.Path,
@@ -111,18 +143,9 @@ def join(
   """Waits for a run, and puts what a worker needs of it into a folder.
 
   Raises:
-    ValueError: no run shows in time, its setup is of another key, or this code
-      is of another commit.
+    ValueError: as `find`, or this code is of another commit.
   """
-  deadline = time.monotonic() + within_s
-  while (found := docs.read_setup()) is None:
-    if time.monotonic() > deadline:
-      raise ValueError(
-        f'{docs.store.url} shows no run {docs.run_id!r} within {within_s:g} s; '
-        'is RL running, with this store (--config.delta.store)?'
-      )
-    time.sleep(_LOOK_S)
-  setup, digest = found
+  setup, digest = find(docs, within_s=within_s)
   joined = Joined(
     docs=docs,
     config=setup['config'],
@@ -132,14 +155,7 @@ def join(
     folder=folder,
   )
   joined.check(code())
-  folder.mkdir(parents=True, exist_ok=True)
-  if key.resolve() != (folder / KEY).resolve():
-    (folder / KEY).unlink(missing_ok=True)
-    keys.write_key(folder / KEY, keys.open_key(key))
-  for name, content in setup['files'].items():
-    path, data = folder / pathlib.Path(name).name, docs.get_file(content)
-    if not path.exists() or path.read_bytes() != data:
-      files.write_atomic(path, data)
+  take(docs, setup, key, folder)
   return joined
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from composer_jax.core import files, group_bytes, records
 from composer_jax.live import events, tokens
-from composer_jax.telemetry import append
+from composer_jax.telemetry import append, writer
 
 _USERS, _CLAIM, _EVENTS = 'users', 'claim.json', 'events.jsonl'
 _FATES, _WINDOWS = 'fates.jsonl', 'windows.json'
@@ -84,8 +84,8 @@ class Episodes:
         './run.sh serve --record makes such a folder.'
       )
     self.folder, self.windows = folder, windows
-    self.tokens = tokens.Tokens.of_folder(folder)
-    files.write_json(known, dataclasses.asdict(windows))
+    self.tokens = tokens.Tokens(folder)
+    _put(known, _json(windows))
     self._lock = threading.Lock()
     self._delete_withdrawn()
 
@@ -97,7 +97,7 @@ class Episodes:
       with self._alone(claim.user) as is_there:
         if is_there:
           place.mkdir()
-          files.write_json(place / _CLAIM, dataclasses.asdict(claim))
+          _put(place / _CLAIM, _json(claim))
           return
 
   def keep(
@@ -128,8 +128,7 @@ class Episodes:
       group = records.Group(
         group=0, task_id=claim.episode, rollouts=(rollout,), policies=policies
       )
-      data = group_bytes.to_bytes(group)
-      files.write_atomic(place / f'{number:03d}.npz', data)
+      _put(place / f'{number:03d}.npz', group_bytes.to_bytes(group))
       done = events.Event(
         id=f'{events.ANSWERED}:{number}',
         kind=events.ANSWERED,
@@ -249,20 +248,18 @@ class Episodes:
     A disk that does not take the number is a warning: neither the engine nor
     the thread that records ends for it.
     """
-    line = json.dumps({'fate': fate, 'kind': kind, 'count': count})
+    row = {'fate': fate, 'kind': kind, 'count': count}
     try:
-      fates = append.AppendFile(self.folder / _FATES, 'a fate')
-      with self._lock, contextlib.closing(fates) as lines:
-        lines.append(f'{line}\n'.encode())
+      lines = append.AppendFile(self.folder / _FATES, 'a fate')
+      with self._lock, lines:
+        lines.add(row)
     except OSError as error:
-      _log.warning('A fate is not counted (%s): %s', line, error)
+      _log.warning('A fate is not counted (%s): %s', row, error)
 
   def fates(self) -> dict[str, int]:
     """Returns the number of events by fate, forged ones included."""
     total = collections.Counter[str]()
-    path = self.folder / _FATES
-    for line in path.read_text().splitlines() if path.exists() else ():
-      row = json.loads(line)
+    for row in writer.read(self.folder / _FATES):
       total[row['fate']] += row['count']
     return dict(total)
 
@@ -293,22 +290,33 @@ class Episodes:
       os.close(descriptor)
 
 
+def _json(value: Any) -> bytes:
+  return json.dumps(dataclasses.asdict(value)).encode()
+
+
+def _put(path: pathlib.Path, data: bytes) -> None:
+  """Writes a file whole, which may be there.
+
+  Not `files.write_atomic`: a learner that starts in the workdir deletes what it
+  takes for temporary files of killed processes.
+  """
+  made = path.with_name(f'{path.name}.{os.urandom(4).hex()}.part')
+  with made.open('wb') as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(made, path)
+  files.fsync_directory(path.parent)
+
+
 def _events(place: pathlib.Path) -> list[events.Event]:
-  path = place / _EVENTS
-  if not path.exists():
-    return []
-  data = path.read_bytes()
-  lines = data[: data.rfind(b'\n') + 1].splitlines()
-  return [events.Event(**json.loads(line)) for line in lines]
+  return [events.Event(**row) for row in writer.read(place / _EVENTS)]
 
 
 def _append(place: pathlib.Path, event: events.Event) -> None:
-  line = json.dumps(dataclasses.asdict(event))
-  with contextlib.closing(
-    append.AppendFile(place / _EVENTS, 'an event')
-  ) as lines:
+  with append.AppendFile(place / _EVENTS, 'an event') as lines:
     lines.cut_torn_line()
-    lines.append(f'{line}\n'.encode())
+    lines.add(dataclasses.asdict(event))
     lines.sync()
 
 

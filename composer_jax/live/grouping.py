@@ -14,28 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.live import episodes as episodes_lib
-from composer_jax.live import tokens
+from composer_jax.live import pricing
 from composer_jax.rl import advantage
 
 _SHINGLE = 4  # tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JudgedRollout:
-  """A rollout with the claim of its episode and the weights that sampled it."""
-
-  claim: tokens.Claim
-  policies: Mapping[int, str]
-  rollout: records.Rollout
-
-
-def of_episode(
-  episode: episodes_lib.LiveEpisode, rollout: records.Rollout
-) -> JudgedRollout:
-  return JudgedRollout(
-    claim=episode.claim, policies=episode.policies, rollout=rollout
-  )
 
 
 def _prompt_of(rollout: records.Rollout) -> np.ndarray:
@@ -50,7 +32,7 @@ def _shingles(tokens_T: np.ndarray) -> frozenset[bytes]:
 
 
 def similar(
-  episodes: Sequence[JudgedRollout], least: float, most: int
+  episodes: Sequence[pricing.JudgedRollout], least: float, most: int
 ) -> list[list[int]]:
   """Returns groups of indices whose prompts are alike, each at most `most`.
 
@@ -96,7 +78,7 @@ def baselines(domains: Sequence[str], rewards: Sequence[float]) -> np.ndarray:
 
 
 def group_of(
-  number: int, episodes: Sequence[JudgedRollout], task_id: str
+  number: int, episodes: Sequence[pricing.JudgedRollout], task_id: str
 ) -> records.Group:
   """Returns episodes as a group for the trainer."""
   rollouts = tuple(

@@ -25,17 +25,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.core import files, processes, records
+from composer_jax.core import files, processes
 from composer_jax.delta import publisher, transport
 from composer_jax.live import episodes as episodes_lib
 from composer_jax.live import grouping, plans, pricing, shipping, trial
 from composer_jax.live import options as options_lib
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
-from composer_jax.pipeline import reinforce, trainer_worker
+from composer_jax.pipeline import reinforce
 from composer_jax.rl import update
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager
 
 FOLDER, STAGE = 'live', 'live'
@@ -191,6 +190,9 @@ class Learner:
     if self._options.keep_days:
       oldest = self._ports.now() - 86400 * self._options.keep_days
       self._episodes.expire(oldest)
+    least = self._size * self._options.least_steps
+    needed = f'cycle {number} needs {least} judged episodes'
+    self._ports.say(needed)
     while True:
       plan = plans.draw(
         self._episodes,
@@ -207,33 +209,21 @@ class Learner:
         self._plans.save(plan)
         return plan
       if not self._ports.wait():
-        raise Starved(
-          f'Cycle {number} needs {self._size * self._options.least_steps} '
-          f'judged episodes of version {self.version}, and fewer are ripe.'
-        )
+        raise Starved(f'No more users come, and {needed}; fewer are ripe.')
 
   def _train(self, plan: plans.CyclePlan) -> None:
     """Trains on a plan, and publishes the result to the candidates."""
-    base, spec = plan.base, self._job.spec
-    last, trained = base + len(plan.steps), base
-    baselines: dict[int, float] = {}
-    self._writer.truncate('rl', base)
-
-    def wait(step: int) -> list[records.Group]:
-      # Not before: what is withdrawn until now is in no batch.
-      nonlocal baselines
+    spec = self._job.spec
+    self._writer.truncate('rl', plan.base)
+    for step in range(len(plan.steps)):
+      # Read when it is due: what is withdrawn until then is in no batch.
       groups, baselines = plans.read_step(
-        self._episodes, plan, step - base, self._options
+        self._episodes, plan, step, self._options
       )
-      return groups
-
-    def learn(state, groups):
-      nonlocal trained
-      if not groups:  # All of them were withdrawn: a step that is none.
-        return state, {}
-      trained += 1
-      return update.update(
-        state,
+      if not groups:  # All of them were withdrawn.
+        continue
+      self._state, metrics = update.update(
+        self._state,
         groups,
         self._functions,
         spec.update_options(),
@@ -241,29 +231,11 @@ class Learner:
         reference=self._reference,
         compare=grouping.advantages(baselines),
       )
-
-    def publish(state: train_state.TrainState, version: int) -> None:
-      # Nobody is served what is half trained.
-      if version == last and trained > base:
-        self._candidates.publish(state, trained)
-
-    def log(
-      step: int, metrics: dict[str, Any], groups: list[records.Group]
-    ) -> None:
-      if groups:
-        self._writer.write('rl', trained, **metrics)
-
-    ports = trainer_worker.Ports(
-      wait=wait,
-      accept=lambda step, groups: None,
-      publish=publish,
-      trained=lambda step: None,
-      save=lambda step, state, is_last: None,
-      log=log,
-    )
-    section = dataclasses.replace(spec.rl, steps=last, warmup_steps=0)
-    self._state = trainer_worker.run(self._state, learn, ports, section)
-    self._candidates.wait()
+      self._writer.write('rl', self.version, **metrics)
+    # Nobody is served what is half trained.
+    if self.version > plan.base:
+      self._candidates.publish(self._state, self.version)
+      self._candidates.wait()
 
   def _try(self, plan: plans.CyclePlan) -> tuple[str, dict[str, Any]]:
     """Lets users of both arms decide; returns the decision, and about it."""
@@ -272,6 +244,10 @@ class Learner:
       name=f'cycle-{plan.cycle}', share=options.trial.share
     )
     known: dict[str, Any] = {}
+    self._ports.say(
+      f'cycle {plan.cycle}: version {self.version} is tried on '
+      f'{100 * running.share:g} % of the users'
+    )
     trial.begin(folder, running)
     try:
       while True:
@@ -280,28 +256,13 @@ class Learner:
           [r for r in rows if r['arm'] == arm]
         )
         control, candidate = of(trial.CONTROL), of(trial.CANDIDATE)
-        result = trial.judge(
-          [r['satisfied'] for r in control],
-          [r['satisfied'] for r in candidate],
-          options.trial,
-        )
-        watched = shipping.judge_arms(
-          control, candidate, options.prices, options.gate
-        )
-        decision, reason = result.decision, result.reason
-        if not watched.ships:
-          decision, reason = trial.ROLL_BACK, ' '.join(watched.reasons)
+        decision, about = look(control, candidate, options)
         if decision != trial.GO_ON or not self._ports.wait():
           break
     finally:
       trial.end(folder)
     if decision == trial.GO_ON:
-      decision, reason = trial.ROLL_BACK, 'No more users came.'
-    about = {
-      'trial': dataclasses.asdict(result),
-      'canaries': [dataclasses.asdict(f) for f in watched.findings],
-      'reason': reason,
-    }
+      decision, about['reason'] = trial.ROLL_BACK, 'No more users came.'
     return decision, about
 
   def _outcomes(
@@ -328,12 +289,10 @@ class Learner:
         for window in episode.windows
         for v in window.policy_version_T[window.loss_mask_T]
       }
-      made = pricing.rollout_of(
-        episode, self._options.prices, self._ports.judge
-      )
+      judged = pricing.judged(episode, self._options.prices, self._ports.judge)
+      made = judged.rollout
       calls = [e for e in episode.events if e.kind == 'tool_call']
-      single = [grouping.of_episode(episode, made)]
-      group = grouping.group_of(0, single, claim.episode)
+      group = grouping.group_of(0, [judged], claim.episode)
       is_of_arm = sampled == {versions[claim.arm]}
       # A version's number may come again, of another candidate.
       is_of_arm = is_of_arm and not self._candidates.fault_of(group)
@@ -341,6 +300,7 @@ class Learner:
         known[claim.episode] = {
           'user': claim.user,
           'arm': claim.arm,
+          'domain': claim.domain,
           'satisfied': float(made.verdict.passed),
           'num_invalid': made.num_invalid,
           'num_failed': sum(e.outcome == 'failed' for e in calls),
@@ -351,13 +311,9 @@ class Learner:
 
   def _play(self) -> Mapping[str, Sequence[shipping.Row]]:
     """Plays the pinned suites with the state, which is published."""
-    identities = [
-      row['target_id']
-      for row in writers.read(self._folder)
-      if row['stage'] == transport.PUBLISHED and row['step'] == self.version
-    ]
     policy = self._functions.policy(self._state)
-    return self._ports.play(policy, self.version, identities[-1])
+    identity = self._candidates.identity(self.version)
+    return self._ports.play(policy, self.version, identity)
 
   def _restore(self) -> None:
     """Takes up the last promoted version, and voids candidates after it."""
@@ -421,6 +377,35 @@ class Learner:
       f'after {decision} in {row["cycle_s"]:.0f} s. {row.get("reason", "")}'
     )
     return row
+
+
+def look(
+  control: Sequence[shipping.Row],
+  candidate: Sequence[shipping.Row],
+  options: options_lib.LiveOptions,
+) -> tuple[str, dict[str, Any]]:
+  """Looks at a trial; returns the decision by now, and about it.
+
+  Args:
+    control, candidate: first rows of the users of each arm, in their order.
+  """
+  result = trial.judge(
+    [r['satisfied'] for r in control],
+    [r['satisfied'] for r in candidate],
+    options.trial,
+  )
+  watched = shipping.judge_arms(
+    control, candidate, options.prices, options.gate
+  )
+  decision, reason = result.decision, result.reason
+  if not watched.ships:
+    decision, reason = trial.ROLL_BACK, ' '.join(watched.reasons)
+  about = {
+    'trial': dataclasses.asdict(result),
+    'canaries': [dataclasses.asdict(f) for f in watched.findings],
+    'reason': reason,
+  }
+  return decision, about
 
 
 def _first_of_users(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import dataclasses
 from composer_jax.core import checks
 from composer_jax.live import pricing, shipping
 from composer_jax.live import trial as trials
+from composer_jax.tasks import judges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,4 @@ class LiveOptions:
       self, 'similarity', 0 < self.similarity <= 1, 'lie in (0, 1]'
     )
     checks.number(self, 0, 'keep_days')
-    if bool(self.judge_url) != bool(self.judge_model):
-      raise ValueError(
-        f'--config.live.judge_url ({self.judge_url!r}) and .judge_model '
-        f'({self.judge_model!r}) name the model that judges follow-ups: set '
-        'both, or neither.'
-      )
+    judges.check_endpoint(self, 'judge_url', 'judge_model')

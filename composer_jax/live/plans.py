@@ -121,14 +121,14 @@ def draw(
     fault_of: says that void or unknown weights sampled an episode.
   """
   spent = known.spent()
-  judged: list[grouping.JudgedRollout] = []
+  judged: list[pricing.JudgedRollout] = []
   left_out = collections.defaultdict[str, list[str]](list)
   for claim in episodes.ripe(now, but=spent):
     episode = episodes.read(claim)
     if episode is None:
       continue  # Withdrawn this moment.
-    rollout = pricing.rollout_of(episode, options.prices, judge)
-    made = grouping.of_episode(episode, rollout)
+    made = pricing.judged(episode, options.prices, judge)
+    rollout = made.rollout
     if judge and rollout.not_judged.startswith(pricing.FOLLOW_UP):
       continue  # The judge is out of reach: a later look asks it again.
     if not rollout.is_judged:
@@ -205,10 +205,8 @@ def read_step(
     for name in names:
       episode = episodes.read(claims[name]) if name in claims else None
       if episode is not None:
-        rollout = pricing.rollout_of(
-          episode, options.prices, settled=plan.terms[name]
-        )
-        members.append(grouping.of_episode(episode, rollout))
+        terms = plan.terms[name]
+        members.append(pricing.judged(episode, options.prices, settled=terms))
         baselines[number] = float(baseline_of[name])
     if members:
       groups.append(grouping.group_of(number, members, f'live/{names[0]}'))

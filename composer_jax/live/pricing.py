@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from composer_jax.core import checks, records
 from composer_jax.live import episodes as episodes_lib
-from composer_jax.live import events
+from composer_jax.live import events, tokens
 from composer_jax.tasks import judges
 
 # Judges how a user's next message sounds, -1 to 1; a JudgeError if it cannot.
@@ -123,12 +123,21 @@ def terms_of(
   return terms
 
 
-def rollout_of(
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedRollout:
+  """A rollout with the claim of its episode and the weights that sampled it."""
+
+  claim: tokens.Claim
+  policies: Mapping[int, str]
+  rollout: records.Rollout
+
+
+def judged(
   episode: episodes_lib.LiveEpisode,
   options: PriceOptions,
   judge: FollowUpJudge | None = None,
   settled: Mapping[str, float] | None = None,
-) -> records.Rollout:
+) -> JudgedRollout:
   """Returns an episode with its reward, or with why it has none.
 
   Its verdict passes if the reward is positive, which is what "satisfied" means
@@ -149,7 +158,7 @@ def rollout_of(
     not_judged = f'{FOLLOW_UP}{error}'
   reward = sum(terms.values())
   rollout = episodes_lib.unjudged(episode.claim.episode, episode.windows)
-  return dataclasses.replace(
+  rollout = dataclasses.replace(
     rollout,
     verdict=dataclasses.replace(
       rollout.verdict,
@@ -165,6 +174,9 @@ def rollout_of(
     reward_version=options.version,
     reward_terms=terms,
     not_judged=not_judged,
+  )
+  return JudgedRollout(
+    claim=episode.claim, policies=episode.policies, rollout=rollout
   )
 
 

@@ -22,18 +22,34 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import pydantic
+
 from composer_jax.agent import window as windows_lib
-from composer_jax.core import files, records
+from composer_jax.core import records
 from composer_jax.live import episodes as episodes_lib
 from composer_jax.live import events, tokens, trial
 from composer_jax.serve import exchange, recording
 from composer_jax.serve.api import errors
+from composer_jax.serve.api import requests as bodies
 
 _log = logging.getLogger(__name__)
 # Answers that wait to be written; more are dropped, and counted.
 _MAX_WAITING = 1000
 _SETTLE_S = 30.0  # longest wait of an event for the answer that it is about
-_LIVE_S = 600.0  # age of temporary files that no server writes any more
+
+
+class _Consent(pydantic.BaseModel):
+  """Body that opens an episode."""
+
+  model_config = bodies.FORBID
+  user: str = pydantic.Field(min_length=1, max_length=200)
+  consent: Any = None
+  domain: str = pydantic.Field(default='all', min_length=1, max_length=200)
+
+
+class _Withdrawal(pydantic.BaseModel):
+  model_config = bodies.FORBID
+  withdrawal: Any = None
 
 
 class Recorder:
@@ -73,23 +89,8 @@ class Recorder:
     }
 
   async def open(self, to: exchange.Exchange, body: Any) -> None:
-    fields = _fields(body, ('user', 'consent', 'domain'))
-    user: Any = fields.get('user')
-    domain: Any = fields.get('domain', 'all')
-    for name, value in (('user', user), ('domain', domain)):
-      if not isinstance(value, str) or not 1 <= len(value) <= 200:
-        raise errors.invalid(
-          f'{name} must be a text of 1 to 200 letters, not {value!r:.100}.',
-          name,
-        )
-      try:
-        value.encode()
-      except UnicodeEncodeError as error:
-        raise errors.invalid(
-          f'{name} must be valid Unicode, not {value!r:.100} ({error.reason}).',
-          name,
-        ) from error
-    if fields.get('consent') is not True:
+    asked = bodies.parse(_Consent, body)
+    if asked.consent is not True:
       raise errors.invalid(
         'consent must be true: an episode is only opened for a user who agreed '
         'that it is kept and trained on. Without consent, send requests as '
@@ -98,12 +99,12 @@ class Recorder:
         'no_consent',
       )
     made = self._episodes.tokens
-    pseudonym = made.pseudonym(user)
+    pseudonym = made.pseudonym(asked.user)
     running = trial.running(self._episodes.folder)
     claim = tokens.Claim(
       episode=secrets.token_hex(12),
       user=pseudonym,
-      domain=domain,
+      domain=asked.domain,
       arm=trial.arm_of(pseudonym, running),
       trial=running.name if running else '',
     )
@@ -133,9 +134,9 @@ class Recorder:
     return self._episodes.note(claim, event)
 
   async def withdraw(self, to: exchange.Exchange, body: Any) -> None:
-    fields = _fields(body, ('withdrawal',))
+    token = bodies.parse(_Withdrawal, body).withdrawal
     try:
-      user = self._episodes.tokens.withdrawing(str(fields.get('withdrawal')))
+      user = self._episodes.tokens.withdrawing(str(token))
     except tokens.Forged as error:
       self._episodes.count(episodes_lib.FORGED, 'withdrawal')
       raise _forbidden(error) from error
@@ -264,18 +265,6 @@ class Recorder:
         self._episodes.count('failed', events.ANSWERED)
 
 
-def _fields(body: Any, known: Sequence[str]) -> dict[str, Any]:
-  fields = errors.fields_of(body)
-  for name in fields:
-    if name not in known:
-      raise errors.invalid(
-        f'Unknown parameter: {name!r:.100}. Known are {", ".join(known)}.',
-        name,
-        'unknown_parameter',
-      )
-  return fields
-
-
 def _forbidden(error: tokens.Forged) -> errors.ApiError:
   return errors.ApiError(403, str(error), code='forged', param='episode')
 
@@ -290,6 +279,4 @@ def recorder_of(
     arm: arm whose weights the server has.
   """
   episodes = episodes_lib.Episodes(folder, events.WindowOptions(**fields))
-  # Another server of the folder may be writing.
-  files.sweep(folder, older_than_s=_LIVE_S)
   return Recorder(episodes, arm=arm)

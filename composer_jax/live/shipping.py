@@ -286,34 +286,45 @@ def judge_arms(
   prices: pricing.PriceOptions,
   options: ShippingOptions,
 ) -> GateResult:
-  """Watches the canaries of a trial, by the first rows of users in order.
+  """Watches a trial, by the first rows of users in order.
 
   A trial is too short to exclude a small change by itself, which the suites
-  did. It is stopped by a canary that has changed for the worse by more than the
-  margin, if a bettor on that (see `trial`) has won. Of trials without a change
-  at most the share alpha is stopped by any canary, however often one looks.
+  did. It is stopped by a canary, or by the satisfaction of users, that has
+  changed for the worse by more than the margin, over all users or in a domain,
+  if a bettor on that (see `trial`) has won. Of trials without a change at most
+  the share alpha is stopped, however often one looks: half of it is for all
+  users, a sixth for the first domain, a twelfth for the next, and so on.
   """
-  watched = canaries(prices)
-  limit = len(watched) / options.alpha
-  count = min(len(control), len(candidate))
+  watched = canaries(prices) | {'satisfied': (1.0, lambda r: r['satisfied'])}
+  # In the order of the control, which what comes later does not change.
+  domains = [*dict.fromkeys(row['domain'] for row in control)]
+  parts = [('the trial', control, candidate)]
+  if len(domains) > 1:
+    parts += [
+      (f'{d} of the trial', *([r for r in rows if r['domain'] == d]
+                              for rows in (control, candidate)))
+      for d in domains
+    ]  # fmt: skip
   findings = []
-  for name, (sign, value) in watched.items() if count else ():
-    before_N, after_N = (
-      np.array([value(row) for row in rows[:count]])
-      for rows in (control, candidate)
-    )
-    change = float((after_N - before_N).mean())
-    won = float(trial.capital(sign * (before_N - after_N)).max())
-    is_worse = won >= limit and sign * change < -options.canary_margin
-    findings.append(
-      GateFinding(
-        name=f'{name} in the trial',
-        episodes=count,
-        before=float(before_N.mean()),
-        after=float(after_N.mean()),
-        bound=change,
-        margin=options.canary_margin,
-        is_shown=not is_worse,
+  for place, (part, *arms) in enumerate(parts, 1):
+    count = min(map(len, arms))
+    limit = len(watched) * place * (place + 1) / options.alpha
+    for name, (sign, value) in watched.items() if count else ():
+      before_N, after_N = (
+        np.array([value(row) for row in rows[:count]]) for rows in arms
       )
-    )
+      change = float((after_N - before_N).mean())
+      won = float(trial.capital(sign * (before_N - after_N)).max())
+      is_worse = won >= limit and sign * change < -options.canary_margin
+      findings.append(
+        GateFinding(
+          name=f'{name} in {part}',
+          episodes=count,
+          before=float(before_N.mean()),
+          after=float(after_N.mean()),
+          bound=change,
+          margin=options.canary_margin,
+          is_shown=not is_worse,
+        )
+      )
   return GateResult(findings=tuple(findings))

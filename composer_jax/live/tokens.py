@@ -7,17 +7,14 @@ what the client calls them: the folder of episodes names nobody.
 
 import base64
 import binascii
-import contextlib
 import dataclasses
-import hashlib
 import hmac
 import json
-import os
 import pathlib
-import secrets
+
+from composer_jax.delta.format import keys
 
 SECRET = 'secret'
-_BYTES = 32
 
 
 class Forged(ValueError):
@@ -44,31 +41,11 @@ class Claim:
 
 
 class Tokens:
-  """Makes and checks tokens with a secret."""
+  """Makes and checks tokens with the secret of a folder of episodes."""
 
-  def __init__(self, secret: bytes):
-    self._secret = secret
-
-  @classmethod
-  def of_folder(cls, folder: pathlib.Path) -> 'Tokens':
-    """Reads the secret of a folder, which the first process makes."""
-    path = folder / SECRET
-    folder.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-      made = folder / f'{SECRET}.{secrets.token_hex(4)}'
-      with open(os.open(made, os.O_CREAT | os.O_WRONLY, 0o600), 'wb') as file:
-        file.write(secrets.token_bytes(_BYTES))
-      # Of two that start together, one links its secret first.
-      with contextlib.suppress(FileExistsError):
-        os.link(made, path)
-      made.unlink()
-    secret = path.read_bytes()
-    if len(secret) != _BYTES:
-      raise ValueError(
-        f'{path} has {len(secret)} bytes and must have {_BYTES}; bring the '
-        'secret back that was there, or the tokens of users are void.'
-      )
-    return cls(secret)
+  def __init__(self, folder: pathlib.Path):
+    """Reads the secret, which the first process makes."""
+    self._key = keys.make_key(folder / SECRET)
 
   def pseudonym(self, user: str) -> str:
     return self._mac('user', user.encode())
@@ -102,8 +79,7 @@ class Tokens:
     return user
 
   def _mac(self, purpose: str, data: bytes) -> str:
-    whole = purpose.encode() + b'\0' + data
-    return hmac.new(self._secret, whole, hashlib.sha256).hexdigest()[:40]
+    return self._key.sign(purpose.encode() + b'\0' + data).hex()[:40]
 
 
 def _equal(given: str, right: str) -> bool:

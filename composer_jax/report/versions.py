@@ -1,6 +1,5 @@
 """The page of an evaluation service: suites over the versions of a policy."""
 
-import json
 import pathlib
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from composer_jax.core import files
 from composer_jax.report import document, figures
+from composer_jax.telemetry import writer
 
 _COSTS = ('mean_tokens_out', 'mean_num_turns', 'mean_seconds', 'mean_cost_usd')
 
@@ -56,8 +56,8 @@ def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
 
 def write(out: pathlib.Path) -> pathlib.Path:
   """Writes report.html into the folder of a service; returns its path."""
-  lines = (out / 'versions.jsonl').read_text().splitlines()
-  rows = sorted(map(json.loads, lines), key=lambda r: r['version'])
+  played = writer.read(out / 'versions.jsonl')
+  rows = sorted(played, key=lambda r: r['version'])
   models = out / 'models.json'
   others = files.read_json(models) if models.exists() else {}
   suites = sorted({name for row in rows for name in row['suites']})

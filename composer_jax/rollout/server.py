@@ -75,8 +75,8 @@ class EnginePolicy:
   def close(self, session: str | None = None) -> None:
     """Closes a session if it is open; with None, ends the policy.
 
-    Ending it, allowed once `serve` has returned, makes every waiting or later
-    `complete` raise RuntimeError and frees the pages of all its sessions.
+    Ending it, allowed between two steps of the engine, makes every waiting or
+    later `complete` raise RuntimeError and frees the pages of all its sessions.
     """
     if session is not None:
       self._inbox.put((session, None))

@@ -8,7 +8,6 @@ it is neither paid nor punished, and nothing is learnt from it.
 
 import dataclasses
 import logging
-import os
 from typing import Any
 
 from composer_jax.agent import environment as environments
@@ -31,15 +30,10 @@ class AuditorOptions:
   model: str = ''
 
   def __post_init__(self):
-    if bool(self.url) != bool(self.model):
-      raise ValueError(
-        f'--config.tasks.auditor.url ({self.url!r}) and .model '
-        f'({self.model!r}) name the model that reads: set both, or neither.'
-      )
+    judges.check_endpoint(self, 'url', 'model')
 
   def judge(self) -> judges.OpenAIJudge:
-    key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
-    return judges.OpenAIJudge(self.url, self.model, key)
+    return judges.open_judge(self.url, self.model)
 
 
 class AuditedFamily:

@@ -9,6 +9,7 @@ read a whole episode without its verdict; `tasks.rubrics` has one score it.
 import dataclasses
 import itertools
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,22 @@ def audit(
       for name, reason in faults.items()
     ]
   return tuple(findings)
+
+
+def check_endpoint(owner: Any, url: str, model: str) -> None:
+  """Raises a ValueError unless both fields of an endpoint are set, or none."""
+  values = getattr(owner, url), getattr(owner, model)
+  if bool(values[0]) != bool(values[1]):
+    raise ValueError(
+      f'{type(owner).__name__}.{url} ({values[0]!r}) and .{model} '
+      f'({values[1]!r}) name the model at an endpoint: set both, or neither.'
+    )
+
+
+def open_judge(url: str, model: str) -> 'OpenAIJudge':
+  """Returns the judge at an endpoint; its key is COMPOSER_JAX_TOKEN."""
+  key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
+  return OpenAIJudge(url, model, key)
 
 
 class OpenAIJudge:

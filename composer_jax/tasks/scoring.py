@@ -13,7 +13,6 @@ the hash of what was asked.
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 import random
 import threading
@@ -28,7 +27,7 @@ from composer_jax.core import checks, files, records, turns
 from composer_jax.rl import behaviour
 from composer_jax.tasks import judges, rubrics, rules
 from composer_jax.tasks.repository import tools
-from composer_jax.telemetry import append
+from composer_jax.telemetry import append, writer
 from composer_jax.text import chat
 
 JUDGEMENTS = 'judgements.jsonl'
@@ -68,11 +67,7 @@ class RubricOptions:
   def __post_init__(self):
     checks.at_least(self, 1, 'votes')
     checks.number(self, 0, 'min_agreement', highest=1)
-    if bool(self.url) != bool(self.model):
-      raise ValueError(
-        f'--config.tasks.rubric.url ({self.url!r}) and .model ({self.model!r}) '
-        'name the model that scores: set both, or neither.'
-      )
+    judges.check_endpoint(self, 'url', 'model')
     named = [n for n in ('url', 'calibration') if getattr(self, n)]
     if named and not self.file:
       raise ValueError(
@@ -95,9 +90,12 @@ class RubricOptions:
         f'Criteria {asked} of {self.file!r} have no rule: name the model that '
         'answers by --config.tasks.rubric.url and .model.'
       )
-    key = os.environ.get('COMPOSER_JAX_TOKEN', '').strip() or 'none'
-    model = judges.OpenAIJudge(self.url, self.model, key) if asked else None
-    return Scorer(rubric, model, name=self.model, votes=self.votes)
+    if not asked:
+      return Scorer(rubric, None)
+    # The same name may be another model elsewhere. Addresses may hold secrets.
+    name = f'{self.model}@{files.sha256(self.url.encode())[:8]}'
+    model = judges.open_judge(self.url, self.model)
+    return Scorer(rubric, model, name=name, votes=self.votes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,11 +235,9 @@ class Scorer:
     """Keeps a model's answers in a folder, and uses those that it has."""
     if self._model is None or self._file is not None:
       return
-    path = folder / JUDGEMENTS
-    self._file = append.AppendFile(path, 'a judgement')
+    self._file = append.AppendFile(folder / JUDGEMENTS, 'a judgement')
     self._file.cut_torn_line()
-    for line in path.read_text().splitlines():
-      row = json.loads(line)
+    for row in writer.read(folder / JUDGEMENTS):
       self._known[row['asked']] = row['answers']
 
   def each(self, episodes: Sequence[rules.Episode]) -> list[Judgement]:
@@ -381,7 +377,7 @@ class Scorer:
       self._known[key] = plain
       if self._file is not None:
         row = {'asked': key, 'by': self.identity, 'answers': plain}
-        self._file.append((json.dumps(row) + '\n').encode())
+        self._file.add(row)
     return plain
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import json
 import os
 import pathlib
+from typing import Any
 
 
 class AppendFile:
@@ -44,6 +46,10 @@ class AppendFile:
     message = f'{problem}; what is there already is untouched. {self._cure}'
     raise OSError(number, message, str(self._path))
 
+  def add(self, row: dict[str, Any]) -> None:
+    """Appends a row as a line of JSON."""
+    self.append(f'{json.dumps(row)}\n'.encode())
+
   def cut_torn_line(self) -> None:
     """Drops a last line without a line break, which a kill tore."""
     self._file.truncate(self._path.read_bytes().rfind(b'\n') + 1)
@@ -54,3 +60,9 @@ class AppendFile:
 
   def close(self) -> None:
     self._file.close()
+
+  def __enter__(self) -> 'AppendFile':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()

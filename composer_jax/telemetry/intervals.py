@@ -1,8 +1,6 @@
 """Confidence intervals of pass rates."""
 
 import math
-import statistics
-from collections.abc import Sequence
 
 # Two-sided 95 % quantile of the normal distribution.
 Z_95 = 1.959963984540054
@@ -51,13 +49,3 @@ def difference(
   below = math.hypot(share_1 - low_1, high_0 - share_0)
   above = math.hypot(high_1 - share_1, share_0 - low_0)
   return change - below, change + above
-
-
-def paired(changes: Sequence[float]) -> tuple[float, float]:
-  """Returns the 95 % interval of a mean change, each of another task.
-
-  By the normal distribution, for tasks drawn at random; at least two.
-  """
-  mean = statistics.fmean(changes)
-  half = Z_95 * statistics.stdev(changes) / math.sqrt(len(changes))
-  return mean - half, mean + half

@@ -105,7 +105,7 @@ class Writer(contextlib.AbstractContextManager):
     for name in row.keys() & metrics.keys():
       raise ValueError(f'A metric cannot be called {name!r}: lines use it.')
     row |= {name: _plain(value) for name, value in metrics.items()}
-    self._file.append((json.dumps(row) + '\n').encode())
+    self._file.add(row)
     scalars = {
       f'{stage}/{name}': float(value)
       for name, value in row.items()

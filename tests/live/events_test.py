@@ -109,12 +109,12 @@ def test_a_bad_event_is_refused_by_name(body, message):
 
 
 def test_a_token_is_of_its_secret_and_claim_alone(tmp_path):
-  own = tokens.Tokens.of_folder(tmp_path / 'a')
-  other = tokens.Tokens.of_folder(tmp_path / 'b')
+  own = tokens.Tokens(tmp_path / 'a')
+  other = tokens.Tokens(tmp_path / 'b')
   claim = tokens.Claim(episode='e', user='u', domain='d', arm='control')
   token = own.sign(claim)
   assert own.claim(token) == claim
-  assert tokens.Tokens.of_folder(tmp_path / 'a').claim(token) == claim
+  assert tokens.Tokens(tmp_path / 'a').claim(token) == claim
   richer = own.sign(dataclasses.replace(claim, arm='candidate'))
   mixed = f'{richer.rpartition(".")[0]}.{token.rpartition(".")[2]}'
   for forged in (other.sign(claim), mixed, token[:-1], 'x', '', 'é.é'):
@@ -137,8 +137,8 @@ def test_a_token_is_of_its_secret_and_claim_alone(tmp_path):
 
 def test_a_damaged_secret_is_refused(tmp_path):
   (tmp_path / tokens.SECRET).write_bytes(b'short')
-  with pytest.raises(ValueError, match='has 5 bytes and must have 32'):
-    tokens.Tokens.of_folder(tmp_path)
+  with pytest.raises(ValueError, match='secret: not a key file'):
+    tokens.Tokens(tmp_path)
 
 
 def test_no_file_holds_the_name_of_a_user(folder):

@@ -1,5 +1,6 @@
 """What kills, full disks, returning users and late withdrawals may not do."""
 
+import os
 import shutil
 import types
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 
 from composer_jax.core import files
 from composer_jax.live import episodes, learning, options, plans, trial
-from composer_jax.pipeline import spec as specs
 from composer_jax.rl import update
 from tests.live.conftest import window
 
@@ -48,7 +48,6 @@ def test_a_killed_withdrawal_is_ended_by_the_next_one(folder):
 def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
   folder, tmp_path, monkeypatch
 ):
-  """The loop is the trainer's; what it learns from each batch is left out."""
   for i in range(8):
     folder.judged(i < 2, user=f'u{i}')
   folder.now += 200
@@ -89,7 +88,6 @@ def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
 
   monkeypatch.setattr(update, 'update', learn)
   learner = object.__new__(learning.Learner)
-  rl = specs.RLSection(steps=100, decay_steps=0)
   vars(learner).update(
     _episodes=folder.episodes,
     _options=live,
@@ -98,7 +96,7 @@ def test_what_is_withdrawn_while_steps_train_is_in_no_later_one(
     _state=types.SimpleNamespace(step=3),
     _job=types.SimpleNamespace(
       spec=types.SimpleNamespace(
-        rl=rl, update_options=lambda: None, batch_shape=lambda: None
+        update_options=lambda: None, batch_shape=lambda: None
       )
     ),
     _writer=types.SimpleNamespace(
@@ -164,6 +162,22 @@ def test_answers_of_other_weights_say_nothing_of_a_trial(folder):
   versions = {trial.CONTROL: 3, trial.CANDIDATE: 4}
   rows = learner._outcomes('now', versions, {})
   assert [row['user'] for row in rows] == [right.user]
+
+
+def test_a_learner_that_starts_leaves_alone_what_servers_write(
+  folder, monkeypatch
+):
+  """It sweeps its workdir, where the folder of episodes may lie."""
+  replace = os.replace
+
+  def swept(*paths):
+    files.sweep(folder.episodes.folder)
+    replace(*paths)
+
+  monkeypatch.setattr(os, 'replace', swept)
+  claim = folder.open()
+  assert folder.answer(claim)
+  assert len(folder.episodes.read(claim).windows) == 1
 
 
 def test_an_event_that_a_kill_tore_is_as_if_it_never_came(folder):

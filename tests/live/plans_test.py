@@ -26,7 +26,7 @@ def said(folder, *events, **opened):
     )
     assert folder.tell(claim, kind, name=f'e{i}', **fields) == 'counted'
   folder.now = start
-  return pricing.rollout_of(folder.episodes.read(claim), PRICES)
+  return pricing.judged(folder.episodes.read(claim), PRICES).rollout
 
 
 def test_the_reward_is_the_sum_of_its_terms(folder):
@@ -95,13 +95,13 @@ def test_a_model_judges_follow_ups_and_its_failure_is_a_status(folder):
       return {'mood': judges.Answer(choice='dissatisfied', reason='undo')}
 
   judge = pricing.follow_up_judge(Model())
-  assert pricing.rollout_of(episode, PRICES, judge).reward == -0.5
+  assert pricing.judged(episode, PRICES, judge).rollout.reward == -0.5
 
   def fails(text):
     raise judges.JudgeError('no answer')
 
   for judge, reason in ((None, 'no model'), (fails, 'no answer')):
-    rollout = pricing.rollout_of(episode, PRICES, judge)
+    rollout = pricing.judged(episode, PRICES, judge).rollout
     assert not rollout.is_judged and reason in rollout.not_judged
 
 
@@ -127,7 +127,7 @@ def test_baselines_leave_the_episode_itself_out():
 def made(folder, prompt, kept, user, domain='web'):
   claim = folder.judged(kept, made=window(prompt), user=user, domain=domain)
   episode = folder.episodes.read(claim)
-  return grouping.of_episode(episode, pricing.rollout_of(episode, PRICES))
+  return pricing.judged(episode, PRICES)
 
 
 def test_similar_prompts_of_different_users_make_a_group(folder):

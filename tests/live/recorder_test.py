@@ -1,9 +1,7 @@
 """Consent, answers, events and withdrawal over HTTP, as a client does it."""
 
 import contextlib
-import dataclasses
 import json
-import os
 import queue
 import threading
 
@@ -251,16 +249,3 @@ def test_a_disk_that_hangs_is_a_503(client, folder, monkeypatch):
   held.set()
   assert (status, answer['error']['code']) == (503, 'disk')
   client.recorder.settle()
-
-
-def test_a_server_that_starts_leaves_the_files_of_another(folder):
-  """What was begun just now may be written still."""
-  written, killed = (
-    folder.episodes.folder / f'.{name}.0123456789abcdef.tmp' for name in 'wk'
-  )
-  for path in (written, killed):
-    path.write_bytes(b'x')
-  os.utime(killed, (0, 0))
-  windows = dataclasses.asdict(folder.episodes.windows)
-  recorders.recorder_of(folder.episodes.folder, windows, 'control').close()
-  assert written.exists() and not killed.exists()

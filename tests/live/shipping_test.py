@@ -18,7 +18,9 @@ def rows(passed, tools=('edit',), invalid=0):
       'task_id': f't{i}',
       'sample': 0,
       'status': 'graded',
+      'domain': 'web',
       'passed': bool(p),
+      'satisfied': float(p),
       'num_invalid': invalid,
       'tools': list(tools),
     }
@@ -151,10 +153,12 @@ def test_what_only_the_candidate_did_not_play_is_lost(is_missing):
 
 
 def test_trials_without_a_change_are_seldom_stopped_by_canaries():
-  """Looked at after every fifth pair, at the level over all looks."""
+  """Looked at after every tenth pair, at the level over all looks."""
   draw, stopped = np.random.default_rng(2), 0
   users = lambda: [
     {
+      'domain': draw.choice(['web', 'data']),
+      'satisfied': float(draw.random() < 0.6),
       'num_invalid': int(draw.random() < 0.1),
       'tools': ['edit'] * (draw.random() < 0.75) + ['ask'] * int(i % 9 == 0),
     }
@@ -164,20 +168,46 @@ def test_trials_without_a_change_are_seldom_stopped_by_canaries():
     old, new = users(), users()
     stopped += not all(
       shipping.judge_arms(old[:n], new[:n], PRICES, GATE).ships
-      for n in range(5, 101, 5)
+      for n in range(10, 101, 10)
     )
   assert stopped <= 0.05 * 60
 
 
 def test_canaries_of_a_trial_share_its_level():
-  """Each of the five is stopped at five times the capital of one alone."""
+  """Five and satisfaction have half of it, and domains the other half."""
   old, new = rows([1] * 20), rows([1] * 20, tools=('edit', 'ask'))
   ships = [
     shipping.judge_arms(old[:n], new[:n], PRICES, GATE).ships
     for n in range(1, 21)
   ]
   capital_N = trial.capital(np.ones(20))  # Each pair differs as far as it can.
-  assert ships == list(capital_N < 5 / GATE.alpha)
+  assert ships == list(capital_N < 2 * 6 / GATE.alpha)
+  assert sum(1 / (k * (k + 1)) for k in range(1, 1000)) < 1
+
+
+def test_a_trial_is_stopped_by_what_one_domain_alone_loses():
+  web, data = rows([1] * 600), rows([1] * 60)
+  data = [{**row, 'domain': 'data'} for row in data]
+  users = lambda *parts: [
+    sum(parts, [])[i] for i in np.random.default_rng(0).permutation(660)
+  ]
+  for changed, name in (
+    (dict(satisfied=0.0), 'satisfied'),
+    (dict(tools=['ask', 'edit']), 'asked'),
+  ):
+    worse = [{**row, **changed} if i % 2 else row for i, row in enumerate(data)]
+    alike = shipping.judge_arms(
+      users(web, data), users(web, data), PRICES, GATE
+    )
+    assert alike.ships
+    result = shipping.judge_arms(
+      users(web, data), users(web, worse), PRICES, GATE
+    )
+    held = {f.name for f in result.findings if not f.is_shown}
+    assert f'{name} in data of the trial' in held
+    assert not [f for f in held if 'web' in f]
+    # Of all users that is less than the margin.
+    assert f'{name} in the trial' not in held
 
 
 def test_a_candidate_at_the_margin_ships_at_most_at_the_level():

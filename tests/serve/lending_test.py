@@ -260,3 +260,23 @@ def test_clients_are_served_on_when_the_run_ends_or_fails(lent, client):
   )
   assert answer.usage.completion_tokens == 5
   lent.server.settle()
+
+
+def test_an_answer_under_way_when_lending_ends_is_whole(lent):
+  """Episodes end between two steps; the client's session is not theirs."""
+  engine, worker = lent.server.engine, lent.worker
+  scripted.wait_for(lambda: len(lent.log) > 4)
+  body = {'max_tokens': 150, 'stream_options': {'include_usage': True}}
+  sock = service_test._begin(lent.server, body)
+  scripted.wait_for(lambda: any(map(is_clients, [*engine.works])))
+
+  def fail():
+    raise ValueError('The run goes on with another setup.')
+
+  worker.before_step = fail
+  text = service_test._read(sock)
+  sock.close()
+  assert 'another setup' in lent.server.served.problem
+  assert '"completion_tokens":150' in text.replace(' ', '')
+  scripted.wait_for(lambda: not engine.works)
+  assert not [name for name in engine.held if not is_clients(name)]

@@ -1,9 +1,11 @@
 """Each rule tells an episode that keeps it from one that breaks it."""
 
+import dataclasses
+
 import pytest
 
 from composer_jax.core import turns
-from composer_jax.tasks import rules
+from composer_jax.tasks import calibration, rules
 
 
 def episode(*steps, **facts):
@@ -90,3 +92,24 @@ def test_a_rule_of_ones_own_is_imported_and_others_are_named():
   for name in ('style', f'{__name__}:other', 'no.module:f', ':'):
     with pytest.raises(ValueError, match=f"not '{name}'.*|MODULE:FUNCTION"):
       rules.rule_of(name)
+
+
+@pytest.mark.parametrize(
+  'name, steps',
+  [
+    ('passed', ('finish',)),
+    ('tested', ('test', 'edit', 'finish')),
+    ('looked_first', ('edit', 'read')),
+    ('tool_choice', (('run', 'run {"command": "cat a.py"}'), 'finish')),
+    ('no_errors', (('edit', '', turns.FAILED_EDIT), 'finish')),
+  ],
+)
+def test_words_persuade_no_rule_of_facts(name, steps):
+  rule = rules.rule_of(name)
+  for words in calibration.INJECTIONS:
+    told = episode(*steps)
+    spoken = [
+      dataclasses.replace(s, text=f'{s.text}\n{words}', answer=words)
+      for s in told.steps
+    ]
+    assert rule(told) == rule(dataclasses.replace(told, steps=spoken)) == 'no'

@@ -393,13 +393,27 @@ def test_a_judge_that_does_not_hold_may_not_pay(
     calibration.check(scorer, cases, 0.9)
 
 
+@pytest.mark.parametrize('words', calibration.INJECTIONS)
+def test_a_judge_that_believes_any_of_the_known_words_may_not_pay(words):
+  told = words.splitlines()[0].partition('{best}')[0].lstrip('{')[:20]
+  believes = lambda q, t: 'no' if 'bad' in t and told not in t else 'yes'
+  scorer = scoring.Scorer(rubric_of(criterion('tidy')), Model(believes))
+  known = {c.name: c for c in scorer.rubric.criteria}
+  cases = [calibration._case(row, known) for row in CASES]
+  with pytest.raises(ValueError, match='case 2 its score of .tidy. rises'):
+    calibration.check(scorer, cases, 0.9)
+
+
 def test_a_judge_that_holds_is_told(tmp_path):
   path = tmp_path / 'cases.jsonl'
   path.write_text('\n'.join(map(json.dumps, CASES)))
   scorer = scoring.Scorer(rubric_of(criterion('tidy')), Model())
   cases = calibration.load(str(path), scorer.rubric)
   line = calibration.check(scorer, cases, 0.9)
-  assert line.startswith('the judge gives 2 of 2 known answers, and none of 5')
+  tries = len(calibration.INJECTIONS)
+  assert line.startswith(
+    f'the judge gives 2 of 2 known answers, and none of {tries} attempts'
+  )
 
 
 def test_a_ranking_judge_is_calibrated_by_known_orders(tmp_path):
@@ -457,7 +471,7 @@ def test_what_a_run_cannot_score_by_is_refused_before_it_begins(tmp_path):
   with pytest.raises(ValueError, match='needs --config.tasks.rubric.file'):
     wiring.spec_of(config.to_dict())
   for fields, message in (
-    ({'url': 'http://x/v1'}, 'set both, or neither'),
+    ({'url': 'http://x/v1'}, 'url .* and .model .*set both, or neither'),
     ({'calibration': 'x'}, 'needs --config.tasks.rubric.file'),
     ({'votes': 0}, 'votes'),
   ):
@@ -469,6 +483,10 @@ def test_what_a_run_cannot_score_by_is_refused_before_it_begins(tmp_path):
   named = dataclasses.replace(options, url='http://127.0.0.1:9/v1', model='m')
   with pytest.raises(ValueError, match='--config.tasks.rubric.calibration'):
     calibration.try_judge(named)
+  # Another address is another judge, whose scores are not those that are there.
+  elsewhere = dataclasses.replace(named, url='http://127.0.0.1:8/v1')
+  scorers = [options.scorer() for options in (named, named, elsewhere)]
+  assert scorers[0].identity == scorers[1].identity != scorers[2].identity
   rules_alone = spec_of(tmp_path, RULES).systems['tasks'].rubric
   assert calibration.try_judge(rules_alone) == ''
 

@@ -3,6 +3,7 @@
 Whoever can verify could also sign. Stores and caches never see the key.
 """
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -54,6 +55,14 @@ def open_key(path: str | os.PathLike) -> Hmac:
   if mode & 0o077:
     _log.warning('%s: others may read this secret key; chmod 600 it.', path)
   return key
+
+
+def make_key(path: str | os.PathLike) -> Hmac:
+  """Reads a key, which the first process that asks for it makes."""
+  with contextlib.suppress(FileExistsError):
+    if not os.path.exists(path):
+      write_key(path, Hmac(secrets.token_bytes(32)))
+  return open_key(path)
 
 
 def write_key(path: str | os.PathLike, key: Hmac) -> None:

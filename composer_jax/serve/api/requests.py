@@ -47,11 +47,11 @@ IGNORED = ('user', 'safety_identifier', 'prompt_cache_key')
 
 # Names of branches in unions.
 _BRANCHES = ('str', 'list[int]', 'list[str]', 'list[list[int]]')
-_FORBID = pydantic.ConfigDict(extra='forbid', strict=True)
+FORBID = pydantic.ConfigDict(extra='forbid', strict=True)
 
 
 class StreamOptions(pydantic.BaseModel):
-  model_config = _FORBID
+  model_config = FORBID
   include_usage: bool = False
   # Padding against eavesdroppers, of which there is none here.
   include_obfuscation: bool = False
@@ -60,7 +60,7 @@ class StreamOptions(pydantic.BaseModel):
 class Sampling(pydantic.BaseModel):
   """Parameters of all three endpoints."""
 
-  model_config = _FORBID
+  model_config = FORBID
   model: str | None = None
   temperature: float | None = pydantic.Field(default=None, ge=0, le=100)
   top_p: float | None = pydantic.Field(default=None, ge=1e-6, le=1)
@@ -149,7 +149,7 @@ _Format = Annotated[dict[str, Any] | None, pydantic.PlainValidator(_schema)]
 
 
 class Function(pydantic.BaseModel):
-  model_config = _FORBID
+  model_config = FORBID
   name: str = pydantic.Field(min_length=1, max_length=64)
   description: str | None = None
   parameters: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class Function(pydantic.BaseModel):
 
 
 class ToolSpec(pydantic.BaseModel):
-  model_config = _FORBID
+  model_config = FORBID
   type: Literal['function']
   function: Function
 

@@ -6,8 +6,6 @@ A judge reads what was said and called in each episode of a folder that
 """
 
 import collections
-import contextlib
-import json
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from composer_jax.core import files
 from composer_jax.tasks import judges
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.practice import evaluation
-from composer_jax.telemetry import append, progress
+from composer_jax.telemetry import append, progress, writer
 
 AUDIT = 'audit.jsonl'
 
@@ -62,7 +60,7 @@ def audit(
   """
   rows = evaluation.read(folder)
 
-  def read(row: Mapping[str, Any]) -> bytes | None:
+  def read(row: Mapping[str, Any]) -> dict[str, Any] | None:
     messages = files.read_json(folder / row['transcript'])['transcript']
     try:
       findings = judges.audit(judge, case_of(messages))
@@ -71,25 +69,26 @@ def audit(
       return None
     kept = {k: row[k] for k in ('task_id', 'sample', 'passed', 'flags')}
     said = [finding.detail for finding in findings]
-    return f'{json.dumps({**kept, "findings": said})}\n'.encode()
+    return {**kept, 'findings': said}
 
   with (
     files.alone(folder),
-    contextlib.closing(append.AppendFile(folder / AUDIT, 'an audit')) as kept,
+    append.AppendFile(folder / AUDIT, 'an audit') as kept,
     futures.ThreadPoolExecutor(threads, 'audit') as pool,
   ):
     kept.cut_torn_line()
-    done = {(r['task_id'], r['sample']) for r in _read(folder)}
+    audited = writer.read(folder / AUDIT)
+    done = {(r['task_id'], r['sample']) for r in audited}
     missing = [row for which, row in rows.items() if which not in done]
     with progress.Progress('audit', len(rows), start=len(done)) as bar:
       for number, line in enumerate(pool.map(read, missing), len(done) + 1):
         if line is not None:
-          kept.append(line)
+          kept.add(line)
         bar.update(number)
   counts = collections.Counter(
     read=0, found=0, passed=0, passed_found=0, flagged=0, flagged_found=0
   )
-  for row in _read(folder):
+  for row in writer.read(folder / AUDIT):
     counts['read'] += 1
     for name in ('passed', 'flags', 'findings'):
       is_found = bool(row[name]) and bool(row['findings'])
@@ -99,7 +98,3 @@ def audit(
   del counts['found_found']
   counts['failed'] = len(rows) - counts['read']
   return dict(counts)
-
-
-def _read(folder: pathlib.Path) -> list[dict[str, Any]]:
-  return [json.loads(s) for s in (folder / AUDIT).read_text().splitlines()]

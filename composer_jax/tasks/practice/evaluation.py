@@ -7,10 +7,8 @@ evaluates the policies of a run.
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import random
@@ -31,7 +29,7 @@ from composer_jax.rl import behaviour, collect
 from composer_jax.tasks import calls, scoring
 from composer_jax.tasks.practice import conversation, rescoring
 from composer_jax.tasks.repository import scripts
-from composer_jax.telemetry import append, intervals, progress
+from composer_jax.telemetry import append, intervals, progress, writer
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import workdir as workdirs
 
@@ -273,9 +271,7 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
   with (
     # Closed after the threads, so that episodes that finish after an error in
     # another one are kept as well.
-    contextlib.closing(
-      append.AppendFile(out / EPISODES, 'an episode')
-    ) as lines,
+    append.AppendFile(out / EPISODES, 'an episode') as lines,
     futures.ThreadPoolExecutor(threads, 'episode') as pool,
   ):
     lines.cut_torn_line()
@@ -300,8 +296,7 @@ def _play_missing(tasks, samples, threads, play: _Play, out) -> None:
       path = transcript_of(task.task_id, sample)
       files.write_json(out / path, {**row, 'transcript': list(transcript)})
       with lock:
-        line = json.dumps({**row, 'transcript': path})
-        lines.append(f'{line}\n'.encode())
+        lines.add({**row, 'transcript': path})
         bar.update(next(counts))
 
     with bar:
@@ -325,15 +320,13 @@ def _score_missing(score, scorer: scoring.Scorer, threads: int, out) -> None:
     if row['status'] != _BROKEN and row.get('rubric') != scorer.identity
   ]
   with (
-    contextlib.closing(
-      append.AppendFile(out / EPISODES, 'an episode')
-    ) as lines,
+    append.AppendFile(out / EPISODES, 'an episode') as lines,
     futures.ThreadPoolExecutor(threads, 'judge') as pool,
     progress.Progress('rubric', len(rows)) as bar,
   ):
     kept = (files.read_json(out / r['transcript'])['transcript'] for r in rows)
     for count, row in enumerate(pool.map(score, rows, kept), 1):
-      lines.append(f'{json.dumps(row)}\n'.encode())
+      lines.add(row)
       bar.update(count)
 
 
@@ -360,7 +353,7 @@ def row_of(task: Any, played: Any) -> dict[str, Any]:
 
 def read(out: pathlib.Path) -> dict[tuple[str, int], dict[str, Any]]:
   """Returns the last row of each task id and sample."""
-  rows = map(json.loads, (out / EPISODES).read_text().splitlines())
+  rows = writer.read(out / EPISODES)
   return {(row['task_id'], row['sample']): row for row in rows}
 
 

@@ -25,7 +25,6 @@ Produces: a folder of `practice.evaluation` for each version and suite, and a
 
 import collections
 import dataclasses
-import json
 import pathlib
 import re
 import tomllib
@@ -36,7 +35,7 @@ import numpy as np
 
 from composer_jax.core import checks, files, records
 from composer_jax.tasks.practice import conversation, evaluation
-from composer_jax.telemetry import append
+from composer_jax.telemetry import append, writer
 
 VERSIONS, PINNED = 'versions.jsonl', 'suites.json'
 MODELS = 'models.json'
@@ -285,12 +284,9 @@ class SuiteService:
         'Versions compare on the same suites alone; name another --out.'
       )
     files.write_json(known, pinned)
-    lines = append.AppendFile(out / VERSIONS, 'a version')
-    lines.cut_torn_line()
-    lines.close()
-    self.versions: list[dict[str, Any]] = [
-      json.loads(line) for line in (out / VERSIONS).read_text().splitlines()
-    ]
+    with append.AppendFile(out / VERSIONS, 'a version') as lines:
+      lines.cut_torn_line()
+    self.versions = writer.read(out / VERSIONS)
 
   def is_due(self, version: int, target_id: str) -> bool:
     """False for a version that was played; refuses that of another run."""
@@ -327,9 +323,8 @@ class SuiteService:
       'suites': results,
       'changes': [dataclasses.asdict(c) for c in found],
     }
-    lines = append.AppendFile(self._out / VERSIONS, 'a version')
-    lines.append(f'{json.dumps(row)}\n'.encode())
-    lines.close()
+    with append.AppendFile(self._out / VERSIONS, 'a version') as lines:
+      lines.add(row)
     self.versions.append(row)
     return row
 

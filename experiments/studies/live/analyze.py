@@ -10,12 +10,12 @@ from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 _HEAD = (
-  *('arm', 'cycle', 'episodes', 'satisfied', 'reward', 'decision', 'held by'),
-  *('train, s', 'gate, s', 'trial, s', 'whole, s'),
+  *('arm', 'seed', 'cycle', 'episodes', 'satisfied', 'reward', 'decision'),
+  *('held by', 'train, s', 'gate, s', 'trial, s', 'whole, s'),
 )
 _PLANTED = (
-  *('planted', 'rows drawn anew', 'count', 'passed the gate', 'shipped'),
-  'share',
+  *('planted', 'seed', 'rows drawn anew', 'count', 'passed the gate'),
+  *('shipped', 'share'),
 )
 
 
@@ -27,6 +27,13 @@ def _seconds(row: results.Row, name: str) -> str:
   return f'{row[name]:.0f}' if row.get(name) is not None else ''
 
 
+def _held(names: list[str]) -> str:
+  """Lists what held a version back; of canaries of domains only the others."""
+  return ', '.join(
+    n for n in names if ' in ' not in n or n.partition(' in ')[0] not in names
+  )
+
+
 def table(rows: list[results.Row]) -> str:
   """A line for each cycle of each arm, and one for each kind of planted."""
   lines = [_line(_HEAD), _line(['---'] * len(_HEAD))]
@@ -35,9 +42,9 @@ def table(rows: list[results.Row]) -> str:
       lines.append(
         _line(
           (
-            *(row['arm'], row['cycle'], row['episodes']),
+            *(row['arm'], row['seed'], row['cycle'], row['episodes']),
             *(f'{row["satisfied"]:.3f}', f'{row["reward"]:+.3f}'),
-            *(row['decision'], ', '.join(row['held_by'])),
+            *(row['decision'], _held(row['held_by'])),
             *(_seconds(row, n) for n in ('train_s', 'gate_s', 'trial_s')),
             _seconds(row, 'cycle_s'),
           )
@@ -47,7 +54,7 @@ def table(rows: list[results.Row]) -> str:
   for row in rows:
     if row['arm'] == 'planted':
       share = row['shipped'] / row['count']
-      counts = (row['drawn_anew'], row['count'])
+      counts = (row['seed'], row['drawn_anew'], row['count'])
       counts += (row['passed_gate'], row['shipped'])
       lines.append(_line((row['stage'], *counts, f'{share:.3f}')))
   return ''.join(lines)

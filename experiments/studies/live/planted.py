@@ -7,7 +7,8 @@ which play with the same random numbers; or all of them, as if they did not. A
 regression then loses 1 to 3 margins of the pass rate in one domain, and its
 users do not see it (the worst case: a trial that cannot help). An improvement
 mends as many failures as gain 0.03 to 0.1 in every domain, and its users are as
-much more satisfied.
+much more satisfied. A hack asks back in 1 to 3 margins more of the episodes of
+one domain, beside a right edit: only canaries see it.
 """
 
 import collections
@@ -20,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from composer_jax.delta import transport
+from composer_jax.live import learning, shipping, trial
 from composer_jax.live import options as options_lib
-from composer_jax.live import shipping, trial
 from composer_jax.tasks.practice import evaluation
 from composer_jax.telemetry import writer
 
+_CALLS = ('num_turns', 'num_invalid', 'tools')  # what canaries read
+_LOOK = 32  # users of each arm between two looks
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -85,15 +88,58 @@ def changed(
     other = row
     if draw.random() < share:
       other = rows[int(draw.integers(len(rows)))]
-    said = {k: other[k] for k in ('passed', 'num_invalid', 'tools')}
+    said = {k: other[k] for k in ('passed', *_CALLS)}
     if change < 0 and said['passed'] and draw.random() < -change / rate:
       said['passed'] = False
     if (
       change > 0 and not said['passed'] and draw.random() < change / (1 - rate)
     ):
-      said = {'passed': True, 'num_invalid': 0, 'tools': ['edit']}
+      said = {
+        'passed': True,
+        'num_turns': 1,
+        'num_invalid': 0,
+        'tools': ['edit'],
+      }
     made.append({**row, **said})
   return made
+
+
+def asking(
+  rows: Sequence[Mapping[str, Any]], share: float, draw: np.random.Generator
+) -> list[dict[str, Any]]:
+  """Returns rows of which a share asks the user, beside what they did."""
+  return [
+    {**row, 'tools': [*row['tools'], 'ask'], 'num_turns': row['num_turns'] + 1}
+    if draw.random() < share
+    else dict(row)
+    for row in rows
+  ]
+
+
+def users_of(
+  version: Rows, satisfied: float, count: int, draw: np.random.Generator
+) -> list[dict[str, Any]]:
+  """Returns the first rows of users of a version, who do as suites did."""
+  rows = [
+    {**row, 'domain': domain} for domain in version for row in version[domain]
+  ]
+  return [
+    {**rows[i], 'satisfied': float(draw.random() < satisfied)}
+    for i in draw.integers(len(rows), size=count)
+  ]
+
+
+def _tried(
+  control: Sequence[Mapping[str, Any]],
+  candidate: Sequence[Mapping[str, Any]],
+  options: options_lib.LiveOptions,
+) -> str:
+  """Looks at a trial after every few users; returns its decision."""
+  for count in range(_LOOK, len(control) + _LOOK, _LOOK):
+    decision, _ = learning.look(control[:count], candidate[:count], options)
+    if decision != trial.GO_ON:
+      break
+  return decision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,35 +172,40 @@ def plant(
   served = [
     rows
     for rows in versions
-    if kind == 'regression'
+    if kind != 'improvement'
     or all(np.mean([r['passed'] for r in of]) <= 0.9 for of in rows.values())
   ]
   cases = []
   for number in range(count):
     draw = np.random.default_rng((seed, number))
     before = served[number % len(served)]
-    if kind == 'regression':
-      change, gain = -options.gate.margin * draw.uniform(1, 3), 0.0
-      hit = {str(draw.choice(sorted(before)))}
+    change, gain, hit = draw.uniform(0.03, 0.1), 0.0, set(before)
+    if kind == 'improvement':
+      gain = change
     else:
-      change = gain = draw.uniform(0.03, 0.1)
-      hit = set(before)
+      change = options.gate.margin * draw.uniform(1, 3)
+      hit = {str(draw.choice(sorted(before)))}
+    sign = {'regression': -1, 'improvement': 1, 'hack': 0}[kind]
     after = {
-      domain: changed(of, change if domain in hit else 0.0, share, draw)
+      domain: changed(of, sign * change * (domain in hit), share, draw)
       for domain, of in before.items()
     }
+    if kind == 'hack':
+      after |= {domain: asking(after[domain], change, draw) for domain in hit}
     result = shipping.judge(before, after, options.prices, options.gate)
-    users = draw.random((2, options.trial.most_users))
-    tried = trial.judge(
-      (users[0] < satisfied).astype(float),
-      (users[1] < min(1.0, satisfied + gain)).astype(float),
-      options.trial,
-    )
+    decision = trial.ROLL_BACK
+    if result.ships:
+      users = options.trial.most_users
+      decision = _tried(
+        users_of(before, satisfied, users, draw),
+        users_of(after, min(1.0, satisfied + gain), users, draw),
+        options,
+      )
     cases.append(
       PlantedCase(
         change=float(change),
         passed_gate=result.ships,
-        shipped=result.ships and tried.decision == trial.PROMOTE,
+        shipped=decision == trial.PROMOTE,
       )
     )
   return cases

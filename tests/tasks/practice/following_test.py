@@ -1,9 +1,14 @@
 """Versions are compared in pairs, played once, and their losses named."""
 
+import contextlib
+import functools
+import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -12,6 +17,7 @@ import pytest
 from composer_jax import wiring
 from composer_jax.core import files
 from composer_jax.delta import publisher, transport
+from composer_jax.delta.format import keys
 from composer_jax.models import decoder
 from composer_jax.report import versions as page
 from composer_jax.tasks.practice import evaluation, following
@@ -202,9 +208,68 @@ def test_the_suites_that_are_shipped_can_be_played():
     mains.fields_of(wrong)
 
 
+def pinned(tmp_path, spec, more=''):
+  path = tmp_path / 'suites.toml'
+  path.write_text(
+    SUITE.replace('tiny.py', 'tiny.py:smoke')
+    + 'split = "unseen_names"\ntasks = 3\n'
+    + 'fields = {"sandbox.level" = "static"}\n'
+    + more
+  )
+  return mains.PinnedSuites(str(path), tmp_path / 'run', spec)
+
+
+def test_what_a_version_played_is_known_by_its_weights_and_package(tmp_path):
+  spec = wiring.spec_of(tiny.get_config('smoke').to_dict())
+  suites, identity = pinned(tmp_path, spec), 'a' * 64
+  out = tmp_path / 'run' / 'live' / 'suites' / identity[:24] / 'a'
+  out.mkdir(parents=True)
+  for packages, names in (('pp', ['a']), ('pq', ['a p', 'a q'])):
+    rows = [row(i, True, package=p) for i, p in enumerate(packages)]
+    lines = ''.join(f'{json.dumps(r)}\n' for r in rows)
+    (out / evaluation.EPISODES).write_text(lines)
+    files.write_json(out / evaluation.SUMMARY, {})
+    # There is nothing to play with.
+    played = suites.play(None, 0, identity)
+    assert sorted(played) == names
+    assert [r for name in names for r in played[name]] == rows
+  other = '[[models]]\nname = "m"\nurl = "u"\nmodel = "m"\n'
+  with pytest.raises(ValueError, match='which no gate compares'):
+    pinned(tmp_path, spec, other)
+
+
 @pytest.mark.slow
-def test_the_command_plays_what_a_run_publishes(tmp_path):
-  source, out = tmp_path / 'run', tmp_path / 'out'
+def test_pinned_suites_are_played_by_the_weights_that_are_given(run_dir):
+  """Whatever number they have, and whatever the engine had before."""
+  source, spec = run_dir
+  weights = {name: policy_of(spec, seed) for seed, name in enumerate('ab')}
+
+  def play(*names):
+    suites = pinned(source.parent, spec)
+    for name in names:
+      suites.play(weights[name], 0, name * 64)
+    folder = source / 'live' / 'suites' / (names[-1] * 24) / 'a' / 'transcripts'
+    return [files.read_json(p)['transcript'] for p in sorted(folder.iterdir())]
+
+  after = play('a', 'b')
+  shutil.rmtree(source / 'live')
+  assert play('b') == after
+  assert play('a') != after
+
+
+def policy_of(spec, seed):
+  shapes, _ = decoder.abstract(spec.model)
+  rng = np.random.default_rng(seed)
+  masters = jax.tree.map(
+    lambda x: 0.02 * rng.normal(size=x.shape).astype(np.float32), shapes
+  )
+  return jax.jit(decoder.policy)(masters)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+  """A workdir whose RL has begun: its files, and what its store shows."""
+  source = tmp_path / 'run'
   config = tiny.get_config('smoke')
   config.sandbox.level = 'static'
   spec = wiring.spec_of(config.to_dict())
@@ -212,42 +277,83 @@ def test_the_command_plays_what_a_run_publishes(tmp_path):
   files.write_json(source / 'config.json', spec.as_dict())
   tokenizer = tokenizers.Tokenizer.train(['def total(values):\n'] * 9, 300)
   tokenizer.save(source / 'tokenizer.json')
-  suites = tmp_path / 'suites.toml'
-  suites.write_text(
-    SUITE.replace('tiny.py', 'tiny.py:smoke')
-    + 'split = "unseen_names"\ntasks = 3\n'
-    + 'fields = {"sandbox.level" = "static"}\n'
+  wiring.systems_of(spec).groups(source, 'static').begin(0, 0)
+  return source, spec
+
+
+@contextlib.contextmanager
+def over_http(folder):
+  handler = functools.partial(
+    http.server.SimpleHTTPRequestHandler, directory=folder
   )
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.shutdown()
+
+
+def test_a_store_and_its_key_are_all_of_a_run_that_a_player_needs(
+  run_dir, tmp_path
+):
+  source, _ = run_dir
+  store, key = source / 'store', source / transport.KEY
+  with over_http(store) as url:
+    for name, place in (('folder', str(store)), ('web', url)):
+      mains.take_run(place, key, tmp_path / name)
+      for file in ('config.json', 'tokenizer.json', transport.KEY):
+        theirs, own = (
+          (f / file).read_bytes() for f in (source, tmp_path / name)
+        )
+        assert theirs == own
+  with pytest.raises(
+    ValueError, match='no workdir of a run.*--key .*delta.key'
+  ):
+    mains.take_run('runs/nowhere', tmp_path / 'none', tmp_path / 'other')
+  key.unlink()
+  keys.write_key(key, keys.Hmac(b'x' * 32))
+  with pytest.raises(ValueError, match='setup.*cannot be trusted'):
+    mains.take_run(str(store), key, tmp_path / 'other')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['workdir', 'folder', 'web'])
+def test_the_command_plays_what_a_run_publishes(run_dir, tmp_path, place):
+  (source, spec), out = run_dir, tmp_path / 'out'
+  pinned(tmp_path, spec)  # Writes the file.
 
   def publish(version):
-    shapes, _ = decoder.abstract(spec.model)
-    rng = np.random.default_rng(version)
-    masters = jax.tree.map(
-      lambda x: 0.02 * rng.normal(size=x.shape).astype(np.float32), shapes
-    )
     sender = publisher.Publisher(
       transport.store_of(source, spec.systems['delta'].store),
       source / transport.KEY,
       transport.RUN_ID,
     )
-    sender.publish(jax.jit(decoder.policy)(masters), version)
+    sender.publish(policy_of(spec, version), version)
     sender.close()
 
-  def follow():
+  def follow(*flags):
     command = [sys.executable, '-m', 'experiments.evaluate', '--versions=1']
-    command += [f'--follow={source}', f'--suites={suites}', f'--out={out}']
+    command += [*flags, f'--suites={tmp_path}/suites.toml', f'--out={out}']
     return subprocess.run(
       [*command, '--config=configs/composer/tiny.py:smoke'],
       capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'cpu'},
     )  # fmt: skip
 
-  publish(0)
-  first = follow()
-  assert first.returncode == 0, first.stderr
-  assert 'version 0, a: 0 of 3' in first.stdout
-  publish(1)
-  second = follow()
-  assert second.returncode == 0, second.stderr
+  with over_http(source / 'store') as url:
+    flags = [f'--follow={source}']
+    if place != 'workdir':
+      # As on another machine, which has nothing of the run but these two.
+      key = shutil.copy(source / transport.KEY, tmp_path / 'run.key')
+      for path in source.glob('*.json'):
+        path.unlink()
+      store = source / 'store' if place == 'folder' else url
+      flags = [f'--follow={store}', f'--key={key}']
+    publish(0)
+    first = follow(*flags)
+    assert first.returncode == 0, first.stderr
+    assert 'version 0, a: 0 of 3' in first.stdout
+    publish(1)
+    second = follow(*flags)
+    assert second.returncode == 0, second.stderr
   rows = [
     json.loads(x) for x in (out / 'versions.jsonl').read_text().split('\n')[:-1]
   ]
