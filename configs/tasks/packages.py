@@ -131,6 +131,10 @@ def _packages() -> dict:
       '0.21',
       '20743e7183be82aaaa8ad6c93f8893c923bd6658a04c32ee115edb3c8a835f78',
     ),
+    'hijridate': pin(
+      '2.6.0',
+      'afe4644c4d1fe3cfd2aa3c28bfa660405c12e5ba53249ba942ec68c7bb216e00',
+    ),
     'humanize': pin(
       '4.17.0',
       '1d6a36c453dbfbb3f0b34601d2e0b4ce5d48d780305cd45714843f0068fde6ac',
@@ -238,6 +242,10 @@ def _packages() -> dict:
       '3.3.1',
       'b18c07212bfead624345bb8e1d6141cdcf15a39736994ea0b94035ad2b1ba177',
     ),
+    'persiantools': pin(
+      '6.2.0',
+      '21ae1ed27292d8a153946f6b16a660cb84a2d829e0a3a0afefee3e9f83ad41b8',
+    ),
     'petl': pin(
       '1.7.30',
       '9621fe7f9d81dafec3bf440496118ec1b288215400810a90f683a02c6d120792',
@@ -335,6 +343,10 @@ def _packages() -> dict:
     'toolz': pin(
       '1.2.0',
       '9667a038e9d6ecba37995e26cb2f59ec6420b6ad8dd9677de59db9b956b08490',
+    ),
+    'uritools': pin(
+      '6.1.5',
+      '5a46002351b745a6910f24167abc1ba0a7f78818121fffb32dbe1fc7767f462f',
     ),
     'validators': pin(
       '0.36.0',
