@@ -90,9 +90,17 @@ def _packages() -> dict:
       '7.7.0',
       '0ba38a05201b0abf7570c12d8af45c30b2af835bd5cc52bfc7105082eda82c1e',
     ),
+    'configobj': pin(
+      '5.0.9',
+      '03c881bbf23aa07bccf1b837005975993c4ab4427ba57f959afdd9d1a2386848',
+    ),
     'decorator': pin(
       '5.3.1',
       '4cbcdd55a6efadb9dbea26b858f4fb3264567b52d69ca0d25b721b553f60ea82',
+    ),
+    'diff-match-patch': pin(
+      '20241021',
+      'beae57a99fa48084532935ee2968b8661db861862ec82c6f21f4acdd6d835073',
     ),
     'distro': pin(
       '1.9.0',
@@ -106,9 +114,26 @@ def _packages() -> dict:
       '0.23',
       '746f5060322511280a1e50eb76846ed6bf2342984b2ac04dc42caa1a8d78799e',
     ),
+    'ftfy': pin(
+      '6.3.1',
+      '9b3c3d90f84fb267fe64d375a07b7f8912d817cf86009ae134aa03e1819506ec',
+      'wcwidth',
+    ),
     'funcy': pin(
       '2.1',
       '8979feb3de7120afd1d00e5a8eae810c1942e4bfbc91697151e9ee1e49f79284',
+    ),
+    'geographiclib': pin(
+      '2.1',
+      '6a6545e6262d0ed3522e13c515713718797e37ed8c672c31ad7b249f372ef108',
+    ),
+    'graphviz': pin(
+      '0.21',
+      '20743e7183be82aaaa8ad6c93f8893c923bd6658a04c32ee115edb3c8a835f78',
+    ),
+    'hijridate': pin(
+      '2.6.0',
+      'afe4644c4d1fe3cfd2aa3c28bfa660405c12e5ba53249ba942ec68c7bb216e00',
     ),
     'humanize': pin(
       '4.17.0',
@@ -121,6 +146,11 @@ def _packages() -> dict:
     'inflection': pin(
       '0.5.1',
       '1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417',
+    ),
+    'intervaltree': pin(
+      '3.2.1',
+      'f3f7e8baeb7dd75b9f7a6d33cf3ec10025984a8e66e3016d537e52130c73cfe2',
+      'sortedcontainers',
     ),
     'isodate': pin(
       '0.7.2',
@@ -176,6 +206,10 @@ def _packages() -> dict:
       '1.4.1',
       'efd6d1b75f09d69524a67609949812668b28e81ecbfe0ab449ced8c13e92642e',
     ),
+    'netaddr': pin(
+      '1.3.0',
+      '5c3c3d9895b551b763779ba7db7a03487dc1f8e3b385af819af341ae9ef6e48a',
+    ),
     'networkx': pin(
       '3.7',
       'fd77a511bd90f39f3d016351345b52cf5319b813bdca01de3f755d3cca62e96a',
@@ -208,13 +242,30 @@ def _packages() -> dict:
       '3.3.1',
       'b18c07212bfead624345bb8e1d6141cdcf15a39736994ea0b94035ad2b1ba177',
     ),
+    'persiantools': pin(
+      '6.2.0',
+      '21ae1ed27292d8a153946f6b16a660cb84a2d829e0a3a0afefee3e9f83ad41b8',
+    ),
+    'petl': pin(
+      '1.7.30',
+      '9621fe7f9d81dafec3bf440496118ec1b288215400810a90f683a02c6d120792',
+    ),
     'platformdirs': pin(
       '4.14.7',
       '5472257c1cf97a14658af52997011c7e59e4aebf3a24950b973c11b579e1b074',
     ),
+    'portion': pin(
+      '2.6.3',
+      '4dd6a68bb1cd7a553d9b1f556818708b973c4a8855244e0af79e2586bba5794e',
+      'sortedcontainers',
+    ),
     'pyasn1': pin(
       '0.6.5',
       '6b11616a6bcf3a40e635f082bb232fa57b5e0dd7f517bd7ddd69ec3794508a47',
+    ),
+    'pycodestyle': pin(
+      '2.15.0',
+      '318f5db083869b4c4dad922d0b11124fb27ab181b6730b93371da671e31bd50e',
     ),
     'pydash': pin(
       '8.1.0',
@@ -292,6 +343,10 @@ def _packages() -> dict:
     'toolz': pin(
       '1.2.0',
       '9667a038e9d6ecba37995e26cb2f59ec6420b6ad8dd9677de59db9b956b08490',
+    ),
+    'uritools': pin(
+      '6.1.5',
+      '5a46002351b745a6910f24167abc1ba0a7f78818121fffb32dbe1fc7767f462f',
     ),
     'validators': pin(
       '0.36.0',

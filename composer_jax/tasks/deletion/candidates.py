@@ -281,13 +281,11 @@ def edit(
   by_path: dict[str, list[str]] = collections.defaultdict(list)
   for item in candidate.deleted:
     by_path[item.path].append(item.symbol)
-  if candidate.tier == 'body':
-    stubbed = {
-      path: deletion_edit.stub(texts[path], names)
-      for path, names in by_path.items()
-    }
-    return dict(stubbed), {}
   changes: dict[str, str | None] = {}
+  if candidate.tier == 'body':
+    for path, names in by_path.items():
+      changes[path] = deletion_edit.stub(texts[path], names)
+    return changes, {}
   gone: dict[str, set[str]] = {}
   remaining = dict(texts)
   for path, names in by_path.items():

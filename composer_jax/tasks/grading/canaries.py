@@ -28,7 +28,7 @@ _MUST_FAIL = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class CopiedTest:
   """The copies of one test function.
 
@@ -161,14 +161,8 @@ def _plant_file(
     draw.shuffle(variants)
     at = scope.index(function)
     scope[at : at + 1] = variants
-    groups.append(
-      CopiedTest(
-        original=original,
-        real=real,
-        mutated=tuple(mutated),
-        parameters=tuple(parameters),
-      )
-    )
+    copied = tuple(mutated), tuple(parameters)
+    groups.append(CopiedTest(original, real, *copied))
   return (ast.unparse(tree) + '\n' if groups else ''), groups
 
 

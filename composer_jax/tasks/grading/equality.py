@@ -36,9 +36,8 @@ def shows(data: Any) -> bool:
     case list():
       return all(map(shows, data))
     case {'object': _, 'text': text, 'items': items, 'attributes': dict(named)}:
-      return bool(
-        text or (items and shows(items)) or any(map(shows, named.values()))
-      )
+      public = [value for name, value in named.items() if name[:1] != '_']
+      return bool(text or (items and shows(items)) or any(map(shows, public)))
     case dict():
       return all(map(shows, data.values()))
   return True
@@ -70,7 +69,9 @@ def _same(first: Any, second: Any, tolerance: float) -> bool:
         [kind, text] == [other, wanted]
         and _same(a, b, tolerance)
         and all(
-          name in mine and _same(mine[name], value, tolerance)
+          _same(mine[name], value, tolerance)
+          if name in mine
+          else name[:1] == '_'
           for name, value in named.items()
         )
       )
@@ -115,7 +116,8 @@ def _key(data: Any) -> str:
     case {'bytes': content} | {'bytearray': content}:
       return f'b{content!r}'
     case {'object': kind, 'text': text, 'items': a, 'attributes': dict(named)}:
-      return f'<{_key([kind, text, a, *map(list, sorted(named.items()))])}>'
+      public = [[n, v] for n, v in sorted(named.items()) if n[:1] != '_']
+      return f'<{_key([kind, text, a, *public])}>'
     case dict():
       return f'({_key([*map(list, sorted(data.items()))])})'
   return repr(data)

@@ -11,19 +11,14 @@ the original prove anything (`reference`).
 
 import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from composer_jax.sandbox import base
-from composer_jax.tasks import source
-from composer_jax.tasks.grading import memory, suites
+from composer_jax.tasks import source as python_source
+from composer_jax.tasks.grading import held_out, suites
 from composer_jax.tasks.repository import task_set
 
 _MAX_ROUNDS = 6
-# Key of a call -> outcome, as `call_plugin` reports it.
-Answers = dict[str, list]
-# Calls -> their outcomes, None if the process did not end well; and its status.
-Ask = Callable[[Sequence[Any]], tuple[list | None, str]]
 
 
 class NotEnded(base.SandboxLost):
@@ -37,7 +32,7 @@ def replaced(task: task_set.RepositoryTask) -> list[list[str]]:
     module = task_set.module_of(item.path, task.source_roots)
     names = [item.symbol]
     if not item.symbol:  # a whole file
-      tree = source.parse(task.solution[item.path])
+      tree = python_source.parse(task.solution[item.path])
       names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
     functions += [
       [module, name]
@@ -49,17 +44,17 @@ def replaced(task: task_set.RepositoryTask) -> list[list[str]]:
 
 def passed(
   task: task_set.RepositoryTask,
+  source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
-  ask: Ask,
   answers: Mapping[str, list],
 ) -> tuple[frozenset[str], bool]:
   """Runs the feature's tests on values of a solution alone.
 
   Args:
     task: the task.
+    source: changes that turn the image into the solution.
     sandbox: sandbox with the images of the task's set.
-    ask: has the solution's process answer calls.
-    answers: what it answered before.
+    answers: what the solution answered before, by the JSON of the call.
 
   Returns:
     Ids of the tests that passed, and true unless a run was cut short.
@@ -87,7 +82,7 @@ def passed(
     )  # fmt: skip
     if not result.inputs:
       break
-    outcomes, _ = ask(result.inputs)
+    outcomes, _ = held_out.answers(task, source, sandbox, result.inputs)
     if outcomes is None:
       break
     table |= {
@@ -98,7 +93,7 @@ def passed(
 
 
 def reference(
-  task: task_set.RepositoryTask, sandbox: base.Sandbox, ask: Ask
+  task: task_set.RepositoryTask, sandbox: base.Sandbox
 ) -> frozenset[str]:
   """Tests that pass on values of the original, found once per task.
 
@@ -106,9 +101,9 @@ def reference(
     NotEnded: they take too long, or the machine is too busy.
     base.SandboxLost: the sandbox failed.
   """
-  facts = memory.of(task)
+  facts = held_out.facts_of(task)
   if 'outside' not in facts:
-    good, is_whole = passed(task, sandbox, ask, {})
+    good, is_whole = passed(task, {}, sandbox, {})
     if not is_whole:
       raise NotEnded('tests of the original did not end')
     facts['outside'] = good

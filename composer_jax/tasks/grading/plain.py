@@ -13,6 +13,7 @@ what it encoded itself. It never builds an object.
 
 import collections.abc
 import contextlib
+import copy
 import copyreg
 import decimal
 import fractions
@@ -44,6 +45,7 @@ _CONTAINERS = {
   'tuple': tuple, 'set': set, 'frozenset': frozenset, 'iterator': iter,
 }  # fmt: skip
 _COLLECTION = (collections.abc.Sized, collections.abc.Iterable)
+_FIELDS = (property, functools.cached_property, types.MemberDescriptorType)
 _SET_VIEWS = (collections.abc.KeysView, collections.abc.ItemsView)
 # How the value of an instance is read without code of its class.
 _READ: dict[type, Any] = {
@@ -313,8 +315,8 @@ def encode_result(
   an int, a namedtuple a tuple. An iterator becomes its items.
 
   Another object becomes its class, its text unless that holds an address, its
-  items if it is a collection, and, for a class of the package, its public
-  attributes: less than the object, but never more. Of objects that are around
+  items if it is a collection, and, for a class of the package, the attributes
+  that are public or that its own `==` compares as they are. Of objects around
   themselves, too deep, or too many, the class alone remains, as 'cut'.
 
   Args:
@@ -377,7 +379,10 @@ class _View:
         elif all(isinstance(value, k) for k in _COLLECTION):
           items = list(itertools.islice(iter(value), _MAX_ITEMS))
       items = [self.see(item) for item in items]
-    for name in _public(value) if is_ours else ():
+    names = (
+      [*_public(value), *_compared(value, self._opaque)] if is_ours else ()
+    )
+    for name in names:
       with contextlib.suppress(Exception):
         attributes[name] = getattr(value, name)
     attributes = {n: self.see(v) for n, v in attributes.items()}
@@ -405,10 +410,44 @@ def _shown(value: Any, text: str = '', items=(), attributes=()) -> Any:
   }
 
 
+class _Asked:
+  """Is equal to everything, and notes to what."""
+
+  __hash__ = None
+
+  def __eq__(self, other):
+    self.seen = other
+    return True
+
+
+def _compared(value: Any, opaque: Collection[str]) -> list[str]:
+  """Names of the private attributes that an object's own `==` compares.
+
+  Of a copy each is asked in turn. What `==` reads in another way (a length, a
+  sorted list) may differ in equal objects. None if `==` or what it calls is
+  opaque.
+  """
+  names, code = [], getattr(type(value).__eq__, '__code__', None)
+  used = ('__eq__', *code.co_names) if code else ()
+  if not used or {f'{type(value).__name__}.{n}' for n in used} & {*opaque}:
+    return []
+  for name in sorted(n for n in _stored(value) if n[:1] == '_'):
+    with contextlib.suppress(Exception):
+      asked, other = _Asked(), copy.copy(value)
+      object.__setattr__(other, name, asked)
+      if value == other and asked.seen is getattr(value, name):
+        names.append(name)
+  return names
+
+
 def _public(value: Any) -> list[str]:
   """Names of an object's public attributes that are no methods, sorted."""
-  fields = (property, functools.cached_property, types.MemberDescriptorType)
+  return sorted(n for n in _stored(value, _FIELDS) if n[:1] != '_')
+
+
+def _stored(value: Any, fields: Any = types.MemberDescriptorType) -> set[str]:
+  """Names of what an object holds, and of descriptors of its classes."""
   names = set(getattr(value, '__dict__', ()))
   for kind in type(value).__mro__:
     names |= {n for n, v in vars(kind).items() if isinstance(v, fields)}
-  return sorted(n for n in names if isinstance(n, str) and n[:1] != '_')
+  return {n for n in names if isinstance(n, str)}

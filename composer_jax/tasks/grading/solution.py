@@ -153,24 +153,13 @@ def grade(
   )  # fmt: skip
 
 
-def provable_outside(
-  task: task_set.RepositoryTask, sandbox: base.Sandbox
-) -> frozenset[str]:
-  """Tests of the feature that can run on values of a solution alone."""
-  ask = functools.partial(held_out.answers, task, {}, sandbox)
-  return outside.reference(task, sandbox, ask)
-
-
 def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
   """'calls' or else 'tests' that prove a solution from outside; '' for none."""
-  source = task.restored()
-  source = {p: d for p, d in source.items() if p not in task.test_paths}
-  draw = random.Random(task.task_id)
-  agreement = held_out.compare(task, source, sandbox, draw)
+  agreement = held_out.compare(task, {}, sandbox, random.Random(task.task_id))
   if agreement.proves and not agreement.disagrees(LEAST_AGREEMENT):
     return 'calls'
-  outside = provable_outside(task, sandbox)
-  return 'tests' if outside >= {*task.hidden} else ''
+  provable = outside.reference(task, sandbox)
+  return 'tests' if provable >= {*task.hidden} else ''
 
 
 class _Grader:
@@ -281,8 +270,7 @@ class _Grader:
     self.details['canaries'] = len(planted.groups)
     if deviating:
       # A copy that deviates for the original, too, proves nothing.
-      original = self._without_tests(task.restored())
-      excused, _ = self._deviating(planted, original, draw)
+      excused, _ = self._deviating(planted, {}, draw)
       deviating = {n: d for n, d in deviating.items() if n not in excused}
     if not deviating:
       return True
@@ -343,11 +331,11 @@ class _Grader:
         self.flags.add('held_out_inputs')
       self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
       return False
-    provable = provable_outside(task, self.sandbox)
+    provable = outside.reference(task, self.sandbox)
     good = provable
     if provable:
-      ask = functools.partial(held_out.answers, task, self.source, self.sandbox)
-      good &= outside.passed(task, self.sandbox, ask, agreement.outcomes)[0]
+      known = agreement.outcomes
+      good &= outside.passed(task, self.source, self.sandbox, known)[0]
     self.details['outside'] = [len(good), len(task.fail_to_pass)]
     if good < provable:
       self.reason = f'{min(provable - good)} fails on its values'

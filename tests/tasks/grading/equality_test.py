@@ -2,6 +2,7 @@
 
 import cmath
 import collections
+import dataclasses
 import datetime
 import decimal
 import enum
@@ -187,6 +188,53 @@ def test_what_an_object_holds_counts_wherever_it_stands(monkeypatch, around):
   ]:
     assert same(around(one), around(another))
     assert not same(around(one), around(other))
+
+
+class Purse:
+  """Its `==` compares what it hides, but for an order and a memory."""
+
+  def __init__(self, coins, marks=(), memory=None):
+    self._coins, self.__marks, self._memory = coins, marks, memory
+
+  def _key(self):
+    return self._coins, sorted(self.__marks)
+
+  def __eq__(self, other):
+    return type(other) is Purse and self._key() == other._key()
+
+
+@dataclasses.dataclass(slots=True, repr=False)
+class Pair:
+  _first: object
+  second: object
+  _third: object = dataclasses.field(default=0, compare=False)
+
+
+def test_private_attributes_count_where_the_class_compares_them(monkeypatch):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  coins = (None, 1, [1, 2], [1, 3], {'a': Purse(1)}, {'a': Purse(2)})
+  purses = [Purse(c, m) for c in coins for m in ((1, 2), (2, 1))]
+  purses += [Purse(c, (1, 2), memory='yesterday') for c in coins]
+  pairs = [Pair(c, 1, third) for c in coins for third in (0, 1)]
+  for one, other in itertools.product([*purses, *pairs], repeat=2):
+    assert same(one, other) == (one == other), (one, other)
+    assert same([one], (Wallet(other),)) is False
+    assert same(Wallet([one]), Wallet([other])) == (one == other)
+
+
+def test_what_only_one_side_compares_is_no_mistake(monkeypatch):
+  """A solution may write `==`, or what it calls, in another way."""
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  shown = crossed(Purse(1))
+  bare = {**shown, 'attributes': {}}
+  assert shown != bare and equality.same(shown, bare)
+  assert equality.same(bare, shown) and equality.same(
+    {'set': [bare]}, {'set': [shown]}
+  )
+  assert not equality.shows(shown)  # so that it proves nothing either
+  for name in ('Purse', 'Purse.__eq__', 'Purse._key'):
+    assert plain.encode_result(Purse(1), [name]) == bare
+  assert plain.encode_result(Purse(1), ['Purse._coins', '_key']) == shown
 
 
 def test_what_shows_only_its_class_proves_nothing(monkeypatch):

@@ -238,20 +238,20 @@ def test_a_solution_may_refuse_a_few_inputs_more(
 ):
   known = [call(''), *(call(letter * 9) for letter in 'abcd')]
 
-  def answer(task, changes, calls, *rest):
-    del task, rest
+  def answer(task, source, sandbox, calls, *rest):
+    del task, sandbox, rest
     outcomes = []
     for number, asked in enumerate(calls):
       text = asked.arguments[0][0]
       outcomes.append(['ok', text + '.', None])
       if not text:
         outcomes[-1] = ['raised', 'ValueError', None]
-      elif 'mine' in changes and asked not in known and number % every == 0:
+      elif 'mine' in source and asked not in known and number % every == 0:
         outcomes[-1] = ['raised', error, None]
     return outcomes, 'ok'
 
   monkeypatch.setattr(held_out, 'record', lambda *_: (known, 'ok'))
-  monkeypatch.setattr(held_out, '_call', answer)
+  monkeypatch.setattr(held_out, 'answers', answer)
   task = small_package.task_of_objects()
   mine = {'mine': b''}
   agreement = held_out.compare(task, mine, None, random.Random(0))

@@ -352,10 +352,10 @@ def test_no_call_holds_the_answer_of_another(sandbox, monkeypatch):
   looked = compare(sandbox, 'put', _LOOKS_AHEAD)
   assert looked.disagrees(least) and looked.agreed[0] < looked.calls[0] / 2
   # All states of an object together would tell.
-  held_out.memory._known.cache_clear()
+  held_out._known.cache_clear()
   monkeypatch.setattr(held_out, '_apart', lambda inputs: inputs)
   told = compare(sandbox, 'put', _LOOKS_AHEAD)
-  held_out.memory._known.cache_clear()
+  held_out._known.cache_clear()
   assert told.agreed[0] > told.calls[0] / 2
 
 
