@@ -22,6 +22,7 @@ from composer_jax.core import batches, trees
 from composer_jax.models import (
   adapters,
   attention,
+  coded,
   experts,
   parameters,
   router,
@@ -213,11 +214,14 @@ def policy(
 
   Rollout serves it and bundles carry it. The selection bias stays float32.
   Frozen parameters are left out. Experts are rounded to the format of the
-  config first; None takes variables that are so already.
+  config first, and are its codes if that says so; None takes variables that are
+  rounded already.
   """
   name = trained(variables)
   masters = trees.on_device(variables[name])
   if config is not None:
     masters = experts.in_format(masters, config)
   cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
-  return {**without_base(variables), name: cast}
+  served = {**without_base(variables), name: cast}
+  is_coded = config is not None and config.precision.codes
+  return coded.encode(served, config) if is_coded else served

@@ -19,10 +19,16 @@ from composer_jax.parallel import dispatch
 
 # Axes of [M, E, D, 2, F] and [M, E, F, D]: those of square blocks in 'fp8',
 # and of an outer scale, which gate and up share.
-_WEIGHTS = {
+WEIGHTS = {
   'gate_up': formats.Axes((2, 4), (2, 3)),
   'down': formats.Axes((2, 3), (2,)),
 }
+
+
+def axes_of(leaf: str, name: str) -> formats.Axes:
+  """Returns the axes of stacked weights in a format."""
+  axes = WEIGHTS[leaf]
+  return axes if name == 'fp8' else axes._replace(blocks=axes.blocks[:1])
 
 
 def expert_mlp(
@@ -154,10 +160,8 @@ def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   moe = dict(stack['moe'])
   layers = range(config.num_moe_layers)
   is_precise_M = jnp.array([config.is_precise(layer) for layer in layers])
-  for leaf, axes in _WEIGHTS.items():
-    if name != 'fp8':
-      axes = axes._replace(blocks=axes.blocks[:1])
-    rounded = formats.rounded(moe[leaf], name, axes)
+  for leaf in WEIGHTS:
+    rounded = formats.rounded(moe[leaf], name, axes_of(leaf, name))
     kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
     moe[leaf] = jnp.where(kept, moe[leaf], rounded)
   return {**params, 'moe_layers': {**stack, 'moe': moe}}

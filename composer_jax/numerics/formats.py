@@ -21,6 +21,9 @@ Codes of floats are exact, whatever a backend makes of a division
 which is exact where the backend's division is: on CPU, not on a TPU.
 A number that is not finite makes its block NaN, in NVFP4 its row.
 
+Packed, a code has 8 bits or 4, two of these a byte, and an outer scale 8: NVFP4
+takes 4.5 bits a weight and 8 bits a row, INT4 4.5, MXFP8 8.25.
+
 Sources: OCP Microscaling Formats 1.0; NVFP4 of arXiv 2509.25149; blocks of 128
 of DeepSeek-V3, with the scales of V3.1; INT4 of Kimi K2 Thinking.
 """
@@ -63,6 +66,10 @@ class Quantised(NamedTuple):
   outer: jax.Array | None
 
 
+# The arrays of `pack`, by name.
+PARTS = ('codes', 'scales', 'outer')
+
+
 class Axes(NamedTuple):
   """The axes of an array, counted from its first.
 
@@ -76,6 +83,10 @@ class Axes(NamedTuple):
   blocks: tuple[int, ...]
   row: tuple[int, ...]
 
+  def without(self, num: int) -> 'Axes':
+    """Returns the axes of an array that lacks the first `num`."""
+    return Axes(*(tuple(axis - num for axis in axes) for axes in self))
+
 
 def last(x: jax.Array) -> Axes:
   """Returns the axes of activations, whose last one is contracted."""
@@ -84,11 +95,81 @@ def last(x: jax.Array) -> Axes:
 
 def quantise(x: jax.Array, name: str, axes: Axes) -> Quantised:
   """Returns an array's codes and scales in the format of a name."""
-  codes, scales, outer = _scaled(x, name, axes)
+  return _stored(x, *_scaled(x, name, axes), name, axes)
+
+
+def _stored(x, codes, scales, outer, name, axes):
   code_dtype, scale_dtype = _DTYPES[name]
   codes = _whole(codes, x.shape, axes.blocks).astype(code_dtype)
   inner = _inner(axes.blocks)
   return Quantised(codes, scales.squeeze(inner).astype(scale_dtype), outer)
+
+
+def recover(x: jax.Array, name: str, axes: Axes) -> Quantised:
+  """Returns codes of values that `rounded` has made, and these alone.
+
+  To `quantise` values again gives other ones where a scale is subnormal, or
+  where INT4 has rounded to bfloat16. Blocks that are no values of the format
+  get the codes of `quantise`.
+  """
+  codes, scales, outer = _scaled(x, name, axes, recovers=True)
+  return _stored(x, codes, scales, outer, name, axes)
+
+
+def pack(array: Quantised, name: str, axes: Axes) -> dict[str, jax.Array]:
+  """Returns the arrays that `PARTS` names, whose dtypes have no bit unused.
+
+  Raises:
+    ValueError: two codes of 4 bits do not share a byte, as the contracted axis
+      is odd.
+  """
+  parts = {'codes': array.codes, 'scales': array.scales}
+  if array.outer is not None:
+    parts['outer'] = array.outer.astype(jnp.float8_e8m0fnu)
+  if name in _OF_FOUR_BITS:
+    axis = axes.blocks[0]
+    if array.codes.shape[axis] % 2:
+      raise ValueError(
+        f'{name!r} packs two codes in a byte, and the contracted axis of '
+        f'{list(array.codes.shape)} is odd. Choose a format of 8 bits.'
+      )
+    bits = jax.lax.bitcast_convert_type(array.codes, jnp.uint4)
+    bits = jnp.moveaxis(bits.astype(jnp.uint8), axis, 0)
+    parts['codes'] = jnp.moveaxis(bits[::2] | bits[1::2] << 4, 0, axis)
+  return parts
+
+
+def unpack(
+  parts: dict[str, jax.Array],
+  name: str,
+  axes: Axes,
+  dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> jax.Array:
+  """Returns the values of packed arrays."""
+  codes, outer = parts['codes'], parts.get('outer')
+  if name in _OF_FOUR_BITS:
+    axis = axes.blocks[0]
+    pairs = jnp.stack([codes & 15, codes >> 4], axis + 1).astype(jnp.int32)
+    shape = list(codes.shape)
+    shape[axis] *= 2
+    codes = _FROM_BITS[name](pairs).reshape(shape)
+  if outer is not None:
+    outer = outer.astype(jnp.float32)
+  whole = Quantised(codes, parts['scales'], outer)
+  return dequantise(whole, name, axes, dtype)
+
+
+def _e2m1_of(bits):
+  """Returns the E2M1 of four bits: a sign, two of exponent, one of mantissa."""
+  # The exponent's bias is 1, that of float32 127; 0 and 1/2 have none.
+  words = ((bits & 7) << 22) + (126 << 23)
+  normal = jax.lax.bitcast_convert_type(words, jnp.float32)
+  size = jnp.where(bits & 6, normal, 0.5 * (bits & 1))
+  return jnp.where(bits & 8, -size, size)
+
+
+_FROM_BITS = {'nvfp4': _e2m1_of, 'int4': lambda bits: (bits ^ 8) - 8}
+_OF_FOUR_BITS = tuple(_FROM_BITS)
 
 
 def dequantise(
@@ -124,7 +205,7 @@ def _rounded_jvp(name, axes, primals, tangents):
   return rounded(*primals, name, axes), tangents[0]
 
 
-def _scaled(x, name, axes):
+def _scaled(x, name, axes, recovers=False):
   """Returns codes in float32 and blocks, scales of blocks, and outer scales."""
   x = x.astype(jnp.float32)
   outer = None
@@ -137,17 +218,62 @@ def _scaled(x, name, axes):
   x = _in_blocks(x, name, axes.blocks)
   top = grids.largest(x, _inner(axes.blocks))
   if name == 'nvfp4':
-    scales = grids.e4m3(_divided(top, grids.E2M1_MAX))
-    codes = grids.e2m1(x, scales)
+    # The largest code is 6, but of a subnormal scale, which may be far off.
+    tops = (grids.E2M1_MAX, 4.0, 3.0)[: 3 if recovers else 1]
+    scales = [grids.e4m3(_divided(top, code)) for code in tops]
+    codes, scales = _first_exact(x, scales, grids.e2m1, jnp.float32)
   elif name == 'int4':
-    scales = jnp.maximum(_divided(top, _INT4_MAX), _INT4_LEAST)
-    scales = rounding.rounded(scales, jnp.bfloat16).astype(jnp.float32)
-    codes = jnp.clip(jnp.round(_divided(x, scales)), -_INT4_MAX, _INT4_MAX)
-    codes = jnp.where(codes == 0, 0.0, codes)  # INT4 has no -0.
+    scale = jnp.maximum(_divided(top, _INT4_MAX), _INT4_LEAST)
+    scales = [rounding.rounded(scale, jnp.bfloat16).astype(jnp.float32)]
+    if recovers:
+      scales += _near_int4(scales[0])
+    codes, scales = _first_exact(x, scales, _int4, jnp.bfloat16)
   else:
     scales = grids.scale_up(top, grids.E4M3_MAX)
     codes = grids.e4m3(x / scales)
   return codes, scales, outer
+
+
+def _first_exact(x, scales, code, dtype):
+  """Returns codes and the first scale of each block whose values are x.
+
+  If none is, the scale is the first of all.
+  """
+  codes, best = code(x, scales[0]), scales[0]
+  inner = tuple(a for a, n in enumerate(best.shape) if n != x.shape[a])
+  for i, scale in enumerate(scales[1:]):
+    if not i:
+      is_exact = _is_exact(x, codes * best, inner, dtype)
+    other = code(x, scale)
+    takes = ~is_exact & _is_exact(x, other * scale, inner, dtype)
+    codes, best = jnp.where(takes, other, codes), jnp.where(takes, scale, best)
+    is_exact |= takes
+  return codes, best
+
+
+def _is_exact(x, values, inner, dtype):
+  same = rounding.rounded(values, dtype).astype(jnp.float32) == x
+  return same.all(inner, keepdims=True)
+
+
+def _int4(x, scales):
+  codes = jnp.clip(jnp.round(_divided(x, scales)), -_INT4_MAX, _INT4_MAX)
+  return jnp.where(codes == 0, 0.0, codes)  # INT4 has no -0.
+
+
+def _near_int4(scale):
+  """Returns other scales with which a block may have been rounded.
+
+  Seven times a scale is rounded to bfloat16, a seventh of which is rounded to
+  the scale or its neighbour. The least scale is that of smaller numbers, too.
+  """
+  bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+  near = [bits + step * 2**16 for step in (-1, 1)]
+  least = jnp.asarray(_INT4_LEAST, jnp.bfloat16).astype(jnp.float32)
+  return [
+    *(jax.lax.bitcast_convert_type(word, jnp.float32) for word in near),
+    jnp.full_like(scale, least),
+  ]
 
 
 def _divided(x, divisor):

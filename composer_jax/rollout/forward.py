@@ -15,9 +15,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import trees
 from composer_jax.kernels.attention import paged, tiled
+from composer_jax.models import coded, decoder, head, layer
 from composer_jax.models import config as config_lib
-from composer_jax.models import decoder, head, layer
+from composer_jax.numerics import formats
 from composer_jax.parallel import exchange
 
 
@@ -82,19 +84,21 @@ def unstack(
   becomes an array (`kernels.expert_rows`), and a tied embedding gets a copy
   with the embedding axis first (`kernels.linear`).
 
-  Frozen weights are those of `base` if that is given: the same arrays.
+  Codes of experts stay as they are. Frozen weights are those of `base` if that
+  is given: the same arrays.
   """
   widen = config.compute_dtype == 'float32'
 
-  def copy(x):
+  def copy(name, x):
     is_widened = widen and x.dtype == jnp.bfloat16
+    is_widened &= name.rpartition('/')[2] not in formats.PARTS
     return jnp.array(x, jnp.float32 if is_widened else x.dtype, copy=True)
 
-  variables = jax.tree.map(copy, variables)
+  variables = trees.map_names(copy, variables)
   outer, layers = dict(variables.get('params', {})), []
   for name, length in config.stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
-    layers += [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(length)]
+    layers += [coded.layer_of(stack, i, config) for i in range(length)]
     outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
   is_split = base is None or not base.stacked
