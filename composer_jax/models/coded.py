@@ -64,8 +64,7 @@ def encode(variables: Any, config: model_config.ModelConfig) -> Any:
   def encoded(name, leaf):
     axes = experts.axes_of(name, c.experts)
     some = leaf[c.first : end - c.last]
-    array = formats.recover(some, c.experts, axes)
-    parts = formats.pack(array, c.experts, axes)
+    parts = formats.pack(some, c.experts, axes)
     if c.first or c.last:
       precise = (leaf[: c.first], leaf[end - c.last :])
       parts[_PRECISE] = jnp.concatenate(precise).astype(jnp.bfloat16)

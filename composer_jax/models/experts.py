@@ -161,7 +161,10 @@ def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   layers = range(config.num_moe_layers)
   is_precise_M = jnp.array([config.is_precise(layer) for layer in layers])
   for leaf in WEIGHTS:
-    rounded = formats.rounded(moe[leaf], name, axes_of(leaf, name))
+    # An INT4 checkpoint keeps its values, whoever chose their scales.
+    rounded = formats.rounded(
+      moe[leaf], name, axes_of(leaf, name), name == 'int4'
+    )
     kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
     moe[leaf] = jnp.where(kept, moe[leaf], rounded)
   return {**params, 'moe_layers': {**stack, 'moe': moe}}

@@ -95,48 +95,47 @@ def last(x: jax.Array) -> Axes:
 
 def quantise(x: jax.Array, name: str, axes: Axes) -> Quantised:
   """Returns an array's codes and scales in the format of a name."""
-  return _stored(x, *_scaled(x, name, axes), name, axes)
+  codes, scales, outer = _scaled(x, name, axes)
+  codes = _whole(codes, x.shape, axes.blocks)
+  return _stored(codes, scales, outer, name, axes)
 
 
-def _stored(x, codes, scales, outer, name, axes):
+def _stored(codes, scales, outer, name, axes):
   code_dtype, scale_dtype = _DTYPES[name]
-  codes = _whole(codes, x.shape, axes.blocks).astype(code_dtype)
-  inner = _inner(axes.blocks)
-  return Quantised(codes, scales.squeeze(inner).astype(scale_dtype), outer)
+  scales = scales.squeeze(_inner(axes.blocks)).astype(scale_dtype)
+  return Quantised(codes.astype(code_dtype), scales, outer)
 
 
-def recover(x: jax.Array, name: str, axes: Axes) -> Quantised:
-  """Returns codes of values that `rounded` has made, and these alone.
+def pack(x: jax.Array, name: str, axes: Axes) -> dict[str, jax.Array]:
+  """Returns codes and scales of `PARTS`, with no bit of a dtype unused.
 
-  To `quantise` values again gives other ones where a scale is subnormal, or
-  where INT4 has rounded to bfloat16. Blocks that are no values of the format
-  get the codes of `quantise`.
-  """
-  codes, scales, outer = _scaled(x, name, axes, recovers=True)
-  return _stored(x, codes, scales, outer, name, axes)
-
-
-def pack(array: Quantised, name: str, axes: Axes) -> dict[str, jax.Array]:
-  """Returns the arrays that `PARTS` names, whose dtypes have no bit unused.
+  Values that `rounded` has made are kept, and alone decide on the codes; to
+  `quantise` them would change some where a scale is subnormal, or where INT4
+  has rounded to bfloat16. Other blocks get the codes of `quantise`.
 
   Raises:
     ValueError: two codes of 4 bits do not share a byte, as the contracted axis
       is odd.
   """
-  parts = {'codes': array.codes, 'scales': array.scales}
-  if array.outer is not None:
-    parts['outer'] = array.outer.astype(jnp.float8_e8m0fnu)
-  if name in _OF_FOUR_BITS:
+  codes, scales, outer = _scaled(x, name, axes, recovers=True)
+  codes = _whole(codes, x.shape, axes.blocks)
+  if name not in _BITS:
+    whole = _stored(codes, scales, outer, name, axes)
+  else:
     axis = axes.blocks[0]
-    if array.codes.shape[axis] % 2:
+    if x.shape[axis] % 2:
       raise ValueError(
         f'{name!r} packs two codes in a byte, and the contracted axis of '
-        f'{list(array.codes.shape)} is odd. Choose a format of 8 bits.'
+        f'{list(x.shape)} is odd. Choose a format of 8 bits.'
       )
-    bits = jax.lax.bitcast_convert_type(array.codes, jnp.uint4)
-    bits = jnp.moveaxis(bits.astype(jnp.uint8), axis, 0)
-    parts['codes'] = jnp.moveaxis(bits[::2] | bits[1::2] << 4, 0, axis)
-  return parts
+    to_bits, _ = _BITS[name]
+    pairs = jnp.moveaxis(to_bits(codes) & 15, axis, 0)
+    pairs = (pairs[::2] | pairs[1::2] << 4).astype(jnp.uint8)
+    whole = _stored(codes, scales, outer, name, axes)
+    whole = whole._replace(codes=jnp.moveaxis(pairs, 0, axis))
+  if outer is not None:
+    whole = whole._replace(outer=outer.astype(jnp.float8_e8m0fnu))
+  return {k: v for k, v in whole._asdict().items() if v is not None}
 
 
 def unpack(
@@ -147,29 +146,42 @@ def unpack(
 ) -> jax.Array:
   """Returns the values of packed arrays."""
   codes, outer = parts['codes'], parts.get('outer')
-  if name in _OF_FOUR_BITS:
+  if name in _BITS:
     axis = axes.blocks[0]
     pairs = jnp.stack([codes & 15, codes >> 4], axis + 1).astype(jnp.int32)
     shape = list(codes.shape)
     shape[axis] *= 2
-    codes = _FROM_BITS[name](pairs).reshape(shape)
+    codes = _BITS[name][1](pairs).reshape(shape)
   if outer is not None:
     outer = outer.astype(jnp.float32)
   whole = Quantised(codes, parts['scales'], outer)
   return dequantise(whole, name, axes, dtype)
 
 
+# Not casts of four-bit types, which XLA:CPU cannot compile everywhere. The bits
+# of E2M1 are a sign, two of exponent with bias 1, and one of mantissa; 0 and
+# 1/2 have no exponent.
+
+
+def _e2m1_bits(codes):
+  words = jax.lax.bitcast_convert_type(codes, jnp.int32)
+  size = jnp.abs(codes)
+  normal = ((words >> 22) & 0x1FF) - 2 * 126
+  bits = jnp.where(size >= 1, normal, (2 * size).astype(jnp.int32))
+  return bits | (words >> 28) & 8
+
+
 def _e2m1_of(bits):
-  """Returns the E2M1 of four bits: a sign, two of exponent, one of mantissa."""
-  # The exponent's bias is 1, that of float32 127; 0 and 1/2 have none.
   words = ((bits & 7) << 22) + (126 << 23)
   normal = jax.lax.bitcast_convert_type(words, jnp.float32)
-  size = jnp.where(bits & 6, normal, 0.5 * (bits & 1))
-  return jnp.where(bits & 8, -size, size)
+  size = jnp.where((bits & 6) != 0, normal, 0.5 * (bits & 1))
+  return jnp.where((bits & 8) != 0, -size, size)
 
 
-_FROM_BITS = {'nvfp4': _e2m1_of, 'int4': lambda bits: (bits ^ 8) - 8}
-_OF_FOUR_BITS = tuple(_FROM_BITS)
+_BITS = {
+  'nvfp4': (_e2m1_bits, _e2m1_of),
+  'int4': (lambda codes: codes.astype(jnp.int32), lambda bits: (bits ^ 8) - 8),
+}
 
 
 def dequantise(
@@ -189,20 +201,23 @@ def dequantise(
   return rounding.rounded(values, dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def rounded(x: jax.Array, name: str, axes: Axes) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def rounded(
+  x: jax.Array, name: str, axes: Axes, recovers: bool = False
+) -> jax.Array:
   """Returns what `dequantise` makes of the codes of x, in the dtype of x.
 
-  The gradient passes unchanged (straight-through, Bengio et al. 2013).
+  With `recovers` the codes are those of `pack`, so that values of the format
+  stay. The gradient passes unchanged (straight-through, Bengio et al. 2013).
   """
-  codes, scales, outer = _scaled(x, name, axes)
+  codes, scales, outer = _scaled(x, name, axes, recovers)
   values = _whole(codes * scales, x.shape, axes.blocks)
   return rounding.rounded(values if outer is None else values * outer, x.dtype)
 
 
 @rounded.defjvp
-def _rounded_jvp(name, axes, primals, tangents):
-  return rounded(*primals, name, axes), tangents[0]
+def _rounded_jvp(name, axes, recovers, primals, tangents):
+  return rounded(*primals, name, axes, recovers), tangents[0]
 
 
 def _scaled(x, name, axes, recovers=False):
@@ -226,7 +241,7 @@ def _scaled(x, name, axes, recovers=False):
     scale = jnp.maximum(_divided(top, _INT4_MAX), _INT4_LEAST)
     scales = [rounding.rounded(scale, jnp.bfloat16).astype(jnp.float32)]
     if recovers:
-      scales += _near_int4(scales[0])
+      scales += _near_int4(scales[0], top)
     codes, scales = _first_exact(x, scales, _int4, jnp.bfloat16)
   else:
     scales = grids.scale_up(top, grids.E4M3_MAX)
@@ -257,15 +272,17 @@ def _is_exact(x, values, inner, dtype):
 
 
 def _int4(x, scales):
-  codes = jnp.clip(jnp.round(_divided(x, scales)), -_INT4_MAX, _INT4_MAX)
+  # A scale of `quantise` never gives -8; checkpoints of others have it.
+  codes = jnp.clip(jnp.round(_divided(x, scales)), -_INT4_MAX - 1, _INT4_MAX)
   return jnp.where(codes == 0, 0.0, codes)  # INT4 has no -0.
 
 
-def _near_int4(scale):
+def _near_int4(scale, top):
   """Returns other scales with which a block may have been rounded.
 
   Seven times a scale is rounded to bfloat16, a seventh of which is rounded to
-  the scale or its neighbour. The least scale is that of smaller numbers, too.
+  the scale or its neighbour. The least scale is that of smaller numbers, too,
+  and checkpoints of others have the code -8.
   """
   bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
   near = [bits + step * 2**16 for step in (-1, 1)]
@@ -273,6 +290,7 @@ def _near_int4(scale):
   return [
     *(jax.lax.bitcast_convert_type(word, jnp.float32) for word in near),
     jnp.full_like(scale, least),
+    top / 8,
   ]
 
 

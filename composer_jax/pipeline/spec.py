@@ -359,7 +359,15 @@ class Spec:
 
   def _check_gate(self) -> None:
     """Raises for bands that honest records in bfloat16 would not keep."""
-    gate = self.rl.gate
+    gate, name = self.rl.gate, self.rollout.experts
+    served = rollout_options.served(self.model, self.rollout)
+    if served.precision != self.model.precision and gate.action == 'off':
+      raise ValueError(
+        f'--config.rollout.experts={name} samples with other experts than '
+        f'--config.model.precision.experts={self.model.precision.experts} '
+        'trains, and --config.rl.gate.action=off would not tell. Set both '
+        'alike, or the gate to "stop" or "flag".'
+      )
     dtypes = {self.model.compute_dtype, self.rollout.compute_dtype}
     is_bitwise = self.model.numerics == 'batch_invariant' and len(dtypes) == 1
     if 'bfloat16' not in dtypes or is_bitwise or gate.action != 'stop':

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from composer_jax.core import batches, platforms, trees
-from composer_jax.models import config as model_config
 from composer_jax.models import coded, decoder, head, placement
+from composer_jax.models import config as model_config
 from composer_jax.numerics import formats
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
