@@ -117,21 +117,18 @@ def pack(x: jax.Array, name: str, axes: Axes) -> dict[str, jax.Array]:
     ValueError: two codes of 4 bits do not share a byte, as the contracted axis
       is odd.
   """
+  axis = axes.blocks[0]
+  if name in _BITS and x.shape[axis] % 2:
+    raise ValueError(
+      f'{name!r} packs two codes in a byte, and the contracted axis of '
+      f'{list(x.shape)} is odd. Choose a format of 8 bits.'
+    )
   codes, scales, outer = _scaled(x, name, axes, recovers=True)
   codes = _whole(codes, x.shape, axes.blocks)
-  if name not in _BITS:
-    whole = _stored(codes, scales, outer, name, axes)
-  else:
-    axis = axes.blocks[0]
-    if x.shape[axis] % 2:
-      raise ValueError(
-        f'{name!r} packs two codes in a byte, and the contracted axis of '
-        f'{list(x.shape)} is odd. Choose a format of 8 bits.'
-      )
-    to_bits, _ = _BITS[name]
-    pairs = jnp.moveaxis(to_bits(codes) & 15, axis, 0)
+  whole = _stored(codes, scales, outer, name, axes)
+  if name in _BITS:
+    pairs = jnp.moveaxis(_BITS[name][0](codes) & 15, axis, 0)
     pairs = (pairs[::2] | pairs[1::2] << 4).astype(jnp.uint8)
-    whole = _stored(codes, scales, outer, name, axes)
     whole = whole._replace(codes=jnp.moveaxis(pairs, 0, axis))
   if outer is not None:
     whole = whole._replace(outer=outer.astype(jnp.float8_e8m0fnu))

@@ -333,7 +333,9 @@ def serving(
   )
   swapped = decoder.without_base(served)
   cache = jax.eval_shape(
-    lambda: forward.empty_cache(model, options.pages, options.page_size)
+    lambda: forward.empty_cache(
+      model, options.pages, options.page_size, options.cache_dtype
+    )
   )
   heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
   is_turned = model.tie_embeddings and options.devices == 1

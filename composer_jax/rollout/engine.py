@@ -104,7 +104,9 @@ class Engine:
     )
     self._programs = steps.build(config, options, self._place)
     self._cache = jax.jit(
-      lambda: forward.empty_cache(config, options.pages, options.page_size),
+      lambda: forward.empty_cache(
+        config, options.pages, options.page_size, options.cache_dtype
+      ),
       out_shardings=self._place.pools,
     )()
     self._unread: Unread | None = None

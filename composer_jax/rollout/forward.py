@@ -19,7 +19,7 @@ from composer_jax.core import trees
 from composer_jax.kernels.attention import paged, tiled
 from composer_jax.models import coded, decoder, head, layer
 from composer_jax.models import config as config_lib
-from composer_jax.numerics import formats
+from composer_jax.numerics import formats, grids
 from composer_jax.parallel import exchange
 
 
@@ -129,8 +129,12 @@ def _split_experts(variables):
 
 
 def empty_cache(
-  config: config_lib.ModelConfig, num_pages: int, page_size: int
+  config: config_lib.ModelConfig,
+  num_pages: int,
+  page_size: int,
+  dtype: str = '',
 ) -> Cache:
+  """Returns a cache of zeros; `dtype` '' is that of activations."""
   a = config.attention
   if isinstance(a, config_lib.MLAConfig):
     first, second = (page_size, a.kv_lora_dim), (page_size, a.rope_dim)
@@ -139,7 +143,7 @@ def empty_cache(
     second = (a.num_kv_heads, page_size, a.head_dim)
 
   def pool(shape):
-    return jnp.zeros((num_pages, *shape), jnp.dtype(config.compute_dtype))
+    return jnp.zeros((num_pages, *shape), dtype or config.compute_dtype)
 
   return tuple((pool(first), pool(second)) for _ in range(config.num_layers))
 
@@ -224,6 +228,8 @@ def forward(
     )
     with jax.named_scope('attention'):
       # Written first: the chunk also attends to its own keys in the pages.
+      if cache[i][0].dtype == jnp.float8_e4m3fn:
+        kept = tuple(map(grids.e4m3, kept))  # A cast would not saturate.
       pools: Any = tuple(
         paged.write(pool, new_BT, *places, token_axis=axis)
         for pool, new_BT, axis in zip(cache[i], kept, axes, strict=True)

@@ -38,6 +38,9 @@ class ServingOptions:
       which it multiplies by them; '' for values in bfloat16 and the products
       of `model.precision.experts`. Another format than that gives other
       log-probabilities than the trainer's.
+    cache_dtype: 'float8_e4m3fn' of keys and values in the KV cache, which then
+      has half the bytes of bfloat16, and log-probabilities that differ from the
+      trainer's; '' for that of activations.
   """
 
   devices: int = 1
@@ -52,6 +55,7 @@ class ServingOptions:
   on_swap: str = KEEP
   compute_dtype: str = ''
   experts: str = ''
+  cache_dtype: str = ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,7 @@ class EngineOptions(ServingOptions):
     checks.one_of(self, 'on_swap', ON_SWAP)
     checks.one_of(self, 'compute_dtype', ('', 'float32', 'bfloat16'))
     checks.one_of(self, 'experts', ('', *formats.NAMES))
+    checks.one_of(self, 'cache_dtype', ('', 'float8_e4m3fn'))
     if self.pages < self.table_len:
       raise ValueError(
         f'num_pages ({self.num_pages}) of {self.page_size} tokens must hold a '
@@ -107,8 +112,16 @@ def served(
 ) -> model_config.ModelConfig:
   """Returns the model as an engine of the options computes it.
 
-  A ValueError says that experts of the model have no codes.
+  A ValueError says that experts of the model have no codes, or that a cache of
+  few bits breaks the law of its numerics.
   """
+  if options.cache_dtype and model.numerics == 'batch_invariant':
+    raise ValueError(
+      f'cache_dtype is {options.cache_dtype!r}, and the numerics '
+      "'batch_invariant' promise the trainer's log-probabilities bit for bit, "
+      "which keys of few bits would change. Set cache_dtype='', or numerics "
+      "'fast'."
+    )
   name, precision = options.experts, model.precision
   if name:
     precision = dataclasses.replace(precision, experts=name)

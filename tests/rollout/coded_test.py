@@ -3,11 +3,16 @@
 import dataclasses
 import functools
 
+import chex
 import jax
+import numpy as np
 import pytest
 
-from composer_jax.models import decoder
+from composer_jax.delta import chunking, publisher
+from composer_jax.models import coded, decoder
+from composer_jax.models import config as model_config
 from composer_jax.rollout import engine as engines
+from configs.models import tiny
 from tests.rl import replayed, zero_mismatch_test
 
 
@@ -27,15 +32,64 @@ def _policies(config):
   ]
 
 
-def _expert_bits(layers):
-  """Returns bits a weight of the experts of an engine's layers."""
-  sizes = [
-    (x.nbytes, x.size)
-    for layer in layers
-    for name in ('gate_up', 'down')
-    for x in jax.tree.leaves(layer['params']['moe'][name])
+def _experts(tree):
+  moe = tree['params']['moe']
+  return jax.tree.leaves([moe[name] for name in ('gate_up', 'down')])
+
+
+def test_an_engine_of_nvfp4_has_4_6_bits_a_weight():
+  """In its arrays, for the width of the tiny model."""
+  fields = tiny.get_config().to_dict() | {'num_layers': 2}
+  fields['moe']['num_experts'] = 4
+  config = model_config.ModelConfig.from_dict(fields)
+  options = engines.EngineOptions(num_slots=1, max_len=64)
+  size = {}
+  for name in ('', 'nvfp4'):
+    held = dataclasses.replace(options, experts=name)
+    variables = jax.tree.map(
+      lambda x: np.zeros(x.shape, x.dtype), decoder.abstract(config)[0]
+    )
+    engine = engines.Engine(config, variables, 0, held)
+    size[name] = sum(
+      x.nbytes for x in _experts(engine._served.weights.layers[1])
+    )
+  weights = config.moe.num_experts * 3 * config.embed_dim * config.moe.ffw_dim
+  assert size[''] == 4 * weights  # Computes in float32.
+  assert 4.5 < 8 * size['nvfp4'] / weights <= 4.6
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'nvfp4',
+    *(
+      pytest.param(n, marks=pytest.mark.slow) for n in ('mxfp8', 'fp8', 'int4')
+    ),
+  ],
+)
+def test_identities_of_values_and_of_codes_name_the_same_policies(name):
+  """One layer stays in bfloat16. Codes are those of an engine's own, too."""
+  precision = model_config.PrecisionConfig(experts=name, first=1)
+  config = replayed.CONFIGS['gqa_softmax']
+  config = dataclasses.replace(config, precision=precision)
+  values, codes = _policies(config)
+  with_codes = _coded(config)
+  identities = [
+    [chunking.identify(publisher.blocks(policy))[0] for policy in policies]
+    for policies in (values, codes)
   ]
-  return 8 * sum(nbytes for nbytes, _ in sizes)
+  assert len({*identities[0], *identities[1]}) == 4
+  for value, code in zip(values, codes, strict=True):
+    own = coded.held(value, config, config, True)
+    chex.assert_trees_all_equal(own, code)
+    assert coded.held(code, with_codes, config, True) is code
+    back = coded.held(code, with_codes, config, False)
+    chex.assert_trees_all_equal(back, value)
+  shapes = coded.abstract(decoder.abstract(config)[0], config)
+  chex.assert_trees_all_equal_shapes_and_dtypes(
+    shapes['params']['moe_layers']['moe']['down'],
+    codes[0]['params']['moe_layers']['moe']['down'],
+  )
 
 
 @pytest.mark.slow
