@@ -21,7 +21,7 @@ KL = 'mismatch_kl_exact'
 
 
 def _changed(spec, precision=None, action='stop', **rollout):
-  """Returns the spec of one step of RL."""
+  """Returns the spec with other formats."""
   model = spec.model
   if precision is not None:
     model = dataclasses.replace(model, precision=precision)
@@ -29,7 +29,7 @@ def _changed(spec, precision=None, action='stop', **rollout):
   return dataclasses.replace(
     spec,
     model=model,
-    rl=dataclasses.replace(spec.rl, steps=1, gate=gate, mismatch_every=1),
+    rl=dataclasses.replace(spec.rl, gate=gate, mismatch_every=1),
     rollout=dataclasses.replace(spec.rollout, **rollout),
   )
 
