@@ -11,9 +11,13 @@ import pytest
 from composer_jax.delta import chunking, publisher
 from composer_jax.models import coded, decoder
 from composer_jax.models import config as model_config
+from composer_jax.parallel import topology
+from composer_jax.plan import memory
 from composer_jax.rollout import engine as engines
 from configs.models import tiny
+from tests.parallel import on_mesh
 from tests.rl import replayed, zero_mismatch_test
+from tests.rollout import mesh_test, serving
 
 
 def _coded(config):
@@ -38,23 +42,25 @@ def _experts(tree):
 
 
 def test_an_engine_of_nvfp4_has_4_6_bits_a_weight():
-  """In its arrays, for the width of the tiny model."""
+  """In its arrays, for the width of the tiny model, as the plan counts."""
   fields = tiny.get_config().to_dict() | {'num_layers': 2}
   fields['moe']['num_experts'] = 4
   config = model_config.ModelConfig.from_dict(fields)
   options = engines.EngineOptions(num_slots=1, max_len=64)
-  size = {}
+  size, counted = {}, {}
   for name in ('', 'nvfp4'):
     held = dataclasses.replace(options, experts=name)
     variables = jax.tree.map(
       lambda x: np.zeros(x.shape, x.dtype), decoder.abstract(config)[0]
     )
     engine = engines.Engine(config, variables, 0, held)
+    counted[name] = memory.serving(config, held).terms['served weights']
     size[name] = sum(
       x.nbytes for x in _experts(engine._served.weights.layers[1])
     )
   weights = config.moe.num_experts * 3 * config.embed_dim * config.moe.ffw_dim
   assert size[''] == 4 * weights  # Computes in float32.
+  assert counted[''] - counted['nvfp4'] == size[''] - size['nvfp4']
   assert 4.5 < 8 * size['nvfp4'] / weights <= 4.6
 
 
@@ -124,3 +130,25 @@ def test_codes_change_no_bit_of_what_is_sampled(name):
     (_coded(config), codes, options),
   ):
     zero_mismatch_test._assert_same(play(*how), wanted)
+
+
+@pytest.mark.slow
+def test_codes_lie_over_a_mesh():
+  """Each device has whole experts; sums over devices round otherwise."""
+  config = dataclasses.replace(
+    mesh_test.GQA,
+    moe=dataclasses.replace(mesh_test.GQA.moe, ffw_dim=8),
+    precision=model_config.PrecisionConfig(experts='nvfp4'),
+  )
+  variables = jax.tree.map(np.asarray, on_mesh.initial(config))
+  options = dataclasses.replace(mesh_test.OPTIONS, experts='nvfp4')
+  results = []
+  for mesh in (None, topology.make_mesh(1, 8, 1)):
+    engine = engines.Engine(config, variables, 1, options, mesh=mesh)
+    results.append(serving.complete(engine, *mesh_test._requests()))
+  codes = _experts(engine._served.weights.layers[-1])[0]
+  assert len(codes.addressable_shards) == 8
+  assert codes.addressable_shards[0].data.nbytes * 8 == codes.nbytes
+  for one, other in zip(*results, strict=True):
+    np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+    np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=2e-5)
