@@ -5,9 +5,8 @@ split into files, headers. Weights that were quantised go out as plain bfloat16,
 and trained ones in the dtype asked for, under a config.json without
 `quantization_config`; with 'int4' those of an int4 source are int4 again, and
 have the bytes of the source in groups whose values training has not changed.
-Tensors that the import carried along go out as they were
-stored, so those of an fp8 source are fp8 with their scales, which config.json
-does not say.
+Tensors that the import carried along go out as they were stored, so those of an
+fp8 source are fp8 with their scales, which config.json does not say.
 
 The folder appears whole: it is made within one beside it, and a killed export
 begins anew. Memory holds one tensor and one chunk of the checkpoint, which is a
@@ -269,12 +268,15 @@ def _packed(
       'again, or choose another --dtype.'
     )
   precision = origin.config.precision
-  is_int4 = precision.experts == 'int4' and not precision.first
-  if origin.is_trained and not (is_int4 and not precision.last):
+  is_whole = precision.experts == 'int4' and not precision.first
+  is_whole &= not precision.last
+  others = [n for n in packed if not is_whole or '.experts.' not in n]
+  if origin.is_trained and others:
     raise ValueError(
-      f'--dtype={hf_layout.INT4} would round weights that the run did not '
-      f'train so: its model.precision is {precision}. Choose bfloat16, or '
-      "train with experts='int4' in all layers."
+      f'--dtype={hf_layout.INT4} would round {others[0]}, which the run did '
+      f'not train so: its model.precision is {precision}. Choose bfloat16, or '
+      "train with experts='int4' in all layers, where only routed experts are "
+      'int4 in the source.'
     )
   return packed
 

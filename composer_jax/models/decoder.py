@@ -22,7 +22,6 @@ from composer_jax.core import batches, trees
 from composer_jax.models import (
   adapters,
   attention,
-  coded,
   experts,
   parameters,
   router,
@@ -224,4 +223,4 @@ def policy(
   cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
   served = {**without_base(variables), name: cast}
   is_coded = config is not None and config.precision.codes
-  return coded.encode(served, config) if is_coded else served
+  return experts.encode(served, config) if is_coded else served

@@ -19,7 +19,6 @@ from composer_jax.kernels.attention import tiled
 from composer_jax.models import (
   adapters,
   attention,
-  coded,
   experts,
   mla,
   norm,
@@ -251,7 +250,7 @@ def mixture(
     x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
     return x_BTD, routes, MixtureStats(sums, None)
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
-  forms = coded.forms(config.precision, weights)
+  forms = experts.forms_of(config.precision, weights)
   with jax.named_scope('experts'):
     if isinstance(weights['down'], tuple):
       y_BTD, count = _one_by_one(forms.single, weights, *routed_BT), None
@@ -286,7 +285,7 @@ def _one_by_one(mlp, weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
 
 def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
   """Adds the experts' outputs, with the gated sum of each row by itself."""
-  tiled = coded.forms(config.precision, weights).tiled
+  tiled = experts.forms_of(config.precision, weights).tiled
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
       tiled, weights, h_BTD, choice.ids_BTA, valid_BT

@@ -384,7 +384,7 @@ class Spec:
     ):
       if is_tight:
         raise ValueError(
-          f'--config.rl.gate.{name}={value:g} is a band for float32, and would '
+          f'--config.rl.gate.{name}={value:g} is a band for float32 and would '
           'stop honest records of an engine or a trainer in bfloat16 '
           '(--config.rollout.compute_dtype, model.compute_dtype), or of a cache '
           'in float8 (--config.rollout.cache_dtype). Set '

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from composer_jax.core import batches, platforms, trees
-from composer_jax.models import coded, decoder, head, placement
 from composer_jax.models import config as model_config
+from composer_jax.models import decoder, experts, head, placement
 from composer_jax.numerics import formats
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
@@ -324,7 +324,7 @@ def serving(
   mesh = specs.Mesh(fsdp=options.devices)
   variables, places = _described(model, mesh, layouts.DECODE)
   if options.experts:
-    variables = coded.abstract(variables, model)
+    variables = experts.abstract_codes(variables, model)
     places = jax.tree.broadcast(places, variables)
   dtype = jnp.dtype(model.compute_dtype)
   is_part = lambda name: name.rpartition('/')[2] in formats.PARTS

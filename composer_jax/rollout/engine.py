@@ -30,8 +30,8 @@ import jax
 import numpy as np
 
 from composer_jax.core import records, trees
-from composer_jax.models import coded, decoder
 from composer_jax.models import config as config_lib
+from composer_jax.models import decoder, experts
 from composer_jax.rollout import forward, placing, sessions, steps
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
@@ -82,8 +82,8 @@ class Engine:
     """
     self._shapes, self._model = _shapes(variables), config
     expected = decoder.abstract(config)[0]
-    if coded.of_variables(variables):
-      expected = coded.abstract(expected, config)
+    if experts.are_coded(variables):
+      expected = experts.abstract_codes(expected, config)
     _compare(self._shapes, _shapes(expected), version, dtypes=False)
     config = options_lib.served(config, options)
     self.config, self.options = config, options
@@ -242,7 +242,7 @@ class Engine:
       expected = {name: expected[name] for name in filter(is_own, expected)}
     _compare(_shapes(variables), expected, version, dtypes=True)
     variables = placing.put(variables, self.config, self._place)
-    variables = coded.held(
+    variables = experts.held(
       variables, self._model, self.config, bool(self.options.experts)
     )
     is_sharded = self._place.plan is not None

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from composer_jax.core import trees
 from composer_jax.kernels.attention import paged, tiled
-from composer_jax.models import coded, decoder, head, layer
 from composer_jax.models import config as config_lib
+from composer_jax.models import decoder, experts, head, layer
 from composer_jax.numerics import formats, grids
 from composer_jax.parallel import exchange
 
@@ -98,7 +98,7 @@ def unstack(
   outer, layers = dict(variables.get('params', {})), []
   for name, length in config.stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
-    layers += [coded.layer_of(stack, i, config) for i in range(length)]
+    layers += [experts.layer_of(stack, i, config) for i in range(length)]
     outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
   is_split = base is None or not base.stacked

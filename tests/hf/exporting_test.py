@@ -236,7 +236,9 @@ def _check_trained(tmp_path, source, origin):
   ):
     np.testing.assert_array_equal(one.astype(np.float32), other)
   unlike = dataclasses.replace(trained, config=origin.config)
-  with pytest.raises(ValueError, match="that the run did not train so.*'int4'"):
+  with pytest.raises(
+    ValueError, match="which the run did not train so.*'int4'"
+  ):
     exporting.write(unlike, tmp_path / 'other', dtype='int4')
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from composer_jax.delta import chunking, publisher
-from composer_jax.models import coded, decoder
 from composer_jax.models import config as model_config
+from composer_jax.models import decoder, experts
 from composer_jax.parallel import topology
 from composer_jax.plan import memory
 from composer_jax.rollout import engine as engines
@@ -86,12 +86,12 @@ def test_identities_of_values_and_of_codes_name_the_same_policies(name):
   ]
   assert len({*identities[0], *identities[1]}) == 4
   for value, code in zip(values, codes, strict=True):
-    own = coded.held(value, config, config, True)
+    own = experts.held(value, config, config, True)
     chex.assert_trees_all_equal(own, code)
-    assert coded.held(code, with_codes, config, True) is code
-    back = coded.held(code, with_codes, config, False)
+    assert experts.held(code, with_codes, config, True) is code
+    back = experts.held(code, with_codes, config, False)
     chex.assert_trees_all_equal(back, value)
-  shapes = coded.abstract(decoder.abstract(config)[0], config)
+  shapes = experts.abstract_codes(decoder.abstract(config)[0], config)
   chex.assert_trees_all_equal_shapes_and_dtypes(
     shapes['params']['moe_layers']['moe']['down'],
     codes[0]['params']['moe_layers']['moe']['down'],

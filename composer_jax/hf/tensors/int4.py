@@ -44,7 +44,7 @@ def packed(
 
 @jax.jit
 def _quantised(masters):
-  # As `decoder.policy` rounds them, and `coded.encode` codes these values.
+  # As `decoder.policy` rounds them, and `experts.encode` codes these values.
   axes = formats.last(masters)
   values = formats.rounded(masters, 'int4', axes, True)
   return formats.pack(rounding.rounded(values, 'bfloat16'), 'int4', axes)
