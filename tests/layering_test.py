@@ -67,9 +67,10 @@ DOORS = {
 # rows balanced over devices, 60 episodes by the engine's memory, 380 turns that
 # another worker goes on from and engines that are lent, 70 windows that
 # harnesses of their own open, 680 numerics of few bits, 30 weights that are
-# named by lease. Later work may add what its issue states and no more: numerics
-# 320, multi-token prediction and speculation 900.
-SPINE_LINES = 24_680
+# named by lease, 360 codes that engines and bundles hold. Later work may add
+# what its issue states and no more: numerics 320, multi-token prediction and
+# speculation 900.
+SPINE_LINES = 25_040
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 3,400 leases of a fleet, crews of workers and a simulator, 390 the order and
 # balance of RL, 4,600 other people's harnesses, task directories and
@@ -77,8 +78,9 @@ SPINE_LINES = 24_680
 # learning from live use, 575 objects in values of tasks and what makes them
 # equal, 125 positions of imports, tasks that are held out by file, and changes
 # with which all stages of a run fit, 100 refusals of what environments and
-# harnesses of others send.
-LIBRARY_LINES = 76_340
+# harnesses of others send, 360 codes of experts, 110 checkpoints that go out as
+# INT4.
+LIBRARY_LINES = 76_810
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.

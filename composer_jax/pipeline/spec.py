@@ -386,8 +386,8 @@ class Spec:
         raise ValueError(
           f'--config.rl.gate.{name}={value:g} is a band for float32 and would '
           'stop honest records of an engine or a trainer in bfloat16 '
-          '(--config.rollout.compute_dtype, model.compute_dtype), or of a cache '
-          'in float8 (--config.rollout.cache_dtype). Set '
+          '(--config.rollout.compute_dtype, model.compute_dtype), or of a '
+          'cache in float8 (--config.rollout.cache_dtype). Set '
           '--config.rl.gate.max_kl_exact to 1e-4 (1e-3 if the two differ), '
           'min_exact_agreement to 0.97 and max_kl_afresh to 1e-3, or '
           '--config.rl.gate.action=flag.'
