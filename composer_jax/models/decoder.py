@@ -222,5 +222,6 @@ def policy(
     masters = experts.in_format(masters, config)
   cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
   served = {**without_base(variables), name: cast}
-  is_coded = config is not None and config.precision.codes
-  return experts.encode(served, config) if is_coded else served
+  if config is not None and config.precision.codes:
+    return experts.encode(served, config)
+  return served

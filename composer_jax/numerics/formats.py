@@ -252,10 +252,11 @@ def _first_exact(x, scales, code, dtype):
   If none is, the scale is the first of all.
   """
   codes, best = code(x, scales[0]), scales[0]
+  if len(scales) == 1:
+    return codes, best
   inner = tuple(a for a, n in enumerate(best.shape) if n != x.shape[a])
-  for i, scale in enumerate(scales[1:]):
-    if not i:
-      is_exact = _is_exact(x, codes * best, inner, dtype)
+  is_exact = _is_exact(x, codes * best, inner, dtype)
+  for scale in scales[1:]:
     other = code(x, scale)
     takes = ~is_exact & _is_exact(x, other * scale, inner, dtype)
     codes, best = jnp.where(takes, other, codes), jnp.where(takes, scale, best)
