@@ -56,13 +56,9 @@ def test_rollouts_of_few_bits_need_a_trainer_of_the_same(
     reinforce.reinforce(job)
   gap = lines_of_rl(tmp_path / 'mixed')[1]
   assert gap[KL] > 1e4 * plain[KL]
-  print(
-    {n: r[KL] for n, r in dict(plain=plain, unified=unified, mixed=gap).items()}
-  )
 
 
 def test_a_cache_of_few_bits_shows_in_the_mismatch(spec, tokenizer, tmp_path):
   rough = _changed(spec, action='flag', cache_dtype='float8_e4m3fn')
   line = _lines(rough, tokenizer, tmp_path)[1]
   assert 1e-9 < line[KL] < 0.1
-  print(line)
