@@ -23,8 +23,8 @@ _RETIRED = ('dispatched', 'combined')
 FREE = (
   *(f'adapters.{name}' for name in (*ADAPTED, 'alpha')),
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
-  *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
   'precision.codes',
+  *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
 

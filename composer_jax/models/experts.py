@@ -20,16 +20,10 @@ from composer_jax.parallel import dispatch
 
 # Axes of [M, E, D, 2, F] and [M, E, F, D]: those of square blocks in 'fp8',
 # and of an outer scale, which gate and up share.
-WEIGHTS = {
+_WEIGHTS = {
   'gate_up': formats.Axes((2, 4), (2, 3)),
   'down': formats.Axes((2, 3), (2,)),
 }
-
-
-def axes_of(leaf: str, name: str) -> formats.Axes:
-  """Returns the axes of stacked weights in a format."""
-  axes = WEIGHTS[leaf]
-  return axes if name == 'fp8' else axes._replace(blocks=axes.blocks[:1])
 
 
 def expert_mlp(
@@ -152,6 +146,11 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
   return Forms(mlp, bind(products.tiled), bind(products.single))
 
 
+def _axes_of(leaf, name):
+  axes = _WEIGHTS[leaf]
+  return axes if name == 'fp8' else axes._replace(blocks=axes.blocks[:1])
+
+
 def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   """Returns parameters with the experts' weights rounded to their format."""
   name = config.precision.experts
@@ -161,10 +160,10 @@ def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   moe = dict(stack['moe'])
   layers = range(config.num_moe_layers)
   is_precise_M = jnp.array([config.is_precise(layer) for layer in layers])
-  for leaf in WEIGHTS:
+  for leaf in _WEIGHTS:
     # An INT4 checkpoint keeps its values, whoever chose their scales.
     rounded = formats.rounded(
-      moe[leaf], name, axes_of(leaf, name), name == 'int4'
+      moe[leaf], name, _axes_of(leaf, name), name == 'int4'
     )
     kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
     moe[leaf] = jnp.where(kept, moe[leaf], rounded)
@@ -218,7 +217,7 @@ def encode(variables: Any, config: model_config.ModelConfig) -> Any:
   c, end = config.precision, config.num_moe_layers
 
   def encoded(name, leaf):
-    axes = axes_of(name, c.experts)
+    axes = _axes_of(name, c.experts)
     some = leaf[c.first : end - c.last]
     parts = formats.pack(some, c.experts, axes)
     if c.first or c.last:
@@ -234,7 +233,7 @@ def decode(variables: Any, config: model_config.ModelConfig) -> Any:
   c = config.precision
 
   def decoded(name, parts):
-    axes = axes_of(name, c.experts)
+    axes = _axes_of(name, c.experts)
     values = formats.unpack(parts, c.experts, axes)
     if _PRECISE not in parts:
       return values
@@ -246,7 +245,7 @@ def decode(variables: Any, config: model_config.ModelConfig) -> Any:
 
 def _with_experts(variables, change):
   stack = variables['params']['moe_layers']
-  changed = {name: change(name, stack['moe'][name]) for name in WEIGHTS}
+  changed = {name: change(name, stack['moe'][name]) for name in _WEIGHTS}
   stack = {**stack, 'moe': {**stack['moe'], **changed}}
   params = {**variables['params'], 'moe_layers': stack}
   return {**variables, 'params': params}
@@ -284,7 +283,7 @@ def forms_of(
   def single(weights, rows_BD):
     values = {
       name: formats.unpack(
-        parts, config.experts, axes_of(name, config.experts).without(2)
+        parts, config.experts, _axes_of(name, config.experts).without(2)
       ).astype(rows_BD.dtype)
       for name, parts in weights.items()
     }
