@@ -141,6 +141,7 @@ def _packed(rng, arrays, name):
   rows, columns = arrays[name].shape
   codes = rng.integers(0, 16, (rows, columns), np.uint8)
   codes[:, ::32] = rng.integers(0, 2, (rows, columns // 32))  # -8 or -7
+  codes[0, :32] = 8  # Zeros, which tell of no scale.
   scales = np.exp(rng.normal(size=(rows, columns // 32)))
   scales = scales.astype(ml_dtypes.bfloat16)
   del arrays[name]
