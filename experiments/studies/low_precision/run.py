@@ -146,7 +146,7 @@ def main() -> None:
   data = corpus()
   known = results.read(_ROOT / 'results')
   fields = ('stage', 'forward', 'backward', 'seed', 'step')
-  done = {tuple(row[f] for f in fields) for row in known}
+  done = {tuple(row.get(f) for f in fields) for row in known}
   # Seed by seed, so that a part of them compares all formats.
   for seed, is_fixed, arm in itertools.product(
     map(int, _SEEDS.value), (True, False), ARMS
