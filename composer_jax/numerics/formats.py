@@ -207,7 +207,7 @@ def rounded(
   With `recovers` the codes are those of `pack`, so that values of the format
   stay. The gradient passes unchanged (straight-through, Bengio et al. 2013).
   """
-  codes, scales, outer = _scaled(x, name, axes, recovers)
+  codes, scales, outer = _scaled(x, name, axes, recovers=recovers)
   values = _whole(codes * scales, x.shape, axes.blocks)
   return rounding.rounded(values if outer is None else values * outer, x.dtype)
 
