@@ -27,9 +27,10 @@ _OUT = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_enum(
   'dtype',
   None,
-  ['source', 'bfloat16', 'float16', 'float32'],
+  ['source', 'int4', 'bfloat16', 'float16', 'float32'],
   'Dtype of the tensors. Default: bfloat16 for a run; for an import directory '
-  'source, the dtype that each tensor was imported with.',
+  'source, the dtype that each tensor was imported with. int4 is that of the '
+  'source, where it was quantised so.',
 )
 _FAMILY = flags.DEFINE_string(
   'family',

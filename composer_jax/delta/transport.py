@@ -197,7 +197,8 @@ class Receiver:
       mesh: devices of the engine that decodes; chunks go straight to those
         whose shards they meet. None takes them whole, to the first device.
     """
-    like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
+    policy = functools.partial(decoder.policy, config=model)
+    like = jax.eval_shape(policy, decoder.abstract(model)[0])
     if mesh is not None and mesh.size > 1:
       places = placement.variable_shardings(
         model, layout=layouts.DECODE, mesh=mesh
@@ -205,7 +206,7 @@ class Receiver:
       like = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding),
         like,
-        decoder.without_base(places),
+        jax.tree.broadcast(decoder.without_base(places), like),
       )
     self.store = store_of(workdir, store)
     self._news = subscriber.Subscriber(

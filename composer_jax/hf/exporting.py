@@ -3,9 +3,10 @@
 An import that was not trained goes back byte for byte: names, order, dtypes,
 split into files, headers. Weights that were quantised go out as plain bfloat16,
 and trained ones in the dtype asked for, under a config.json without
-`quantization_config`. Tensors that the import carried along go out as they were
-stored, so those of an fp8 source are fp8 with their scales, which config.json
-does not say.
+`quantization_config`; with 'int4' those of an int4 source are int4 again, and
+have the bytes of the source in groups whose values training has not changed.
+Tensors that the import carried along go out as they were stored, so those of an
+fp8 source are fp8 with their scales, which config.json does not say.
 
 The folder appears whole: it is made within one beside it, and a killed export
 begins anew. Memory holds one tensor and one chunk of the checkpoint, which is a
@@ -14,11 +15,13 @@ whole shard unless it was saved with smaller chunks.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +30,7 @@ from composer_jax.core import files
 from composer_jax.hf import imported as hf_imported
 from composer_jax.hf import importing, making
 from composer_jax.hf.architecture import config as hf_config
-from composer_jax.hf.tensors import blocks, names, quantized, source
+from composer_jax.hf.tensors import blocks, int4, names, quantized, source
 from composer_jax.hf.tensors import carried as hf_carried
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import layout as hf_layout
@@ -147,9 +150,10 @@ def write(
   """Writes a Hugging Face checkpoint into a folder that must not exist.
 
   Args:
-    dtype: key of `hf.tensors.layout.DTYPES`, or 'source' for the dtype of each
-      imported tensor; None is 'source' for an import and 'bfloat16' for a
-      trained model. The selection bias is float32 unless it is 'source'.
+    dtype: key of `hf.tensors.layout.DTYPES`, 'source' for the dtype of each
+      imported tensor, or 'int4' for that and the int4 of the source; None is
+      'source' for an import and 'bfloat16' for a trained model. The selection
+      bias is float32 unless it is as in the source.
     file_bytes: most bytes of a file, where the import's split is not kept.
 
   Raises:
@@ -162,15 +166,16 @@ def write(
   if origin.imported is not None:
     record = importing.read_record(origin.imported)
   dtype = dtype or ('bfloat16' if origin.is_trained else hf_layout.SOURCE)
-  if dtype == hf_layout.SOURCE and record is None:
+  if dtype in (hf_layout.SOURCE, hf_layout.INT4) and record is None:
     raise ValueError(
       f'--dtype={dtype} needs an imported model; choose one of '
       f'{[*hf_layout.DTYPES]}.'
     )
+  packed = _packed(origin, record) if dtype == hf_layout.INT4 else {}
   prefix = record['prefix'] if record else ''
   table = names.tensors(origin.config, origin.family, prefix=prefix)
   dtypes = hf_layout.dtypes(table, dtype, record)
-  headers = hf_layout.headers(table, dtypes, record, file_bytes)
+  headers = hf_layout.headers(table, dtypes, record, file_bytes, packed)
   # Another suffix than that of imports, whose partial folders look alike.
   partial = out.with_name(out.name + '.exporting')
   making.check_absent(out)
@@ -181,9 +186,11 @@ def write(
       frozen = stack.enter_context(_open(origin.base))
       stored = hf_stored.Merged(frozen, stored, origin.config)
     carried = None
-    if origin.imported is not None and record and record['carried']:
-      carried = hf_carried.open_carried(origin.imported, record['carried'])
-      stack.enter_context(carried)
+    if origin.imported is not None and record:
+      kept = [*record['carried'], *itertools.chain(*packed.values())]
+      if kept:
+        carried = hf_carried.open_carried(origin.imported, kept)
+        stack.enter_context(carried)
     stack.enter_context(making.alone(partial, out))
     content = partial / _CONTENT
     if content.exists():
@@ -201,7 +208,8 @@ def write(
         text = record['header_texts'].get(file)
       path = content / file
       writers[file] = hf_io.SafetensorsWriter(path, header, text)
-    _write_tensors(stored, table, dtypes, carried, writers)
+    trained = packed if origin.is_trained else {}
+    _write_tensors(stored, table, dtypes, carried, writers, trained)
     _write_beside(origin, dtype, content)
     hf_io.sync_tree(content)
     making.place(content, out)
@@ -222,7 +230,9 @@ def _write_tensors(
   dtypes: dict[str, np.dtype],
   carried: hf_io.Folder | None,
   writers: dict[str, hf_io.SafetensorsWriter],
+  packed: dict[str, list[str]],
 ) -> None:
+  whole = {part: name for name, parts in packed.items() for part in parts}
   num_tensors = sum(len(writer.tensors) for writer in writers.values())
   done = 0
   with progress.Progress('export', len(stored.shapes) + num_tensors) as bar:
@@ -234,11 +244,52 @@ def _write_tensors(
       for name in writer.tensors:
         if name in table:
           _write_tensor(stored, table[name], dtypes[name], writer)
+        elif name in whole and not name.endswith('_shape'):
+          assert carried is not None
+          values = _matrix(stored, table[whole[name]])
+          parts = int4.packed(values, carried, packed[whole[name]])
+          writer.write(name, hf_io.as_bytes(parts[name]), 0)
         else:
           assert carried is not None
           hf_carried.copy(carried, name, writer)
         bar.update(done := done + 1, written=name)
       writer.close()
+
+
+def _packed(
+  origin: Origin, record: dict[str, Any] | None
+) -> dict[str, list[str]]:
+  """Returns the stored names of the matrices that go out as int4."""
+  packed = record and record.get('packed')
+  if not packed:
+    raise ValueError(
+      f'--dtype={hf_layout.INT4} needs an import that has the codes of its '
+      f'int4 weights; {origin.imported} has none. Import an int4 checkpoint '
+      'again, or choose another --dtype.'
+    )
+  precision = origin.config.precision
+  is_whole = precision.experts == 'int4' and not precision.first
+  is_whole &= not precision.last
+  others = [n for n in packed if not is_whole or '.experts.' not in n]
+  if origin.is_trained and others:
+    raise ValueError(
+      f'--dtype={hf_layout.INT4} would round {others[0]}, which the run did '
+      f'not train so: its model.precision is {precision}. Choose bfloat16, or '
+      "train with experts='int4' in all layers, where only routed experts are "
+      'int4 in the source.'
+    )
+  return packed
+
+
+def _matrix(stored: Any, tensor: names.NamedTensor) -> np.ndarray:
+  """Returns a tensor whole, in float32."""
+  whole = np.empty(math.prod(tensor.shape), np.float32)
+  for part in tensor.parts:
+    chunk = blocks.chunk_shape(part, stored.dtypes[part.array].itemsize)
+    for piece in blocks.pieces(part, chunk):
+      values = stored.read(piece.array, piece.box).astype(np.float32)
+      piece.put(values, whole[piece.start : piece.stop])
+  return whole.reshape(tensor.shape)
 
 
 def _write_tensor(
@@ -284,7 +335,8 @@ def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
     if origin.roles is not None:
       files.write_json(partial / ROLES, origin.roles)
     fields = files.read_json(origin.imported / source.CONFIG)
-    if dtype == hf_layout.SOURCE and quantized.scheme(fields) is None:
+    is_same = dtype == hf_layout.SOURCE and quantized.scheme(fields) is None
+    if is_same or dtype == hf_layout.INT4:
       return
   files.write_atomic(
     partial / source.CONFIG, hf_layout.config_text(fields, dtype)

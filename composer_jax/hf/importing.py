@@ -3,10 +3,10 @@
 An import directory holds model.json (the ModelConfig), hf.json (files and names
 of the source, for the way back), config.json and the tokenizer's files as they
 came, weights/ (a `manager.Checkpoints` of step 0, in the dtypes of the source)
-and carried/ (tensors that the model does not have). It appears whole. Until
-then its content is in a folder beside it, with '.partial' in its name, where
-the same command continues after a kill; source.fingerprint in that folder
-prevents a mixture of two sources.
+and carried/ (tensors that the model does not have, and codes of int4). It
+appears whole. Until then its content is in a folder beside it, with '.partial'
+in its name, where the same command continues after a kill; source.fingerprint
+in that folder prevents a mixture of two sources.
 
 No array is ever held: a piece of a tensor is read, transposed and written.
 """
@@ -101,7 +101,7 @@ def _missing_bytes(
     padded = math.prod(-(-n // c) * c for n, c in grid)
     needed += padded * array.dtype.itemsize
   return needed + sum(
-    source.folder.tensors[name].num_bytes for name in source.carried
+    source.folder.tensors[name].num_bytes for name in source.kept
   )
 
 
@@ -193,6 +193,7 @@ def _write_records(
       for name, t in source.tensors.items()
     },
     'carried': list(source.carried),
+    'packed': source.packed,
   }
   # Unsorted, since a header lists its tensors in their order.
   text = json.dumps(record, indent=1, ensure_ascii=False)

@@ -18,12 +18,15 @@ from the same weights on the same plan, and its trial goes on.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from composer_jax.core import files, processes
 from composer_jax.delta import publisher, transport
@@ -339,7 +342,9 @@ class Learner:
 
   def _promote(self) -> None:
     """Publishes the state to all users; again, if it was interrupted."""
-    policy = decoder.policy(self._functions.policy(self._state))
+    # As `transport.Publication` does: with codes, if the bundles carry them.
+    cast = functools.partial(decoder.policy, config=self._job.spec.model)
+    policy = jax.jit(cast)(self._state.variables())
     self._promoted.publish(policy, self.version)
     self._promoted.wait()
     self._base = self.version

@@ -23,6 +23,7 @@ _RETIRED = ('dispatched', 'combined')
 FREE = (
   *(f'adapters.{name}' for name in (*ADAPTED, 'alpha')),
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
+  'precision.codes',
   *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
@@ -304,17 +305,23 @@ class PrecisionConfig:
       along the contracted axis.
     first: number of first mixture layers that stay in bf16.
     last: number of last mixture layers that stay in bf16.
+    codes: true if bundles carry codes and scales of experts, not their values;
+      what an engine holds is `rollout.experts`.
   """
 
   experts: str = 'bf16'
   backward: str = 'dequantised'
   first: int = 0
   last: int = 0
+  codes: bool = False
 
   def __post_init__(self):
+    checks.boolean(self, 'codes')
     checks.one_of(self, 'experts', ('bf16', *formats.NAMES))
     checks.one_of(self, 'backward', ('dequantised', 'mxfp8'))
     checks.at_least(self, 0, 'first', 'last')
+    rule = "be false, since precision.experts is 'bf16', which has no codes"
+    checks.require(self, 'codes', self.enabled or not self.codes, rule)
 
   @property
   def enabled(self) -> bool:

@@ -213,11 +213,15 @@ def policy(
 
   Rollout serves it and bundles carry it. The selection bias stays float32.
   Frozen parameters are left out. Experts are rounded to the format of the
-  config first; None takes variables that are so already.
+  config first, and are its codes if that says so; None takes variables that are
+  rounded already.
   """
   name = trained(variables)
   masters = trees.on_device(variables[name])
   if config is not None:
     masters = experts.in_format(masters, config)
   cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
-  return {**without_base(variables), name: cast}
+  served = {**without_base(variables), name: cast}
+  if config is not None and config.precision.codes:
+    return experts.encode(served, config)
+  return served

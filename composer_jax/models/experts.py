@@ -1,7 +1,8 @@
 """Feed-forward layers: one dense MLP, and a mixture of routed ones.
 
 The routed ones may have a format of few bits (`numerics.products`); `in_format`
-rounds their weights, for sampler and trainer alike.
+rounds their weights, for sampler and trainer alike, and `encode` makes codes of
+the rounded ones, which engines and bundles may hold.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from composer_jax.kernels import linear
+from composer_jax.kernels import linear, rows
 from composer_jax.kernels.grouped import blocked, matmul
 from composer_jax.models import config as model_config
 from composer_jax.numerics import formats, products
@@ -145,6 +146,11 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
   return Forms(mlp, bind(products.tiled), bind(products.single))
 
 
+def _axes_of(leaf, name):
+  axes = _WEIGHTS[leaf]
+  return axes if name == 'fp8' else axes._replace(blocks=axes.blocks[:1])
+
+
 def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   """Returns parameters with the experts' weights rounded to their format."""
   name = config.precision.experts
@@ -154,10 +160,141 @@ def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   moe = dict(stack['moe'])
   layers = range(config.num_moe_layers)
   is_precise_M = jnp.array([config.is_precise(layer) for layer in layers])
-  for leaf, axes in _WEIGHTS.items():
-    if name != 'fp8':
-      axes = axes._replace(blocks=axes.blocks[:1])
-    rounded = formats.rounded(moe[leaf], name, axes)
+  for leaf in _WEIGHTS:
+    # An INT4 checkpoint keeps its values, whoever chose their scales.
+    rounded = formats.rounded(
+      moe[leaf], name, _axes_of(leaf, name), name == 'int4'
+    )
     kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
     moe[leaf] = jnp.where(kept, moe[leaf], rounded)
   return {**params, 'moe_layers': {**stack, 'moe': moe}}
+
+
+# An engine and bundles may have codes in place of values: 'gate_up' or 'down'
+# is then a dictionary of the arrays of `formats.pack`, stacked over the layers
+# that have the format, with those of the others in 'precise'. Codes are a
+# function of the values: policies of equal values have equal codes.
+_PRECISE = 'precise'
+
+
+def _is_coded(leaf: Any) -> bool:
+  """Returns whether a node of a tree holds the codes of an array."""
+  return isinstance(leaf, dict) and 'codes' in leaf
+
+
+def are_coded(variables: Any) -> bool:
+  """Returns whether a decoder's variables hold codes."""
+  moe = variables.get('params', {}).get('moe_layers', {}).get('moe', {})
+  return _is_coded(moe.get('down'))
+
+
+def abstract_codes(variables: Any, config: model_config.ModelConfig) -> Any:
+  """Returns the shapes of `encode`, of those of a decoder's variables."""
+  return jax.eval_shape(functools.partial(encode, config=config), variables)
+
+
+def held(
+  variables: Any,
+  stored: model_config.ModelConfig,
+  served: model_config.ModelConfig,
+  has_codes: bool,
+) -> Any:
+  """Returns variables of a model as an engine holds them."""
+  if are_coded(variables):
+    if has_codes and stored.precision.experts == served.precision.experts:
+      return variables
+    variables = jax.jit(decode, static_argnums=1)(variables, stored)
+  if not has_codes:
+    return variables
+  return jax.jit(encode, static_argnums=1)(variables, served)
+
+
+def encode(variables: Any, config: model_config.ModelConfig) -> Any:
+  """Returns variables whose experts are codes in the format of the config.
+
+  Values of the format are kept; of others the codes are the nearest.
+  """
+  c, end = config.precision, config.num_moe_layers
+
+  def encoded(name, leaf):
+    axes = _axes_of(name, c.experts)
+    some = leaf[c.first : end - c.last]
+    parts = formats.pack(some, c.experts, axes)
+    if c.first or c.last:
+      precise = (leaf[: c.first], leaf[end - c.last :])
+      parts[_PRECISE] = jnp.concatenate(precise).astype(jnp.bfloat16)
+    return parts
+
+  return _with_experts(variables, encoded)
+
+
+def decode(variables: Any, config: model_config.ModelConfig) -> Any:
+  """Returns variables whose experts are bfloat16 values, not codes."""
+  c = config.precision
+
+  def decoded(name, parts):
+    axes = _axes_of(name, c.experts)
+    values = formats.unpack(parts, c.experts, axes)
+    if _PRECISE not in parts:
+      return values
+    first, last = jnp.split(parts[_PRECISE], [c.first])
+    return jnp.concatenate([first, values, last])
+
+  return _with_experts(variables, decoded)
+
+
+def _with_experts(variables, change):
+  stack = variables['params']['moe_layers']
+  changed = {name: change(name, stack['moe'][name]) for name in _WEIGHTS}
+  stack = {**stack, 'moe': {**stack['moe'], **changed}}
+  params = {**variables['params'], 'moe_layers': stack}
+  return {**variables, 'params': params}
+
+
+def layer_of(stack: Any, index: int, config: model_config.ModelConfig) -> Any:
+  """Returns one layer's variables, of which some may be codes."""
+  c, end = config.precision, config.num_moe_layers
+
+  def taken(leaf):
+    if not _is_coded(leaf):
+      return leaf[index]
+    if config.is_precise(index):
+      skipped = end - c.first - c.last if index >= c.first else 0
+      return leaf[_PRECISE][index - skipped]
+    parts = {k: v for k, v in leaf.items() if k != _PRECISE}
+    return {k: v[index - c.first] for k, v in parts.items()}
+
+  return jax.tree.map(taken, stack, is_leaf=_is_coded)
+
+
+def forms_of(
+  config: model_config.PrecisionConfig, weights: dict[str, Any]
+) -> Forms:
+  """Returns the feed-forward of experts: of values, or of codes.
+
+  Codes have no gradient. Each expert is dequantised in the loop that multiplies
+  by it.
+  """
+  plain = forms(config)
+  each = weights['down']
+  if not _is_coded(each[0] if isinstance(each, tuple) else each):
+    return plain
+
+  def single(weights, rows_BD):
+    values = {
+      name: formats.unpack(
+        parts, config.experts, _axes_of(name, config.experts).without(2)
+      ).astype(rows_BD.dtype)
+      for name, parts in weights.items()
+    }
+    # The product is then the same program as that of stored values.
+    return plain.single(*jax.lax.optimization_barrier((values, rows_BD)))
+
+  tiled = functools.partial(_in_tiles, single)
+  return Forms(plain.sorted._replace(forward=tiled), tiled, single)
+
+
+def _in_tiles(single, weights, rows_YD, group_sizes_E):
+  return blocked.map_blocks(
+    single, weights, rows_YD, group_sizes_E, block=rows.TILE
+  )

@@ -26,6 +26,7 @@ from composer_jax.models import (
   router,
 )
 from composer_jax.models import config as model_config
+from composer_jax.numerics import formats
 from composer_jax.parallel import dispatch, exchange, shards
 
 # Parameters of a mixture with an expert axis.
@@ -48,7 +49,11 @@ def prepare(variables: Any, config: model_config.ModelConfig) -> Any:
   Those of norms and the router are float32. The stages' programs then do not
   depend on the dtype of stored weights. Adapters stand beside their weights.
   """
-  cast = lambda path, x: x.astype(_dtype(path, config))
+
+  def cast(path, x):
+    is_part = _names(path)[-1] in formats.PARTS
+    return x if is_part else x.astype(_dtype(path, config))
+
   return _joined(cast, (variables,), config)
 
 
@@ -245,7 +250,7 @@ def mixture(
     x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
     return x_BTD, routes, MixtureStats(sums, None)
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
-  forms = experts.forms(config.precision)
+  forms = experts.forms_of(config.precision, weights)
   with jax.named_scope('experts'):
     if isinstance(weights['down'], tuple):
       y_BTD, count = _one_by_one(forms.single, weights, *routed_BT), None
@@ -280,7 +285,7 @@ def _one_by_one(mlp, weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
 
 def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
   """Adds the experts' outputs, with the gated sum of each row by itself."""
-  tiled = experts.forms(config.precision).tiled
+  tiled = experts.forms_of(config.precision, weights).tiled
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
       tiled, weights, h_BTD, choice.ids_BTA, valid_BT

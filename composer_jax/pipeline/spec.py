@@ -359,10 +359,19 @@ class Spec:
 
   def _check_gate(self) -> None:
     """Raises for bands that honest records in bfloat16 would not keep."""
-    gate = self.rl.gate
+    gate, name = self.rl.gate, self.rollout.experts
+    served = rollout_options.served(self.model, self.rollout)
+    if served.precision != self.model.precision and gate.action == 'off':
+      raise ValueError(
+        f'--config.rollout.experts={name} samples with other experts than '
+        f'--config.model.precision.experts={self.model.precision.experts} '
+        'trains, and --config.rl.gate.action=off would not tell. Set both '
+        'alike, or the gate to "stop" or "flag".'
+      )
     dtypes = {self.model.compute_dtype, self.rollout.compute_dtype}
     is_bitwise = self.model.numerics == 'batch_invariant' and len(dtypes) == 1
-    if 'bfloat16' not in dtypes or is_bitwise or gate.action != 'stop':
+    is_rough = 'bfloat16' in dtypes or self.rollout.cache_dtype
+    if not is_rough or is_bitwise or gate.action != 'stop':
       return
     for name, value, is_tight in (
       ('max_kl_exact', gate.max_kl_exact, gate.max_kl_exact < 1e-6),
@@ -375,9 +384,10 @@ class Spec:
     ):
       if is_tight:
         raise ValueError(
-          f'--config.rl.gate.{name}={value:g} is a band for float32, and would '
+          f'--config.rl.gate.{name}={value:g} is a band for float32 and would '
           'stop honest records of an engine or a trainer in bfloat16 '
-          '(--config.rollout.compute_dtype, model.compute_dtype). Set '
+          '(--config.rollout.compute_dtype, model.compute_dtype), or of a '
+          'cache in float8 (--config.rollout.cache_dtype). Set '
           '--config.rl.gate.max_kl_exact to 1e-4 (1e-3 if the two differ), '
           'min_exact_agreement to 0.97 and max_kl_afresh to 1e-3, or '
           '--config.rl.gate.action=flag.'

@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh
 
 from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, head, placement
+from composer_jax.models import decoder, experts, head, placement
+from composer_jax.numerics import formats
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
@@ -319,16 +320,22 @@ def serving(
   model: model_config.ModelConfig, options: rollout_options.EngineOptions
 ) -> Need:
   """Counts an engine: weights before and after a swap, and the KV cache."""
-  if options.compute_dtype:
-    dtype = options.compute_dtype
-    model = dataclasses.replace(model, compute_dtype=dtype)
+  model = rollout_options.served(model, options)
   mesh = specs.Mesh(fsdp=options.devices)
   variables, places = _described(model, mesh, layouts.DECODE)
+  if options.experts:
+    variables = experts.abstract_codes(variables, model)
+    places = jax.tree.broadcast(places, variables)
   dtype = jnp.dtype(model.compute_dtype)
-  served = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), variables)
+  is_part = lambda name: name.rpartition('/')[2] in formats.PARTS
+  served = trees.map_names(
+    lambda name, x: x if is_part(name) else x.update(dtype=dtype), variables
+  )
   swapped = decoder.without_base(served)
   cache = jax.eval_shape(
-    lambda: forward.empty_cache(model, options.pages, options.page_size)
+    lambda: forward.empty_cache(
+      model, options.pages, options.page_size, options.cache_dtype
+    )
   )
   heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
   is_turned = model.tie_embeddings and options.devices == 1

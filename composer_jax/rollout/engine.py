@@ -31,7 +31,7 @@ import numpy as np
 
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
-from composer_jax.models import decoder
+from composer_jax.models import decoder, experts
 from composer_jax.rollout import forward, placing, sessions, steps
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
@@ -80,13 +80,13 @@ class Engine:
     must live as long. A ValueError tells that the variables do not fit the
     model, or the model the mesh.
     """
-    if options.compute_dtype:
-      dtype = options.compute_dtype
-      config = dataclasses.replace(config, compute_dtype=dtype)
+    self._shapes, self._model = _shapes(variables), config
+    expected = decoder.abstract(config)[0]
+    if experts.are_coded(variables):
+      expected = experts.abstract_codes(expected, config)
+    _compare(self._shapes, _shapes(expected), version, dtypes=False)
+    config = options_lib.served(config, options)
     self.config, self.options = config, options
-    self._shapes = _shapes(variables)
-    expected = _shapes(decoder.abstract(config)[0])
-    _compare(self._shapes, expected, version, dtypes=False)
     mesh = placing.mesh_of(options.devices) if mesh is None else mesh
     if mesh is None:
       self._place = placing.on_device_of(variables)
@@ -104,7 +104,9 @@ class Engine:
     )
     self._programs = steps.build(config, options, self._place)
     self._cache = jax.jit(
-      lambda: forward.empty_cache(config, options.pages, options.page_size),
+      lambda: forward.empty_cache(
+        config, options.pages, options.page_size, options.cache_dtype
+      ),
       out_shardings=self._place.pools,
     )()
     self._unread: Unread | None = None
@@ -239,7 +241,14 @@ class Engine:
       is_own = lambda name: not name.startswith('params/')
       expected = {name: expected[name] for name in filter(is_own, expected)}
     _compare(_shapes(variables), expected, version, dtypes=True)
-    weights = placing.put_weights(variables, self.config, self._place, base)
+    variables = placing.put(variables, self.config, self._place)
+    variables = experts.held(
+      variables, self._model, self.config, bool(self.options.experts)
+    )
+    is_sharded = self._place.plan is not None
+    weights = forward.unstack(
+      variables, self.config, is_sharded=is_sharded, base=base
+    )
     weights = jax.block_until_ready(weights)
     return placing.PlacedWeights(weights=weights, version=version)
 

@@ -15,9 +15,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import trees
 from composer_jax.kernels.attention import paged, tiled
 from composer_jax.models import config as config_lib
-from composer_jax.models import decoder, head, layer
+from composer_jax.models import decoder, experts, head, layer
+from composer_jax.numerics import formats, grids
 from composer_jax.parallel import exchange
 
 
@@ -82,19 +84,21 @@ def unstack(
   becomes an array (`kernels.expert_rows`), and a tied embedding gets a copy
   with the embedding axis first (`kernels.linear`).
 
-  Frozen weights are those of `base` if that is given: the same arrays.
+  Codes of experts stay as they are. Frozen weights are those of `base` if that
+  is given: the same arrays.
   """
   widen = config.compute_dtype == 'float32'
 
-  def copy(x):
+  def copy(name, x):
     is_widened = widen and x.dtype == jnp.bfloat16
+    is_widened &= name.rpartition('/')[2] not in formats.PARTS
     return jnp.array(x, jnp.float32 if is_widened else x.dtype, copy=True)
 
-  variables = jax.tree.map(copy, variables)
+  variables = trees.map_names(copy, variables)
   outer, layers = dict(variables.get('params', {})), []
   for name, length in config.stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
-    layers += [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(length)]
+    layers += [experts.layer_of(stack, i, config) for i in range(length)]
     outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
   is_split = base is None or not base.stacked
@@ -125,8 +129,12 @@ def _split_experts(variables):
 
 
 def empty_cache(
-  config: config_lib.ModelConfig, num_pages: int, page_size: int
+  config: config_lib.ModelConfig,
+  num_pages: int,
+  page_size: int,
+  dtype: str = '',
 ) -> Cache:
+  """Returns a cache of zeros; `dtype` '' is that of activations."""
   a = config.attention
   if isinstance(a, config_lib.MLAConfig):
     first, second = (page_size, a.kv_lora_dim), (page_size, a.rope_dim)
@@ -135,7 +143,7 @@ def empty_cache(
     second = (a.num_kv_heads, page_size, a.head_dim)
 
   def pool(shape):
-    return jnp.zeros((num_pages, *shape), jnp.dtype(config.compute_dtype))
+    return jnp.zeros((num_pages, *shape), dtype or config.compute_dtype)
 
   return tuple((pool(first), pool(second)) for _ in range(config.num_layers))
 
@@ -220,6 +228,8 @@ def forward(
     )
     with jax.named_scope('attention'):
       # Written first: the chunk also attends to its own keys in the pages.
+      if cache[i][0].dtype == jnp.float8_e4m3fn:
+        kept = tuple(map(grids.e4m3, kept))  # A cast would not saturate.
       pools: Any = tuple(
         paged.write(pool, new_BT, *places, token_axis=axis)
         for pool, new_BT, axis in zip(cache[i], kept, axes, strict=True)

@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 from composer_jax.core import checks
+from composer_jax.models import config as model_config
+from composer_jax.numerics import formats
 
 KEEP, REFRESH = 'keep', 'refresh'
 ON_SWAP = (KEEP, REFRESH)
@@ -32,6 +34,13 @@ class ServingOptions:
       sampled tokens, so that frequent swaps cannot stall them.
     compute_dtype: 'float32' or 'bfloat16' of activations, products and KV
       cache; '' for the model's, in which the trainer computes.
+    experts: format in whose codes the engine holds the routed experts, and in
+      which it multiplies by them; '' for values in bfloat16 and the products
+      of `model.precision.experts`. Another format than that gives other
+      log-probabilities than the trainer's.
+    cache_dtype: 'float8_e4m3fn' of keys and values in the KV cache, which then
+      has half the bytes of bfloat16, and log-probabilities that differ from the
+      trainer's; '' for that of activations.
   """
 
   devices: int = 1
@@ -45,6 +54,8 @@ class ServingOptions:
   share_prefixes: bool = True
   on_swap: str = KEEP
   compute_dtype: str = ''
+  experts: str = ''
+  cache_dtype: str = ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,8 @@ class EngineOptions(ServingOptions):
     checks.require(self, 'prefill_rows', is_valid, 'name numbers of at least 1')
     checks.one_of(self, 'on_swap', ON_SWAP)
     checks.one_of(self, 'compute_dtype', ('', 'float32', 'bfloat16'))
+    checks.one_of(self, 'experts', ('', *formats.NAMES))
+    checks.one_of(self, 'cache_dtype', ('', 'float8_e4m3fn'))
     if self.pages < self.table_len:
       raise ValueError(
         f'num_pages ({self.num_pages}) of {self.page_size} tokens must hold a '
@@ -92,6 +105,31 @@ class EngineOptions(ServingOptions):
     """Numbers of rows that extend has a program for, ascending."""
     rows = {min(r, self.num_slots) for r in _several(self.prefill_rows)}
     return tuple(sorted(rows))
+
+
+def served(
+  model: model_config.ModelConfig, options: ServingOptions
+) -> model_config.ModelConfig:
+  """Returns the model as an engine of the options computes it.
+
+  A ValueError says that experts of the model have no codes, or that a cache of
+  few bits breaks the law of its numerics.
+  """
+  if options.cache_dtype and model.numerics == 'batch_invariant':
+    raise ValueError(
+      f'cache_dtype is {options.cache_dtype!r}, and the numerics '
+      "'batch_invariant' promise the trainer's log-probabilities bit for bit, "
+      "which keys of few bits would change. Set cache_dtype='', or numerics "
+      "'fast'."
+    )
+  name, precision = options.experts, model.precision
+  if name:
+    precision = dataclasses.replace(precision, experts=name)
+  return dataclasses.replace(
+    model,
+    precision=precision,
+    compute_dtype=options.compute_dtype or model.compute_dtype,
+  )
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -76,24 +76,15 @@ def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
   return EnginePlace(NamedSharding(mesh, P()), NamedSharding(mesh, pools), plan)
 
 
-def put_weights(
-  variables: Any,
-  config: config_lib.ModelConfig,
-  place: EnginePlace,
-  base: forward.Weights | None = None,
-) -> forward.Weights:
-  """Returns the engine's own copy of a decoder's variables.
-
-  `base` has the frozen parameters of variables that lack them.
-  """
+def put(
+  variables: Any, config: config_lib.ModelConfig, place: EnginePlace
+) -> Any:
+  """Returns a decoder's variables where the engine computes."""
   shardings: Any = place.whole
   if place.plan is not None:
     shardings = _variables(config, place.plan.mesh)
     shardings = {name: shardings[name] for name in variables}
-  variables = jax.device_put(variables, shardings)
-  return forward.unstack(
-    variables, config, is_sharded=place.plan is not None, base=base
-  )
+  return jax.device_put(variables, shardings)
 
 
 def _variables(config, mesh) -> Any:

@@ -28,6 +28,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     page_size=64,
     num_pages=0,  # 0: enough for every slot at max_len
     on_swap='keep',  # with --follow; or 'refresh': computes KV caches anew
+    experts='',  # format whose codes are held, as 'nvfp4'; '': values
+    cache_dtype='',  # of the KV cache: 'float8_e4m3fn'; '': of activations
   )
   c.limits = dict(
     max_queue=64,  # choices that wait for a slot; more get 429

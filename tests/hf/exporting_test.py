@@ -1,5 +1,6 @@
 """What goes out is what came in, byte for byte, or what was asked for."""
 
+import dataclasses
 import filecmp
 import json
 import os
@@ -16,6 +17,8 @@ from composer_jax.hf import exporting, imported, importing
 from composer_jax.hf.architecture import config as hf_config
 from composer_jax.hf.tensors import blocks
 from composer_jax.hf.tensors import files as hf_io
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
 from composer_jax.train.checkpoints import manager
 from tests.hf import checkpoints, tiny
 from tests.hf.tensors.quantized_test import FP8, INT4
@@ -137,7 +140,10 @@ def _packed(rng, arrays, name):
   """Replaces a matrix by int4 codes; returns what they stand for."""
   rows, columns = arrays[name].shape
   codes = rng.integers(0, 16, (rows, columns), np.uint8)
-  scales = rng.normal(size=(rows, columns // 32)).astype(ml_dtypes.bfloat16)
+  codes[:, ::32] = rng.integers(0, 2, (rows, columns // 32))  # -8 or -7
+  codes[0, :32] = 8  # Zeros, which tell of no scale.
+  scales = np.exp(rng.normal(size=(rows, columns // 32)))
+  scales = scales.astype(ml_dtypes.bfloat16)
   del arrays[name]
   words = (codes[:, ::2] | codes[:, 1::2] << 4).view(np.int32)
   arrays[f'{name}_packed'] = words
@@ -148,7 +154,10 @@ def _packed(rng, arrays, name):
   return product.reshape(rows, columns).astype(ml_dtypes.bfloat16)
 
 
-def test_kimi_k25_goes_through_whole(tmp_path):
+@pytest.mark.parametrize(
+  'trains', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_kimi_k25_goes_through_whole(tmp_path, trains):
   """Experts of int4, names with a prefix, a nested config, a vision tower."""
   text = DEEPSEEK | {
     'model_type': 'kimi_k2',
@@ -163,7 +172,7 @@ def test_kimi_k25_goes_through_whole(tmp_path):
   for name in [n for n in arrays if '.experts.' in n]:
     assert name.startswith('language_model.model.layers.')
     expected[name] = _packed(rng, arrays, name)
-  _, back = _round_trip(tmp_path, fields, dict(arrays), num_files=3)
+  source, back = _round_trip(tmp_path, fields, dict(arrays), num_files=3)
   tensors = _load(back)
   wanted = {n: a for n, a in arrays.items() if '.experts.' not in n} | expected
   assert tensors.keys() == wanted.keys()
@@ -174,6 +183,64 @@ def test_kimi_k25_goes_through_whole(tmp_path):
   plain = {k: v for k, v in text.items() if k != 'quantization_config'}
   config = files.read_json(back / 'config.json')
   assert config == fields | {'text_config': plain}
+  origin = exporting.of_import(tmp_path / 'ours')
+  exporting.write(origin, tmp_path / 'int4', dtype='int4')
+  _same_folders(source, tmp_path / 'int4')
+  if trains:
+    _check_trained(tmp_path, source, origin)
+
+
+def _check_trained(tmp_path, source, origin):
+  """After training of one expert the others have the bytes of the source."""
+  precision = model_config.PrecisionConfig(experts='int4')
+  config = dataclasses.replace(origin.config, precision=precision)
+  shapes, _ = decoder.abstract(config)
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = jax.tree.map(lambda x: x.update(sharding=place), shapes)
+  masters = importing.load_variables(tmp_path / 'ours', like)
+  # What rollouts of the first step sample with is what was imported.
+  policy = jax.jit(decoder.policy, static_argnums=1)
+  for one, other in zip(
+    *map(jax.tree.leaves, (policy(masters, config), masters)), strict=True
+  ):
+    np.testing.assert_array_equal(one.astype(np.float32), other)
+  moe = masters['params']['moe_layers']['moe']
+  moe['down'] = moe['down'].at[0, 3].multiply(1.003)
+  weights = manager.Checkpoints(tmp_path / 'run' / 'exports' / 'rl', keep=1)
+  weights.save(1, masters)
+  weights.close()
+  run = {
+    'model': config.to_dict(),
+    'initial': str(tmp_path / 'ours'),
+    'imported': imported.identity(tmp_path / 'ours'),
+  }
+  files.write_json(tmp_path / 'run' / 'config.json', run)
+  files.write_json(tmp_path / 'run' / 'tokenizer.json', {'roles': {}})
+  trained = exporting.of_run(tmp_path / 'run', 'rl', family=None)
+  exporting.write(trained, tmp_path / 'out', dtype='int4')
+  before, after = _load(source), _load(tmp_path / 'out')
+  assert before.keys() == after.keys()
+  changed = [
+    name
+    for name, array in before.items()
+    if array.tobytes() != after[name].tobytes()
+  ]
+  name = 'language_model.model.layers.1.mlp.experts.3.down_proj.weight'
+  assert changed == [f'{name}_packed', f'{name}_scale'] or changed == [
+    f'{name}_scale'
+  ]
+  # A second import reads what rollouts of the run have sampled with.
+  importing.convert(tmp_path / 'out', tmp_path / 'again')
+  again = importing.load_variables(tmp_path / 'again', like)
+  for one, other in zip(
+    *map(jax.tree.leaves, (policy(masters, config), again)), strict=True
+  ):
+    np.testing.assert_array_equal(one.astype(np.float32), other)
+  unlike = dataclasses.replace(trained, config=origin.config)
+  with pytest.raises(
+    ValueError, match="which the run did not train so.*'int4'"
+  ):
+    exporting.write(unlike, tmp_path / 'other', dtype='int4')
 
 
 def test_another_dtype_is_rounded_and_the_selection_bias_is_not(tmp_path):

@@ -110,6 +110,53 @@ def test_rounding_is_quantising_and_back(name):
   assert array.scales.shape == (3, blocks, 2, columns)
 
 
+def _policy_values(x, name, axes):
+  rounded = _rounded(jnp.asarray(x), name, axes)
+  return rounded.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize('name', formats.NAMES)
+def test_packed_codes_have_every_bit_of_the_values(name):
+  """To quantise again would change subnormal scales, and those of INT4."""
+  x = _hard(3 * 72, 80, 2).reshape(3, 72, 2, 40).copy()
+  x[:, :16] *= 2.0**-13
+  x[:, 32:48] *= 3e-5
+  axes = _axes(name)
+  values = _policy_values(x, name, axes)
+  packed = jax.jit(formats.pack, static_argnums=(1, 2))(values, name, axes)
+  back = jax.jit(formats.unpack, static_argnums=(1, 2))(packed, name, axes)
+  bits = lambda array: np.asarray(array).view(np.uint16)
+  np.testing.assert_array_equal(bits(back), bits(values))
+  # Codes are a function of the values, so that identities are.
+  again = formats.pack(back, name, axes)
+  for part, array in packed.items():
+    np.testing.assert_array_equal(again[part], array, part)
+  if name in ('nvfp4', 'int4'):
+    assert packed['codes'].shape == (3, 36, 2, 40)
+    twice = formats.quantise(values, name, axes)
+    dequantised = formats.dequantise(twice, name, axes, jnp.bfloat16)
+    assert (dequantised != values).any()
+
+
+def test_codes_that_fill_no_byte_are_refused():
+  x = jnp.ones((5, 3))
+  with pytest.raises(ValueError, match=r'two codes in a byte.*\[5, 3\] is odd'):
+    formats.pack(x, 'nvfp4', formats.Axes((0,), (0,)))
+
+
+def test_int4_of_others_stays():
+  """Scales of any bfloat16, and the code -8, which no scale of ours gives."""
+  rng = np.random.default_rng(0)
+  codes = rng.integers(-8, 8, (500, 4, 32)).astype(np.float32)
+  codes[:, :, 5] = rng.choice([-8, 7, -7], (500, 4))
+  scales = np.exp(rng.normal(size=(500, 4, 1))).astype(ml_dtypes.bfloat16)
+  x = (codes * scales.astype(np.float32)).astype(ml_dtypes.bfloat16)
+  x = x.reshape(500, 128).astype(np.float32)
+  keep = jax.jit(formats.rounded, static_argnums=(1, 2, 3))
+  kept = keep(x, 'int4', formats.last(x), True).astype(jnp.bfloat16)
+  np.testing.assert_array_equal(kept.astype(np.float32), x)
+
+
 @pytest.mark.parametrize('name', ['mxfp8', 'nvfp4', 'fp8'])
 def test_values_of_a_format_stay(name):
   """Every code, in blocks that reach the largest one."""

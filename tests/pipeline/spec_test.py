@@ -54,6 +54,26 @@ def make(**changes):
       {'model__numerics': 'batch_invariant', 'rl__seq_len': 200},
       r'--config\.rl\.seq_len: BatchShape.align must divide seq_len \(200\)',
     ),
+    (
+      {'rollout__experts': 'nvfp4', 'rl__gate__action': 'off'},
+      r'rollout\.experts=nvfp4 samples with other experts than '
+      r'--config\.model\.precision\.experts=bf16 trains.*action=off',
+    ),
+    (
+      {
+        'model__numerics': 'batch_invariant',
+        'rollout__cache_dtype': 'float8_e4m3fn',
+      },
+      "promise the trainer's log-probabilities.*numerics 'fast'",
+    ),
+    (
+      {'rollout__cache_dtype': 'float8_e4m3fn'},
+      'max_kl_exact=1e-09 is a band for float32.*cache in float8',
+    ),
+    (
+      {'model__precision': {'codes': True}},
+      "codes.* be false, since precision.experts is 'bf16'",
+    ),
   ],
 )
 def test_what_cannot_be_is_named(changes, message):

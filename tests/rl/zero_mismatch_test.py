@@ -9,6 +9,7 @@ equal, bit for bit, with and without replay.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -92,20 +93,24 @@ def _request(index, turn):
   )
 
 
-def _play(engine, order, pace):
+def _play(engine, order, pace, at_step=None):
   """Returns the trajectory of each session, and how many lost their pages.
 
   Args:
     engine: rollout engine that plays the sessions.
     order: sessions in order of arrival.
     pace: seed of the steps between arrivals.
+    at_step: functions to call before the steps of their numbers.
   """
   lost = 0
   rng = np.random.default_rng(pace)
   windows = {i: window.Window() for i in order}
   turns = dict.fromkeys(order, 0)
-  coming = list(order)
-  while coming or engine.num_unfinished:
+  coming, calls = list(order), dict(at_step or {})
+  for number in itertools.count():
+    if not (coming or engine.num_unfinished):
+      break
+    calls.pop(number, lambda: None)()
     if coming and (not engine.num_unfinished or rng.random() < 0.3):
       engine.submit(_request(coming.pop(0), 0))
     for completion in engine.step():

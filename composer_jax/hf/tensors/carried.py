@@ -1,7 +1,8 @@
-"""Keeps the tensors that the model does not have, unchanged, for exports.
+"""Keeps stored tensors unchanged for exports: those that no array holds.
 
 Layers for multi-token prediction and vision towers are stored in an import
-directory as in the source, in any dtype, quantised or not.
+directory as in the source, in any dtype, quantised or not; and codes and scales
+of int4, beside the values that they stand for.
 """
 
 import collections
@@ -33,9 +34,9 @@ def show(source: hf_source.SourceCheckpoint) -> None:
 def carry(
   source: hf_source.SourceCheckpoint, file: str, folder: pathlib.Path
 ) -> None:
-  """Copies one file's unmodelled tensors and their hashes, unless it exists."""
+  """Copies what is kept of one file, with its hashes, unless that exists."""
   tensors = source.folder.tensors
-  raws = [tensors[n] for n in source.carried if tensors[n].file == file]
+  raws = [tensors[n] for n in source.kept if tensors[n].file == file]
   if not raws or (folder / file).exists():
     return
   folder.mkdir(exist_ok=True)

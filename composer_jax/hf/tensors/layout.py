@@ -1,5 +1,6 @@
 """Lays out an export: the files with their headers, the index, config.json."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -9,13 +10,15 @@ import numpy as np
 
 from composer_jax.hf.tensors import files, names
 
-# Values of `--dtype` beside 'source'.
+# Values of `--dtype` beside 'source' and 'int4'.
 DTYPES = {
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
   'float16': np.dtype(np.float16),
   'float32': np.dtype(np.float32),
 }
 SOURCE = 'source'
+# The source's dtypes, and its int4 matrices as such.
+INT4 = 'int4'
 
 # DeepSeek's checkpoints store it in float32; rounding would change choices.
 _FLOAT32_ALWAYS = 'selection_bias/'
@@ -30,10 +33,10 @@ def dtypes(
   """Returns the dtype of each tensor of the model.
 
   Args:
-    dtype: key of DTYPES, or SOURCE.
+    dtype: key of DTYPES, SOURCE, or INT4.
     record: `hf.json` of the import; None for a model that was not imported.
   """
-  if dtype == SOURCE:
+  if dtype in (SOURCE, INT4):
     assert record is not None
     return {name: files.DTYPES[record['tensors'][name][1]] for name in table}
   exact, plain = DTYPES['float32'], DTYPES[dtype]
@@ -48,6 +51,7 @@ def headers(
   dtype_of: dict[str, np.dtype],
   record: dict[str, Any] | None,
   file_bytes: int,
+  packed: dict[str, list[str]],
 ) -> dict[str, dict[str, Any]]:
   """Returns {file: header}; an unchanged file has the import's own header.
 
@@ -55,6 +59,7 @@ def headers(
     record: `hf.json` of the import, whose split into files is kept; None for a
       model that was not imported.
     file_bytes: most bytes of a file, where no split is kept.
+    packed: stored names of each matrix that is exported as int4.
   """
   entries: dict[str, _Entry] = {}
   for name, tensor in table.items():
@@ -67,7 +72,9 @@ def headers(
       file: files.new_header(group, {'format': 'pt'})
       for file, group in groups.items()
     }
-  carried = set(record['carried'])
+  for name in packed:
+    del entries[name]
+  carried = {*record['carried'], *itertools.chain(*packed.values())}
   for header in record['files'].values():
     for name in header.keys() & carried:
       entry = header[name]

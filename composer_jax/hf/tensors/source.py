@@ -5,6 +5,7 @@ a reader allocates or writes anything.
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -33,6 +34,8 @@ class SourceCheckpoint:
     table: blocks that each tensor of the model fills.
     tensors: tensors of the table, in the order of the files' bytes.
     carried: names of stored tensors that the model does not have.
+    packed: of each int4 matrix the stored names of codes, scales and shape,
+      which an import keeps, so that an export can have them again.
   """
 
   folder: hf_io.Folder
@@ -43,6 +46,12 @@ class SourceCheckpoint:
   table: names.Table
   tensors: dict[str, quantized.ReadableTensor]
   carried: tuple[str, ...]
+  packed: dict[str, tuple[str, ...]]
+
+  @property
+  def kept(self) -> tuple[str, ...]:
+    """Names of stored tensors that an import has as they are."""
+    return (*self.carried, *itertools.chain(*self.packed.values()))
 
   def arrays(self) -> dict[str, blocks.ChunkedArray]:
     """Returns all arrays; an array is float32 if its tensors' dtypes differ."""
@@ -94,6 +103,11 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
     table=table,
     tensors=tensors,
     carried=tuple(name for name in folder.tensors if name not in used),
+    packed={
+      name: tuple(raw.name for raw in t.raws)
+      for name, t in tensors.items()
+      if len(t.raws) == 3
+    },
   )
 
 

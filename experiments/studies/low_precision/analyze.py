@@ -17,7 +17,29 @@ _HEAD = (
 )
 
 
+_BUNDLES = (
+  '| learning rate | experts | keyframe, kB | deltas of the steps, kB |',
+  '| --- | --- | --- | --- |',
+)
+
+
 def table(rows: list[results.Row]) -> str:
+  bundles = [r for r in rows if r['stage'] == 'bundles']
+  rows = [r for r in rows if r['stage'] != 'bundles']
+  return _losses(rows) + '\n' + _sizes(bundles)
+
+
+def _sizes(rows: list[results.Row]) -> str:
+  lines, sizes = list(_BUNDLES), {}
+  for row in rows:
+    pair = f'{row["rate"]:g}', row['held']
+    sizes.setdefault(pair, []).append(f'{row["bytes"] / 1000:.1f}')
+  for pair, (first, *deltas) in sizes.items():
+    lines.append(f'| {" | ".join([*pair, first, ", ".join(deltas)])} |')
+  return '\n'.join(lines) + '\n'
+
+
+def _losses(rows: list[results.Row]) -> str:
   lines = list(_HEAD)
   by_run = {
     (r['stage'], r['forward'], r['backward'], r['seed']): r['heldout_loss']

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.optim import groups
@@ -64,7 +66,12 @@ def _fixed_routes(config, tokens_BT):
   return (jnp.stack([first_MBT, other_MBT], -1) % e).astype(jnp.uint16)
 
 
-def _nats(variables, batch, config, is_fixed):
+def nats(
+  variables: Any,
+  batch: batches.LMBatch,
+  config: model_config.ModelConfig,
+  is_fixed: bool,
+) -> jax.Array:
   """Returns the sum of weighted tokens' losses in nats."""
   routes = _fixed_routes(config, batch.tokens_BT) if is_fixed else None
   places = batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
@@ -96,7 +103,7 @@ def train(
   @functools.partial(jax.jit, donate_argnums=0)
   def step(state, batch):
     def loss(values):
-      total = _nats({'params': values, **bias}, batch, config, is_fixed)
+      total = nats({'params': values, **bias}, batch, config, is_fixed)
       return total / batch.loss_weights_BT.sum()
 
     values = train_state.policy_values(state.params, config)
@@ -108,9 +115,9 @@ def train(
   @jax.jit
   def held_out(params, batch):
     values = train_state.policy_values(params, config)
-    return _nats({'params': values, **bias}, batch, config, is_fixed)
+    return nats({'params': values, **bias}, batch, config, is_fixed)
 
-  for batch in itertools.islice(_stream(data, seed), steps):
+  for batch in itertools.islice(stream(data, seed), steps):
     state = step(state, batch)
   weight = sum(float(b.loss_weights_BT.sum()) for b in data.heldout)
   total = sum(float(held_out(state.params, b)) for b in data.heldout)
@@ -125,16 +132,21 @@ def train(
   }
 
 
-def _stream(data, seed):
+def stream(data: training.Data, seed: int) -> Iterator[batches.LMBatch]:
+  """Yields the batches of a run."""
   for batch in data.stream(seed):
     yield jax.tree.map(lambda x: x[:_ROWS], batch)
 
 
+def corpus() -> training.Data:
+  return training.data(_WORKDIR.value, ('pinned',), _BYTES)
+
+
 def main() -> None:
-  data = training.data(_WORKDIR.value, ('pinned',), _BYTES)
+  data = corpus()
   known = results.read(_ROOT / 'results')
   fields = ('stage', 'forward', 'backward', 'seed', 'step')
-  done = {tuple(row[f] for f in fields) for row in known}
+  done = {tuple(row.get(f) for f in fields) for row in known}
   # Seed by seed, so that a part of them compares all formats.
   for seed, is_fixed, arm in itertools.product(
     map(int, _SEEDS.value), (True, False), ARMS
