@@ -24,6 +24,7 @@ FREE = (
   *(f'adapters.{name}' for name in (*ADAPTED, 'alpha')),
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
   *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
+  *('precision.stochastic', 'precision.hadamard'),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
 
@@ -300,25 +301,43 @@ class PrecisionConfig:
     experts: format of weights and activations in the forward pass, one of
       `numerics.formats`; 'bf16' rounds nothing, and 'int4' weights alone.
     backward: 'dequantised' multiplies gradients by the rounded weights and
-      activations of the forward pass; 'mxfp8' rounds all operands to MXFP8
-      along the contracted axis.
+      activations of the forward pass; 'bf16' by those from before the rounding,
+      which costs a second copy of the weights; 'mxfp8' rounds all operands to
+      MXFP8 along the contracted axis.
     first: number of first mixture layers that stay in bf16.
     last: number of last mixture layers that stay in bf16.
+    stochastic: true if the backward pass in MXFP8 rounds gradients up or down
+      by chance, so that their mean is exact.
+    hadamard: true if it mixes 32 rows of an expert by a Hadamard matrix before
+      it rounds the operands of a weight's gradient, which spreads outliers.
   """
 
   experts: str = 'bf16'
   backward: str = 'dequantised'
   first: int = 0
   last: int = 0
+  stochastic: bool = False
+  hadamard: bool = False
 
   def __post_init__(self):
     checks.one_of(self, 'experts', ('bf16', *formats.NAMES))
-    checks.one_of(self, 'backward', ('dequantised', 'mxfp8'))
+    checks.one_of(self, 'backward', ('dequantised', 'bf16', 'mxfp8'))
     checks.at_least(self, 0, 'first', 'last')
+    checks.boolean(self, 'stochastic', 'hadamard')
+    is_right = self.backward == 'mxfp8' or not (
+      self.stochastic or self.hadamard
+    )
+    rule = "be 'mxfp8' with stochastic or hadamard, which are parts of it"
+    checks.require(self, 'backward', is_right, rule)
 
   @property
   def enabled(self) -> bool:
     return self.experts != 'bf16'
+
+  @property
+  def draws(self) -> bool:
+    """True if gradients need random numbers."""
+    return self.enabled and (self.stochastic or self.hadamard)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

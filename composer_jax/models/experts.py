@@ -83,7 +83,11 @@ def _zeros(weights: dict[str, Any]) -> dict[str, Any]:
       return linear.Adapted(None, zeros(weight.a), zeros(weight.b))
     return jnp.zeros(weight.shape, jnp.float32)
 
-  return {name: zeros(weight) for name, weight in weights.items()}
+  # What only the backward pass reads has no gradient.
+  return {
+    name: None if name == 'exact' else zeros(weight)
+    for name, weight in weights.items()
+  }
 
 
 MLP = dispatch.Experts(expert_mlp, expert_mlp_kept, expert_mlp_gradient, _zeros)
@@ -134,7 +138,9 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
   """Returns the feed-forward of experts in the formats of a config."""
   if not config.enabled:
     return Forms(MLP, expert_mlp_in_tiles, dense_mlp)
-  pair = products.Formats(config.experts, config.backward)
+  pair = products.Formats(
+    config.experts, config.backward, config.stochastic, config.hadamard
+  )
   bind = lambda fn: functools.partial(fn, pair)
   mlp = dispatch.Experts(
     bind(products.mlp),

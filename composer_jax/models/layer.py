@@ -60,6 +60,9 @@ def _joined(ready, trees, config):
     return jax.tree_util.tree_map_with_path(ready, *parts)
 
   params = mapped('params')
+  if trees[0].get('backward', {}).get('moe'):
+    moe = {**params['moe'], 'exact': mapped('backward')['moe']}
+    params = {**params, 'moe': moe}
   if 'adapters' not in trees[0]:
     return params
   return adapters.join(params, mapped('adapters'), config)
@@ -207,16 +210,22 @@ def mixture(
   *,
   is_paged: bool = False,
   plan: exchange.ExchangePlan | None = None,
+  draws_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], MixtureStats]:
   """Returns x_BTD after a layer of experts, its routes, and statistics.
 
   Routes are the ids_BTA used, and agrees_BT of `router.agrees`. `tokens_BT` are
   x_BTD, the attention's out_BTN (from attention over pages if `is_paged`),
-  valid_BT, and replay_BTA or None.
+  valid_BT, and replay_BTA or None; `draws_BT` those of `exchange.exchange`.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
   small = dict(params['moe'])
   weights = {name: small.pop(name) for name in EXPERT_ARRAYS}
+  exact = small.pop('exact', None)
+  if exact and config.precision.backward == 'bf16':
+    weights['exact'] = exact
+  if not config.precision.draws:
+    draws_BT = None
   shared = small.get('shared')
 
   def before(params, rows_BT):
@@ -242,7 +251,8 @@ def mixture(
   sums = router.layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
   routes = choice.ids_BTA, router.agrees(choice, replay_BTA)
   if config.numerics == 'batch_invariant':
-    x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
+    tokens_BT = x_BTD, h_BTD, valid_BT, draws_BT
+    x_BTD = _in_tiles(weights, shared, tokens_BT, choice, config)
     return x_BTD, routes, MixtureStats(sums, None)
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
   forms = experts.forms(config.precision)
@@ -251,7 +261,12 @@ def mixture(
       y_BTD, count = _one_by_one(forms.single, weights, *routed_BT), None
     else:
       y_BTD, count = exchange.exchange(
-        forms.sorted, weights, *routed_BT, plan=plan, keeps=not config.remat
+        forms.sorted,
+        weights,
+        *routed_BT,
+        plan=plan,
+        keeps=not config.remat,
+        draws_BT=draws_BT,
       )
   x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
   return x_BTD, routes, MixtureStats(sums, count)
@@ -278,12 +293,13 @@ def _one_by_one(mlp, weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
   return y_ZD.reshape(h_BTD.shape)
 
 
-def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
+def _in_tiles(weights, shared, tokens_BT, choice, config):
   """Adds the experts' outputs, with the gated sum of each row by itself."""
+  x_BTD, h_BTD, valid_BT, draws_BT = tokens_BT
   tiled = experts.forms(config.precision).tiled
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
-      tiled, weights, h_BTD, choice.ids_BTA, valid_BT
+      tiled, weights, h_BTD, choice.ids_BTA, valid_BT, draws_BT
     )
 
   def after(shared, rows_BT):

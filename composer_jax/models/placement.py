@@ -57,7 +57,10 @@ def exchange_plan(
     batch_axes=layout.batch,
     sequence_axes=layout.sequence,
     weight_specs=tuple(_experts(specs).items()),
-    specs=tuple(trees.flatten_names(specs).items()),
+    # Those of the backward pass lie as their parameters do.
+    specs=tuple(
+      trees.flatten_names({**specs, 'backward': specs['params']}).items()
+    ),
     transport=transport,
     room=room,
     sequence_order=sequence_order,

@@ -124,7 +124,16 @@ def _rounded_jvp(name, axes, primals, tangents):
   return rounded(*primals, name, axes), tangents[0]
 
 
-def _scaled(x, name, axes):
+def stochastic(x: jax.Array, uniform: jax.Array, axes: Axes) -> jax.Array:
+  """Returns x rounded to MXFP8 up or down, so that the mean is x.
+
+  `uniform` are numbers from [0, 1) in the shape of x.
+  """
+  codes, scales, _ = _scaled(x, 'mxfp8', axes, uniform)
+  return rounding.rounded(_whole(codes * scales, x.shape, axes.blocks), x.dtype)
+
+
+def _scaled(x, name, axes, uniform=None):
   """Returns codes in float32 and blocks, scales of blocks, and outer scales."""
   x = x.astype(jnp.float32)
   outer = None
@@ -146,7 +155,9 @@ def _scaled(x, name, axes):
     codes = jnp.where(codes == 0, 0.0, codes)  # INT4 has no -0.
   else:
     scales = grids.scale_up(top, grids.E4M3_MAX)
-    codes = grids.e4m3(x / scales)
+    if uniform is not None:
+      uniform = _in_blocks(uniform, name, axes.blocks)
+    codes = grids.e4m3(x / scales, uniform)
   return codes, scales, outer
 
 

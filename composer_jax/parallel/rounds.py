@@ -139,7 +139,10 @@ def exchange(
   rounds = -(-load.max() // shards.rows)
   if shards.others:
     rounds = jax.lax.pmax(rounds, shards.others)
-  where = dispatch.named_routes((order, counts_PPE, rounds))
+  draws_Y = None
+  if tokens.draws_ZA is not None:
+    draws_Y = tokens.draws_ZA.reshape(-1)[order.copy_Y]
+  where = dispatch.named_routes((order, counts_PPE, rounds, draws_Y))
   static = experts, shards, keeps or platforms.current() != 'cpu', keeps
   y_ZD = _sums(static, weights, tokens.x_ZD, tokens.gates_ZA, where)
   return y_ZD, rounds
@@ -151,10 +154,8 @@ def _sums(static, *arrays):
 
 
 def _forward(static, weights, x_ZD, gates_ZA, where):
-  (experts, shards, is_apart, keeps), (order, counts_PPE, rounds) = (
-    static,
-    where,
-  )
+  experts, shards, is_apart, keeps = static
+  order, counts_PPE, rounds, _ = where
   x_YD = dispatch.take(x_ZD, order)
 
   def body(r, y_YD, kept=None):
@@ -170,34 +171,48 @@ def _forward(static, weights, x_ZD, gates_ZA, where):
 
 
 def _backward(static, residuals, d_y_ZD):
-  weights, x_ZD, gates_ZA, (order, counts_PPE, rounds), kept = residuals
+  weights, x_ZD, gates_ZA, where, kept = residuals
+  order, counts_PPE, rounds, draws_Y = where
   experts, shards, is_apart, _ = static
   dim, dtype = x_ZD.shape[1], x_ZD.dtype
   gates_Y = gates_ZA.reshape(-1)[order.copy_Y]
+  numbers_YK = gates_Y[:, None]
+  if draws_Y is not None:
+    numbers_YK = jnp.stack([gates_Y, _as(jnp.float32, draws_Y)], axis=1)
   given_YX = _packed(
-    [dispatch.take(x_ZD, order), dispatch.take(d_y_ZD, order)], gates_Y
+    [dispatch.take(x_ZD, order), dispatch.take(d_y_ZD, order)], numbers_YK
   )
 
   def body(r, carry, kept=None):
     d_YX, sums = carry
     part = _part(shards, counts_PPE, rounds, r)
     words_RX = part.there(given_YX[:, dim:] if kept else given_YX)
-    (*rows, d_out_RD), gates_R = _unpacked(words_RX, dim, dtype)
+    (*rows, d_out_RD), numbers_RK = _unpacked(words_RX, dim, dtype)
     rows_RD, hidden_RX = kept or (*rows, None)
+    given = weights
+    if draws_Y is not None:
+      given = {**weights, 'draws': _as(jnp.uint32, numbers_RK[:, 1])}
     d_rows_RD, d_gates_R, sums = experts.gradient(
-      weights, (rows_RD, d_out_RD, gates_R), part.sizes_E, sums, hidden_RX
+      given,
+      (rows_RD, d_out_RD, numbers_RK[:, 0]),
+      part.sizes_E,
+      sums,
+      hidden_RX,
     )
-    return (part.back(_packed([d_rows_RD], d_gates_R), d_YX), sums), None
+    d_RX = _packed([d_rows_RD], d_gates_R[:, None])
+    return (part.back(d_RX, d_YX), sums), None
 
-  width = given_YX.shape[1] - dim
+  width = dim + 4 // dtype.itemsize
   d_YX = jnp.zeros((len(given_YX), width), given_YX.dtype)
   # The first round apart writes the weights' gradients, others add to them.
   carry = d_YX, None if is_apart else experts.zeros(weights)
   (d_YX, sums), _ = _each_round(rounds, body, carry, is_apart, kept)
-  (d_x_YD,), d_gates_Y = _unpacked(d_YX, dim, dtype)
+  (d_x_YD,), d_gates_Y1 = _unpacked(d_YX, dim, dtype)
   with jax.named_scope('dispatch'):
     d_x_ZD = dispatch.combine(d_x_YD, None, order)
-  d_gates_ZA = d_gates_Y.at[order.place_ZA].get(mode='fill', fill_value=0)
+  d_gates_ZA = (
+    d_gates_Y1[:, 0].at[order.place_ZA].get(mode='fill', fill_value=0)
+  )
   d_weights = jax.tree.map(
     lambda total, w: None if total is None else total.astype(w.dtype),
     sums,
@@ -224,28 +239,29 @@ def _each_round(rounds, body, carry, is_apart, kept=None):
     return jax.lax.fori_loop(int(is_apart), rounds, further, carry), made
 
 
-def _packed(rows: list[jax.Array], numbers_Y: jax.Array) -> jax.Array:
-  """Returns rows side by side with a float32 each, as words of integers.
+def _as(dtype, x):
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _packed(rows: list[jax.Array], numbers_YK: jax.Array) -> jax.Array:
+  """Returns rows side by side with K float32 each, as words of integers.
 
   A transfer of few numbers on their own would take as long as one of rows, and
   integers keep all bits.
   """
   word = jnp.dtype(f'uint{8 * rows[0].dtype.itemsize}')
-  columns = [
-    jax.lax.bitcast_convert_type(x, word).reshape(len(x), -1)
-    for x in (*rows, numbers_Y)
-  ]
+  columns = [_as(word, x).reshape(len(x), -1) for x in (*rows, numbers_YK)]
   return jnp.concatenate(columns, axis=1)
 
 
 def _unpacked(words_YX, dim, dtype):
-  """Returns the list of rows, and numbers_Y."""
+  """Returns the list of rows, and numbers_YK."""
   count = words_YX.shape[1] // dim
   parts = [words_YX[:, i * dim : (i + 1) * dim] for i in range(count)]
-  rows = [jax.lax.bitcast_convert_type(x, dtype) for x in parts]
   rest_YX = words_YX[:, count * dim :]
-  rest_YX = rest_YX if rest_YX.shape[1] > 1 else rest_YX[:, 0]
-  return rows, jax.lax.bitcast_convert_type(rest_YX, jnp.float32)
+  if dtype.itemsize < 4:
+    rest_YX = rest_YX.reshape(len(words_YX), -1, 4 // dtype.itemsize)
+  return [_as(dtype, x) for x in parts], _as(jnp.float32, rest_YX)
 
 
 class _Round(NamedTuple):

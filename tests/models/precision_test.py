@@ -112,7 +112,9 @@ def test_later_tokens_change_no_bit_of_earlier_ones():
   ('fields', 'message'),
   [
     (dict(experts='fp4'), "experts.*'bf16', 'mxfp8', 'nvfp4', 'fp8', 'int4'"),
-    (dict(backward='bf16'), "backward.*'dequantised', 'mxfp8'"),
+    (dict(backward='fp8'), "backward.*'dequantised', 'bf16', 'mxfp8'"),
+    (dict(stochastic=True), "backward must be 'mxfp8' with stochastic or"),
+    (dict(backward='bf16', hadamard=True), "backward must be 'mxfp8'.*'bf16'"),
     (dict(first=-1), 'first.*at least 0'),
     (dict(experts='nvfp4', first=1, last=1), 'leave none of 2 mixture layers'),
   ],
