@@ -24,7 +24,7 @@ FREE = (
   *(f'adapters.{name}' for name in (*ADAPTED, 'alpha')),
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
   *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
-  *('precision.stochastic', 'precision.hadamard'),
+  *(f'precision.{name}' for name in ('stochastic', 'hadamard', 'products')),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
 
@@ -310,6 +310,8 @@ class PrecisionConfig:
       by chance, so that their mean is exact.
     hadamard: true if it mixes 32 rows of an expert by a Hadamard matrix before
       it rounds the operands of a weight's gradient, which spreads outliers.
+    products: 'values' multiplies the rounded numbers in `compute_dtype`;
+      'codes', with 'fp8' on a TPU v7, the eight bits themselves.
   """
 
   experts: str = 'bf16'
@@ -318,6 +320,7 @@ class PrecisionConfig:
   last: int = 0
   stochastic: bool = False
   hadamard: bool = False
+  products: str = 'values'
 
   def __post_init__(self):
     checks.one_of(self, 'experts', ('bf16', *formats.NAMES))
@@ -329,6 +332,13 @@ class PrecisionConfig:
     )
     rule = "be 'mxfp8' with stochastic or hadamard, which are parts of it"
     checks.require(self, 'backward', is_right, rule)
+    checks.one_of(self, 'products', ('values', 'codes'))
+    is_right = self.products == 'values' or self.experts == 'fp8'
+    rule = (
+      f"be 'values' with experts in {self.experts!r}: only 'fp8' has scales"
+    )
+    rule += ' that a product of codes can take'
+    checks.require(self, 'products', is_right, rule)
 
   @property
   def enabled(self) -> bool:
@@ -413,6 +423,12 @@ class ModelConfig:
         f'precision.experts is {c.experts!r} and the model has adapters, whose '
         "frozen experts stay as they are. Set precision.experts='bf16', or all "
         'ranks of adapters to 0.'
+      )
+    sizes = self.embed_dim, self.moe.ffw_dim
+    if c.products == 'codes' and any(n % formats.BLOCKS['fp8'] for n in sizes):
+      raise ValueError(
+        f"precision.products 'codes' needs embed_dim and moe.ffw_dim {sizes} "
+        "that 128, the block of a scale, divides. Set it to 'values'."
       )
     if c.enabled and c.first + c.last >= self.num_moe_layers:
       raise ValueError(

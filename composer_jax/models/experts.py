@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.kernels import linear
 from composer_jax.kernels.grouped import blocked, matmul
 from composer_jax.models import config as model_config
 from composer_jax.numerics import formats, products
-from composer_jax.parallel import dispatch
+from composer_jax.parallel import dispatch, shards
 
 # Axes of [M, E, D, 2, F] and [M, E, F, D]: those of square blocks in 'fp8',
 # and of an outer scale, which gate and up share.
@@ -139,7 +140,11 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
   if not config.enabled:
     return Forms(MLP, expert_mlp_in_tiles, dense_mlp)
   pair = products.Formats(
-    config.experts, config.backward, config.stochastic, config.hadamard
+    config.experts,
+    config.backward,
+    config.stochastic,
+    config.hadamard,
+    config.products == 'codes',
   )
   bind = lambda fn: functools.partial(fn, pair)
   mlp = dispatch.Experts(
@@ -151,6 +156,50 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
   return Forms(mlp, bind(products.tiled), bind(products.single))
 
 
+# Formats whose values have the same codes again in any part of whole blocks.
+_TRAVELLING = ('mxfp8', 'fp8')
+
+
+def coding(
+  config: model_config.PrecisionConfig, leaf: str, shard: jax.Array, spec: P
+) -> shards.Coding | None:
+  """Returns how a shard of one layer's weights travels in eight bits.
+
+  None where it travels as it is: weights in other formats, layers that are not
+  all rounded, and shards that are no whole blocks.
+  """
+  name = config.experts
+  if name not in _TRAVELLING or config.first or config.last:
+    return None
+  # Without the axis of layers.
+  blocks = tuple(axis - 1 for axis in _axes_of(leaf, name).blocks)
+  cut = [axis for axis in blocks if axis < len(spec) and spec[axis]]
+  if any(shard.shape[axis] % formats.BLOCKS[name] for axis in cut):
+    return None
+  return _coding(name, formats.Axes(blocks, ()))
+
+
+@functools.cache
+def _coding(name, axes):
+  as_words = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+  def encode(x):
+    return [as_words(array) for array in formats.quantise(x, name, axes)[:2]]
+
+  def decode(arrays, dtype):
+    dtypes = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    pair = map(jax.lax.bitcast_convert_type, arrays, dtypes)
+    array = formats.Quantised(*pair, None)
+    return formats.dequantise(array, name, axes, dtype)
+
+  return shards.Coding(encode, decode)
+
+
+def _axes_of(leaf, name):
+  axes = _WEIGHTS[leaf]
+  return axes if name == 'fp8' else axes._replace(blocks=axes.blocks[:1])
+
+
 def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   """Returns parameters with the experts' weights rounded to their format."""
   name = config.precision.experts
@@ -160,10 +209,8 @@ def in_format(params: Any, config: model_config.ModelConfig) -> Any:
   moe = dict(stack['moe'])
   layers = range(config.num_moe_layers)
   is_precise_M = jnp.array([config.is_precise(layer) for layer in layers])
-  for leaf, axes in _WEIGHTS.items():
-    if name != 'fp8':
-      axes = axes._replace(blocks=axes.blocks[:1])
-    rounded = formats.rounded(moe[leaf], name, axes)
+  for leaf in _WEIGHTS:
+    rounded = formats.rounded(moe[leaf], name, _axes_of(leaf, name))
     kept = jnp.expand_dims(is_precise_M, range(1, moe[leaf].ndim))
     moe[leaf] = jnp.where(kept, moe[leaf], rounded)
   return {**params, 'moe_layers': {**stack, 'moe': moe}}

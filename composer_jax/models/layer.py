@@ -5,6 +5,7 @@ them over a cache. Most stages work on each token by itself, through
 `kernels.rows`; attention and the experts' grouped products do not.
 """
 
+import functools
 import types
 from typing import Any, NamedTuple
 
@@ -48,16 +49,17 @@ def prepare(variables: Any, config: model_config.ModelConfig) -> Any:
   Those of norms and the router are float32. The stages' programs then do not
   depend on the dtype of stored weights. Adapters stand beside their weights.
   """
-  cast = lambda path, x: x.astype(_dtype(path, config))
+  cast = lambda _, path, x: x.astype(_dtype(path, config))
   return _joined(cast, (variables,), config)
 
 
 def _joined(ready, trees, config):
-  """Maps (path, array of each tree) over parameters and adapters."""
+  """Maps (is policy, path, array of each tree) over parameters and adapters."""
 
   def mapped(name):
     parts = (tree[name] for tree in trees)
-    return jax.tree_util.tree_map_with_path(ready, *parts)
+    function = functools.partial(ready, name == 'params')
+    return jax.tree_util.tree_map_with_path(function, *parts)
 
   params = mapped('params')
   if trees[0].get('backward', {}).get('moe'):
@@ -93,11 +95,14 @@ def whole(
   if plan is None:
     return prepare(variables, config)
 
-  def gather(path, shard, spec):
-    names = _names(path)
+  def gather(is_coded, path, shard, spec):
+    names, coding = _names(path), None
     if names[0] == 'moe' and names[1] in EXPERT_ARRAYS:
       spec = P(None, *spec[1:])
-    return shards.gather(shard, spec, dtype=_dtype(path, config))
+      if is_coded:
+        coding = experts.coding(config.precision, names[1], shard, spec)
+    dtype = _dtype(path, config)
+    return shards.gather(shard, spec, dtype=dtype, coding=coding)
 
   return _joined(gather, (variables, specs), config)
 

@@ -25,7 +25,7 @@ from jax import ad_checkpoint
 
 from composer_jax.core import rounding
 from composer_jax.kernels import linear, rows, swiglu
-from composer_jax.kernels.grouped import blocked, matmul, schedule
+from composer_jax.kernels.grouped import blocked, coded, matmul, schedule
 from composer_jax.numerics import formats
 
 
@@ -37,12 +37,14 @@ class Formats(NamedTuple):
     backward: 'dequantised', 'bf16' or 'mxfp8'.
     stochastic: true if 'mxfp8' rounds gradients by chance.
     hadamard: true if it mixes rows before it rounds them for a weight.
+    codes: true if the forward pass multiplies codes of 'fp8' by a kernel.
   """
 
   forward: str
   backward: str
   stochastic: bool = False
   hadamard: bool = False
+  codes: bool = False
 
 
 # Products of operands as they are; weights may have adapters.
@@ -60,12 +62,24 @@ def mlp_kept(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs of rows sorted by expert, and their gates and ups."""
   gate_up_EDX, down_EFD = _joined(weights['gate_up'], 2), weights['down']
-  both_YX = matmul.grouped_matmul(
-    _rounded(config, rows_YD), gate_up_EDX, group_sizes_E
-  )
+  both_YX = _product(config, rows_YD, gate_up_EDX, group_sizes_E)
   both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
-  hidden_YF = _rounded(config, swiglu.swiglu(both_YX))
-  return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E), both_YX
+  hidden_YF = swiglu.swiglu(both_YX)
+  return _product(config, hidden_YF, down_EFD, group_sizes_E), both_YX
+
+
+def _product(config, x_YD, weight_EDF, group_sizes_E):
+  """Returns a grouped product of the forward pass, of rounded numbers."""
+  if not config.codes:
+    x_YD = _rounded(config, x_YD)
+    return matmul.grouped_matmul(x_YD, weight_EDF, group_sizes_E)
+  coded.check()
+  # Weights are rounded already: their codes are exact.
+  pairs = [
+    formats.quantise(x, 'fp8', formats.Axes(axes, ()))[:2]
+    for x, axes in ((x_YD, (1,)), (weight_EDF, (1, 2)))
+  ]
+  return coded.multiply(*pairs, group_sizes_E, dtype=x_YD.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,13 +137,9 @@ def mlp_gradient(
   """Returns what `dispatch.Experts.gradient` says; gates may be None."""
   rows_YD, d_out_YD, gates_Y = arrays_Y
   before = {name: sums and sums[name] for name in _TRAINED}
-  narrow_YD = _rounded(config, rows_YD)
   if both_YX is None:
-    both_YX = matmul.grouped_matmul(
-      narrow_YD, weights['gate_up'], group_sizes_E
-    )
-  hidden_YF = swiglu.swiglu(both_YX)
-  narrow_YF = _rounded(config, hidden_YF)
+    both_YX = _product(config, rows_YD, weights['gate_up'], group_sizes_E)
+  plain_YF = hidden_YF = swiglu.swiglu(both_YX)
 
   def multiply(role, *arrays):
     if config.backward != 'mxfp8':
@@ -140,7 +150,7 @@ def mlp_gradient(
   if config.backward == 'bf16':
     used = weights['exact']
   else:
-    rows_YD, hidden_YF = narrow_YD, narrow_YF
+    rows_YD, hidden_YF = (_rounded(config, x) for x in (rows_YD, hidden_YF))
 
   def gated(x):
     if gates_Y is None or is_gated:
@@ -158,7 +168,7 @@ def mlp_gradient(
   if gates_Y is not None:
     left, right = hidden_YF, d_hidden_YF  # It needs no output.
     if is_gated:  # And d_hidden has other operands than the forward pass.
-      left = matmul.grouped_matmul(narrow_YF, weights['down'], group_sizes_E)
+      left = _product(config, plain_YF, weights['down'], group_sizes_E)
       right = given_YD
     d_gates_Y = jnp.sum(left * right, axis=-1, dtype=jnp.float32)
   d_both_YX = swiglu.gradient(both_YX, gated(d_hidden_YF))

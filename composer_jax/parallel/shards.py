@@ -14,7 +14,7 @@ and are added outside.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,28 +92,48 @@ def check_tokens(
     shardings.check_divides(f'{name} size', size, axes, plan.mesh)
 
 
+class Coding(NamedTuple):
+  """How the values of an array travel in fewer bits, without loss.
+
+  Attributes:
+    encode: shard -> list of arrays with its axes, of codes and of scales.
+    decode: (these arrays, whole; dtype) -> the whole array.
+  """
+
+  encode: Callable[[jax.Array], list[jax.Array]]
+  decode: Callable[[list[jax.Array], jax.typing.DTypeLike], jax.Array]
+
+
 def gather(
-  shard: jax.Array, spec: P, *, dtype: jax.typing.DTypeLike
+  shard: jax.Array,
+  spec: P,
+  *,
+  dtype: jax.typing.DTypeLike,
+  coding: Coding | None = None,
 ) -> jax.Array:
   """Returns the whole weight of a shard in the compute dtype.
 
-  The weight travels in that dtype, its gradient in float32, both among the
-  devices of the spec. The result has the checkpoint name 'weights'.
+  The weight travels in that dtype or as a coding says, its gradient in float32,
+  both among the devices of the spec. The result has the checkpoint name
+  'weights'.
   """
   if not any(_axes(entry) for entry in spec):
     return shard.astype(dtype)
-  whole = _gather(shard, spec, jnp.dtype(dtype), shard.dtype)
+  whole = _gather(shard, spec, jnp.dtype(dtype), shard.dtype, coding)
   return ad_checkpoint.checkpoint_name(whole, 'weights')
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(shard, spec, dtype, stored_dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(shard, spec, dtype, stored_dtype, coding):
   del stored_dtype
-  return gathered(shard.astype(dtype), spec)
+  if coding is None:
+    return gathered(shard.astype(dtype), spec)
+  arrays = [gathered(x, spec) for x in coding.encode(shard)]
+  return coding.decode(arrays, dtype)
 
 
-def _gather_backward(spec, dtype, stored_dtype, _, d_whole):
-  del dtype
+def _gather_backward(spec, dtype, stored_dtype, coding, _, d_whole):
+  del dtype, coding
   d_shard = scattered(d_whole.astype(jnp.float32), spec)
   return (d_shard.astype(stored_dtype),)
 
