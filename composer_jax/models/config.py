@@ -349,6 +349,15 @@ class PrecisionConfig:
     """True if gradients need random numbers."""
     return self.enabled and (self.stochastic or self.hadamard)
 
+  @property
+  def travels(self) -> bool:
+    """True if experts need no more of a token than its bytes in a format.
+
+    Layers that stay in bf16, and a backward pass in it, need all bits.
+    """
+    is_whole = not (self.first or self.last or self.backward == 'bf16')
+    return is_whole and self.experts in formats.BYTES
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:

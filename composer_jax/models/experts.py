@@ -16,7 +16,7 @@ from composer_jax.kernels import linear
 from composer_jax.kernels.grouped import blocked, matmul
 from composer_jax.models import config as model_config
 from composer_jax.numerics import formats, products
-from composer_jax.parallel import dispatch, shards
+from composer_jax.parallel import dispatch
 
 # Axes of [M, E, D, 2, F] and [M, E, F, D]: those of square blocks in 'fp8',
 # and of an outer scale, which gate and up share.
@@ -152,24 +152,22 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
     bind(products.mlp_kept),
     bind(products.mlp_gradient),
     _zeros,
+    # Each product rounds its rows again, which changes none.
+    _coding(config.experts, formats.Axes((1,), ())) if config.travels else None,
   )
   return Forms(mlp, bind(products.tiled), bind(products.single))
 
 
-# Formats whose values have the same codes again in any part of whole blocks.
-_TRAVELLING = ('mxfp8', 'fp8')
-
-
 def coding(
   config: model_config.PrecisionConfig, leaf: str, shard: jax.Array, spec: P
-) -> shards.Coding | None:
+) -> dispatch.Coding | None:
   """Returns how a shard of one layer's weights travels in eight bits.
 
   None where it travels as it is: weights in other formats, layers that are not
   all rounded, and shards that are no whole blocks.
   """
   name = config.experts
-  if name not in _TRAVELLING or config.first or config.last:
+  if name not in formats.BYTES or config.first or config.last:
     return None
   # Without the axis of layers.
   blocks = tuple(axis - 1 for axis in _axes_of(leaf, name).blocks)
@@ -192,7 +190,7 @@ def _coding(name, axes):
     array = formats.Quantised(*pair, None)
     return formats.dequantise(array, name, axes, dtype)
 
-  return shards.Coding(encode, decode)
+  return dispatch.Coding(encode, decode)
 
 
 def _axes_of(leaf, name):

@@ -38,6 +38,9 @@ BLOCKS = {'mxfp8': 32, 'nvfp4': 16, 'fp8': 128, 'int4': 32}
 NAMES = tuple(BLOCKS)
 # Formats of activations, too; INT4 is one of weights alone.
 ACTIVATIONS = ('mxfp8', 'nvfp4', 'fp8')
+# Those whose values, in any part of whole blocks, round to themselves: scales
+# are powers of two.
+BYTES = ('mxfp8', 'fp8')
 _DTYPES = {
   'mxfp8': (jnp.float8_e4m3fn, jnp.float8_e8m0fnu),
   'nvfp4': (jnp.float4_e2m1fn, jnp.float8_e4m3fn),

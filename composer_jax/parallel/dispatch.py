@@ -22,6 +22,18 @@ from composer_jax.core import platforms, records, rounding
 ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
+class Coding(NamedTuple):
+  """How the values of an array travel in bytes, without loss.
+
+  Attributes:
+    encode: array -> list of uint8 arrays with its axes, of codes and of scales.
+    decode: (these arrays, dtype) -> the array.
+  """
+
+  encode: Callable[[jax.Array], list[jax.Array]]
+  decode: Callable[[list[jax.Array], jax.typing.DTypeLike], jax.Array]
+
+
 class Experts(NamedTuple):
   """Functions of rows sorted by expert.
 
@@ -32,12 +44,15 @@ class Experts(NamedTuple):
       or None, hidden_YX or None) -> (d_rows_YD, d_gates_Y, sums) of outputs
       times gates, where the weights' gradients are added to the sums.
     zeros: weights -> float32 sums of zero, None for frozen ones.
+    coding: bytes that hold all of a row that the functions use; None if only
+      the row itself does.
   """
 
   forward: ExpertFunction
   kept: Callable[..., tuple[jax.Array, jax.Array]]
   gradient: Callable[..., tuple[jax.Array, jax.Array, Any]]
   zeros: Callable[[Any], Any]
+  coding: Coding | None = None
 
 
 class Order(NamedTuple):

@@ -33,6 +33,7 @@ class ExchangePlan:
     room: copies that a buffer holds, as a multiple of the mean.
     specs: storage spec of each variable of the model by '/'-joined name.
     sequence_order: order of a row's tokens on the devices; see `sequence`.
+    wire: one of `rounds.WIRES`.
   """
 
   mesh: Mesh
@@ -43,6 +44,7 @@ class ExchangePlan:
   room: float = rounds.ROOM
   specs: tuple[tuple[str, P], ...] = ()
   sequence_order: str = 'contiguous'
+  wire: str = 'values'
 
   @property
   def token_axes(self) -> tuple[str, ...]:
@@ -149,6 +151,7 @@ def shards_of(
     others=tuple(axis for axis in plan.token_axes if axis not in axes),
     num_shards=num_shards,
     num_local=num_local,
+    wire=plan.wire,
     rows=rounds.rows_of(
       name,
       copies=num_tokens * num_active,

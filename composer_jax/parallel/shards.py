@@ -14,7 +14,7 @@ and are added outside.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
-from composer_jax.parallel import exchange, shardings
+from composer_jax.parallel import dispatch, exchange, shardings
 
 # Most elements of one layer's array that `lend` copies.
 MOST_LENT = 1 << 16
@@ -92,24 +92,12 @@ def check_tokens(
     shardings.check_divides(f'{name} size', size, axes, plan.mesh)
 
 
-class Coding(NamedTuple):
-  """How the values of an array travel in fewer bits, without loss.
-
-  Attributes:
-    encode: shard -> list of arrays with its axes, of codes and of scales.
-    decode: (these arrays, whole; dtype) -> the whole array.
-  """
-
-  encode: Callable[[jax.Array], list[jax.Array]]
-  decode: Callable[[list[jax.Array], jax.typing.DTypeLike], jax.Array]
-
-
 def gather(
   shard: jax.Array,
   spec: P,
   *,
   dtype: jax.typing.DTypeLike,
-  coding: Coding | None = None,
+  coding: dispatch.Coding | None = None,
 ) -> jax.Array:
   """Returns the whole weight of a shard in the compute dtype.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -11,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from composer_jax.parallel import rounds
 from composer_jax.plan import aot, aot_process, narrow
+from composer_jax.plan.hlo import overlap
+from composer_jax.train import placement
 from tests.plan import compiled_test
 
 # As libtpu 0.0.42.1 prints a product of codes for tpu7x, shortened.
@@ -152,11 +154,28 @@ def test_a_step_on_tpu_v7_gathers_and_multiplies_codes_and_has_no_ragged_dot():
   )
   task = aot_process.CompileTask(
     case=subject,
-    options=aot.StepOptions(seq_len=256, optimizer='adam'),
+    options=aot.StepOptions(
+      seq_len=256,
+      optimizer='adam',
+      parallel=placement.ParallelOptions(wire='codes'),
+    ),
     topology_name='tpu7x:2x2x2',
     libtpu='',
   )
   text = aot_process.compile_step(task, 'schedule').text
-  pathlib.Path('/work/wt/numa.tmp/step7x.hlo').write_text(text)
   assert 'ragged-dot' not in text and 'ragged_dot' not in text
   assert 'coded_multiply' in text
+  even = lambda scope: 0.0 if rounds.FURTHER in scope else 1.0
+  moved = overlap.read(text, dynamic_trips=even).collectives
+  gathered = {
+    c.dtype
+    for c in moved
+    if c.kind == 'all-gather' and c.result_bytes >= 4 * 256 * 128
+  }
+  assert 'u8' in gathered
+  sent = [c for c in moved if c.kind == 'ragged-all-to-all']
+  by_dtype = {
+    c.dtype: c.result_bytes for c in sent if 'transpose' not in c.scope
+  }
+  # Codes and four scales there; bfloat16 back.
+  assert by_dtype['u8'] / by_dtype['bf16'] == (512 + 4) / (2 * 512)

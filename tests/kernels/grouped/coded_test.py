@@ -18,6 +18,7 @@ SIZES = {
 Y = 200
 
 
+@pytest.mark.slow
 def test_interpreted_it_is_the_product_of_values():
   """Scales far apart within a row; tiles with rows of several groups."""
   keys = jax.random.split(jax.random.key(0), 3)
