@@ -185,9 +185,12 @@ def _coding(name, axes):
     return [as_words(array) for array in formats.quantise(x, name, axes)[:2]]
 
   def decode(arrays, dtype):
-    dtypes = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
-    pair = map(jax.lax.bitcast_convert_type, arrays, dtypes)
-    array = formats.Quantised(*pair, None)
+    codes, scales = map(
+      jax.lax.bitcast_convert_type,
+      arrays,
+      (jnp.float8_e4m3fn, jnp.float8_e8m0fnu),
+    )
+    array = formats.Quantised(codes, scales, None)
     return formats.dequantise(array, name, axes, dtype)
 
   return dispatch.Coding(encode, decode)

@@ -79,10 +79,9 @@ def run(
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
 
   def layer(variables, x_BTD, context, given, place):
-    is_precise, index = place
-    if context.draws_BT is not None:
-      draws_BT = context.draws_BT + jnp.uint32(0x85EBCA6B) * index
-      context = context.replace(draws_BT=draws_BT)
+    is_precise, draw = place
+    if draw is not None:
+      context = context.replace(draws_BT=context.draws_BT + draw)
     variables = owned(variables)
     whole = layer_stages.whole(variables, specs, config, plan)
     variables = {**variables, 'params': whole}
@@ -112,8 +111,10 @@ def run(
     variables, given, place = sliced
     return per_shard(variables, x_BTD, context, given, place)
 
-  indices = jnp.arange(config.stacks[name], dtype=jnp.uint32)
-  xs = (stacked, given, (_precise(name, config), indices))
+  draws = None  # Of layers, which add to those of tokens.
+  if context.draws_BT is not None:
+    draws = 0x85EBCA6B * jnp.arange(config.stacks[name], dtype=jnp.uint32)
+  xs = (stacked, given, (_precise(name, config), draws))
   return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
 
 

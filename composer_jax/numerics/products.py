@@ -75,11 +75,13 @@ def _product(config, x_YD, weight_EDF, group_sizes_E):
     return matmul.grouped_matmul(x_YD, weight_EDF, group_sizes_E)
   coded.check()
   # Weights are rounded already: their codes are exact.
-  pairs = [
-    formats.quantise(x, 'fp8', formats.Axes(axes, ()))[:2]
-    for x, axes in ((x_YD, (1,)), (weight_EDF, (1, 2)))
-  ]
-  return coded.multiply(*pairs, group_sizes_E, dtype=x_YD.dtype)
+  codes = lambda x, *axes: formats.quantise(x, 'fp8', formats.Axes(axes, ()))
+  return coded.multiply(
+    codes(x_YD, 1)[:2],
+    codes(weight_EDF, 1, 2)[:2],
+    group_sizes_E,
+    dtype=x_YD.dtype,
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -203,7 +205,10 @@ def _multiply_mxfp8(
 
   def in_blocks(x_YD):
     x_NbD = x_YD.at[place_Nb].get(mode='fill', fill_value=0)
-    return mixed(x_NbD, draws_Nb) if config.hadamard else x_NbD
+    if not config.hadamard:
+      return x_NbD
+    assert draws_Nb is not None
+    return mixed(x_NbD, draws_Nb)
 
   def whole(x_NbD):
     return x_NbD.reshape(-1, x_NbD.shape[-1]).astype(lhs_YD.dtype)

@@ -2,7 +2,7 @@
 
 The matrix unit multiplies the E4M3 codes of 128 columns with those of 128 rows
 of a matrix. Scales, powers of two, are applied to each such product in float32.
-So nothing is widened: `plan.narrow` proves that of a compiled program. TPUs
+So nothing is widened: `plan.hlo.narrow` proves that of a compiled program. TPUs
 before the seventh generation, and Triton of JAX 0.10 on a Hopper GPU, compile
 the same product and widen its operands to 16 bits; these are refused.
 """

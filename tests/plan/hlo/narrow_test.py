@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from composer_jax.parallel import rounds
-from composer_jax.plan import aot, aot_process, narrow
-from composer_jax.plan.hlo import overlap
+from composer_jax.plan import aot, aot_process
+from composer_jax.plan.hlo import narrow, overlap
 from composer_jax.train import placement
 from tests.plan import compiled_test
 
@@ -44,7 +44,7 @@ SCALED = (
   )
   .replace('fusion(%c, %d)', 'fusion(%mul.5, %d)')
 )
-# The last stage of Mosaic for a kernel on tpu7x; on v5p and v6e 'e4m3b_to_bf16'.
+# The last stage of Mosaic for a kernel on tpu7x.
 MOSAIC = '"llo.vmatmul.mubr"(%330) <{data_format = #llo.matmul_data_format<'
 HOPPER = 'wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%f1}, %d1;\n'
 # What Triton of jax 0.10.2 makes of a product of codes for an H200.

@@ -97,7 +97,7 @@ def _origin(module, name, operand, seen):
     places = [(inner, text.root(module.computations[inner]).name)]
   elif instruction.operation in _THROUGH:
     places = [(name, n) for n in instruction.operands]
-  found = (_origin(module, *place, seen) for place in places)
+  found = (_origin(module, where, what, seen) for where, what in places)
   return next(filter(None, found), '')
 
 
