@@ -113,7 +113,8 @@ def run(
 
   draws = None  # Of layers, which add to those of tokens.
   if context.draws_BT is not None:
-    draws = 0x85EBCA6B * jnp.arange(config.stacks[name], dtype=jnp.uint32)
+    draws = jnp.arange(config.stacks[name], dtype=jnp.uint32)
+    draws *= jnp.uint32(0x85EBCA6B)
   xs = (stacked, given, (_precise(name, config), draws))
   return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
 

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend import core as extend_core
 
@@ -13,6 +14,7 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder, experts, placement
 from composer_jax.numerics import formats
 from composer_jax.parallel import layouts, topology
+from composer_jax.rl import step as rl_step
 from composer_jax.train import state as train_state
 from tests.rl import replayed
 from tests.train import step_test
@@ -165,6 +167,29 @@ def test_backward_passes_differ_in_experts_alone_and_not_by_mesh(fields):
       close = np.abs(x - y) <= 2e-5 * np.abs(y).max() + 1e-6
       # A sum in another order may cross a tie of a code.
       assert close.mean() > 0.97
+
+
+@pytest.mark.slow
+def test_a_step_of_rl_draws_by_its_number():
+  """What the backward pass needs is no part of the policy that is served."""
+  config = _config(experts='nvfp4', backward='mxfp8', stochastic=True)
+  functions = rl_step.build(decoder.Decoder(config), optax.sgd(1.0))
+  (batch, *_) = replayed.pack(config, rows=2, seq_len=24)
+  state = train_state.create(replayed.variables(config), optax.sgd(1.0))
+
+  def gradient(state):
+    values = functions.policy(state)
+    assert 'backward' not in values
+    given = values | functions.for_backward(state)
+    sums, _ = functions.add_microbatch(given, None, batch)
+    return sums.grads['moe_layers']['moe']['down']
+
+  first = gradient(state)
+  np.testing.assert_array_equal(gradient(state), first)
+  later = gradient(state.replace(step=state.step + 1))
+  assert (later != first).mean() > 0.5
+  # A part of the error of a code, not another gradient.
+  assert np.abs(later - first).max() < 0.2 * np.abs(first).max()
 
 
 @pytest.mark.parametrize(

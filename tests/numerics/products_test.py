@@ -300,3 +300,29 @@ def test_int4_rounds_no_activation():
     swiglu.swiglu(both) @ last['down'],
     atol=2e-5,
   )
+
+
+@pytest.mark.slow
+def test_gradients_of_rounded_operands_are_finite_differences():
+  """INT4 rounds no activation: outputs are smooth in weights and rows."""
+  weights, rows_YD, d_out_YD, sizes_E = _arrays('int4')
+  config = products.Formats('int4', 'dequantised')
+
+  @jax.jit
+  def value(weights, rows_YD):
+    return (products.mlp(config, weights, rows_YD, sizes_E) * d_out_YD).sum()
+
+  point = (weights, jnp.asarray(rows_YD))
+  keys = iter(jax.random.split(jax.random.key(0), 3))
+  along = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), point)
+  step = 1e-3
+  moved = [
+    value(*jax.tree.map(lambda x, d, s=s: x + s * d, point, along))
+    for s in (step, -step)
+  ]
+  slope = (moved[0] - moved[1]) / (2 * step)
+  grads = jax.grad(value, argnums=(0, 1))(*point)
+  want = sum(
+    jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), grads, along))
+  )
+  np.testing.assert_allclose(slope, want, rtol=2e-3)
