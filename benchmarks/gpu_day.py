@@ -1,4 +1,4 @@
-"""Everything that a GPU is needed for, in 35 minutes: results and one page.
+"""Everything that a GPU is needed for, in 37 minutes: results and one page.
 
   ./run.sh gpu_day --out=DIR [--parts=NAME,...] [--tiny]
 
@@ -109,6 +109,12 @@ def parts(folder: pathlib.Path, *, is_tiny: bool) -> list[Part]:
       'Newton-Schulz of 6.7B parameters beside optax and torch',
       3,
       [['benchmarks.muon', '--gpu', *size, *['--quick'] * is_tiny]],
+    ),
+    Part(
+      'few_bits',
+      'experts in formats of few bits, which are emulated, beside bfloat16',
+      2,
+      [['benchmarks.few_bits', '--gpu', *size]],
     ),
     Part(
       'kimi_layer',

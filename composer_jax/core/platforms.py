@@ -16,7 +16,14 @@ _target = jax.make_user_context(None)
 
 def current() -> str:
   """Returns 'cpu', 'gpu' or 'tpu': the target, or JAX's default backend."""
-  return _target.value or jax.default_backend()
+  return _target.value[0] if _target.value else jax.default_backend()
+
+
+def kind() -> str:
+  """Returns the kind of the devices in small letters, such as 'tpu7x'."""
+  if _target.value:
+    return _target.value[1] or _target.value[0]
+  return jax.devices()[0].device_kind.lower()
 
 
 def is_elsewhere() -> bool:
@@ -24,9 +31,11 @@ def is_elsewhere() -> bool:
   return _target.value is not None
 
 
-def targeting(platform: str) -> contextlib.AbstractContextManager[None]:
-  """Traces for another platform than this machine's."""
-  return _target(platform)
+def targeting(
+  platform: str, kind: str = ''
+) -> contextlib.AbstractContextManager[None]:
+  """Traces for another platform than this machine's, and a kind of devices."""
+  return _target((platform, kind))
 
 
 def after(earlier: list[jax.Array], x: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ FREE = (
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
   'precision.codes',
   *(f'precision.{name}' for name in ('experts', 'backward', 'first', 'last')),
+  *(f'precision.{name}' for name in ('stochastic', 'hadamard', 'products')),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
 
@@ -301,10 +302,17 @@ class PrecisionConfig:
     experts: format of weights and activations in the forward pass, one of
       `numerics.formats`; 'bf16' rounds nothing, and 'int4' weights alone.
     backward: 'dequantised' multiplies gradients by the rounded weights and
-      activations of the forward pass; 'mxfp8' rounds all operands to MXFP8
-      along the contracted axis.
+      activations of the forward pass; 'bf16' by those from before the rounding,
+      which costs a second copy of the weights; 'mxfp8' rounds all operands to
+      MXFP8 along the contracted axis.
     first: number of first mixture layers that stay in bf16.
     last: number of last mixture layers that stay in bf16.
+    stochastic: true if the backward pass in MXFP8 rounds gradients up or down
+      by chance, so that their mean is exact.
+    hadamard: true if it mixes 32 rows of an expert by a Hadamard matrix before
+      it rounds the operands of a weight's gradient, which spreads outliers.
+    products: 'values' multiplies the rounded numbers in `compute_dtype`;
+      'codes', with 'fp8' on a TPU v7, the eight bits themselves.
     codes: true if bundles carry codes and scales of experts, not their values;
       what an engine holds is `rollout.experts`.
   """
@@ -313,19 +321,49 @@ class PrecisionConfig:
   backward: str = 'dequantised'
   first: int = 0
   last: int = 0
+  stochastic: bool = False
+  hadamard: bool = False
+  products: str = 'values'
   codes: bool = False
 
   def __post_init__(self):
     checks.boolean(self, 'codes')
     checks.one_of(self, 'experts', ('bf16', *formats.NAMES))
-    checks.one_of(self, 'backward', ('dequantised', 'mxfp8'))
+    checks.one_of(self, 'backward', ('dequantised', 'bf16', 'mxfp8'))
     checks.at_least(self, 0, 'first', 'last')
+    checks.boolean(self, 'stochastic', 'hadamard')
+    is_right = self.backward == 'mxfp8' or not (
+      self.stochastic or self.hadamard
+    )
+    rule = "be 'mxfp8' with stochastic or hadamard, which are parts of it"
+    checks.require(self, 'backward', is_right, rule)
+    checks.one_of(self, 'products', ('values', 'codes'))
+    is_right = self.products == 'values' or self.experts == 'fp8'
+    rule = (
+      f"be 'values' with experts in {self.experts!r}: only 'fp8' has scales"
+    )
+    rule += ' that a product of codes can take'
+    checks.require(self, 'products', is_right, rule)
     rule = "be false, since precision.experts is 'bf16', which has no codes"
     checks.require(self, 'codes', self.enabled or not self.codes, rule)
 
   @property
   def enabled(self) -> bool:
     return self.experts != 'bf16'
+
+  @property
+  def draws(self) -> bool:
+    """True if gradients need random numbers."""
+    return self.enabled and (self.stochastic or self.hadamard)
+
+  @property
+  def travels(self) -> bool:
+    """True if experts need no more of a token than its bytes in a format.
+
+    Layers that stay in bf16, and a backward pass in it, need all bits.
+    """
+    is_whole = not (self.first or self.last or self.backward == 'bf16')
+    return is_whole and self.experts in formats.BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,6 +439,12 @@ class ModelConfig:
         f'precision.experts is {c.experts!r} and the model has adapters, whose '
         "frozen experts stay as they are. Set precision.experts='bf16', or all "
         'ranks of adapters to 0.'
+      )
+    sizes = self.embed_dim, self.moe.ffw_dim
+    if c.products == 'codes' and any(n % formats.BLOCKS['fp8'] for n in sizes):
+      raise ValueError(
+        f"precision.products 'codes' needs embed_dim and moe.ffw_dim {sizes} "
+        "that 128, the block of a scale, divides. Set it to 'values'."
       )
     if c.enabled and c.first + c.last >= self.num_moe_layers:
       raise ValueError(

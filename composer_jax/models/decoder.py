@@ -92,6 +92,9 @@ class Decoder:
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
     x_BTD, context = _embed(variables, tokens, c, plan)
     context = context.replace(is_measured=with_max_logits)
+    if c.precision.draws and 'backward' in variables:
+      draws_BT = _draws(variables['backward']['step'], *tokens)
+      context = context.replace(draws_BT=draws_BT)
     entries: Any = {}
     if cached is not None:
       context = context.replace(own_BT=cached.own_BT)
@@ -122,6 +125,25 @@ class Decoder:
       rounds_M=jax.tree.map(lambda x: x.max(1), stats.rounds),
       entries={n: o.kept for n, o in zip(c.stacks, outputs, strict=True)},
     )
+
+
+def _draws(step, tokens_BT, segment_ids_BT, positions_BT):
+  """Returns a uint32 of each token, the same on every mesh.
+
+  It depends on the step, and on the token's row, document and position.
+  """
+  # The sum tells microbatches apart; sums of integers have no order.
+  row_B = tokens_BT.astype(jnp.uint32).sum(1)
+  place_B = jnp.arange(len(row_B))
+
+  def draw(row, place, segment, position):
+    key = jax.random.key(step, impl='threefry2x32')
+    for data in (row, place, segment, position):
+      key = jax.random.fold_in(key, data)
+    return jax.random.bits(key)
+
+  draw_T = jax.vmap(draw, (None, None, 0, 0))
+  return jax.vmap(draw_T)(row_B, place_B, segment_ids_BT, positions_BT)
 
 
 def _embed(variables, tokens, config, plan):

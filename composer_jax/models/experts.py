@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.kernels import linear, rows
 from composer_jax.kernels.grouped import blocked, matmul
@@ -84,7 +85,11 @@ def _zeros(weights: dict[str, Any]) -> dict[str, Any]:
       return linear.Adapted(None, zeros(weight.a), zeros(weight.b))
     return jnp.zeros(weight.shape, jnp.float32)
 
-  return {name: zeros(weight) for name, weight in weights.items()}
+  # What only the backward pass reads has no gradient.
+  return {
+    name: None if name == 'exact' else zeros(weight)
+    for name, weight in weights.items()
+  }
 
 
 MLP = dispatch.Experts(expert_mlp, expert_mlp_kept, expert_mlp_gradient, _zeros)
@@ -135,15 +140,61 @@ def forms(config: model_config.PrecisionConfig) -> Forms:
   """Returns the feed-forward of experts in the formats of a config."""
   if not config.enabled:
     return Forms(MLP, expert_mlp_in_tiles, dense_mlp)
-  pair = products.Formats(config.experts, config.backward)
+  pair = products.Formats(
+    config.experts,
+    config.backward,
+    config.stochastic,
+    config.hadamard,
+    config.products == 'codes',
+  )
   bind = lambda fn: functools.partial(fn, pair)
   mlp = dispatch.Experts(
     bind(products.mlp),
     bind(products.mlp_kept),
     bind(products.mlp_gradient),
     _zeros,
+    # Each product rounds its rows again, which changes none.
+    _coding(config.experts, formats.Axes((1,), ())) if config.travels else None,
   )
   return Forms(mlp, bind(products.tiled), bind(products.single))
+
+
+def coding(
+  config: model_config.PrecisionConfig, leaf: str, shard: jax.Array, spec: P
+) -> dispatch.Coding | None:
+  """Returns how a shard of one layer's weights travels in eight bits.
+
+  None where it travels as it is: weights in other formats, layers that are not
+  all rounded, and shards that are no whole blocks.
+  """
+  name = config.experts
+  if name not in formats.BYTES or config.first or config.last:
+    return None
+  # Without the axis of layers.
+  blocks = tuple(axis - 1 for axis in _axes_of(leaf, name).blocks)
+  cut = [axis for axis in blocks if axis < len(spec) and spec[axis]]
+  if any(shard.shape[axis] % formats.BLOCKS[name] for axis in cut):
+    return None
+  return _coding(name, formats.Axes(blocks, ()))
+
+
+@functools.cache
+def _coding(name, axes):
+  as_words = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+  def encode(x):
+    return [as_words(array) for array in formats.quantise(x, name, axes)[:2]]
+
+  def decode(arrays, dtype):
+    codes, scales = map(
+      jax.lax.bitcast_convert_type,
+      arrays,
+      (jnp.float8_e4m3fn, jnp.float8_e8m0fnu),
+    )
+    array = formats.Quantised(codes, scales, None)
+    return formats.dequantise(array, name, axes, dtype)
+
+  return dispatch.Coding(encode, decode)
 
 
 def _axes_of(leaf, name):

@@ -5,6 +5,7 @@ them over a cache. Most stages work on each token by itself, through
 `kernels.rows`; attention and the experts' grouped products do not.
 """
 
+import functools
 import types
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ def prepare(variables: Any, config: model_config.ModelConfig) -> Any:
   depend on the dtype of stored weights. Adapters stand beside their weights.
   """
 
-  def cast(path, x):
+  def cast(_, path, x):
     is_part = _names(path)[-1] in formats.PARTS
     return x if is_part else x.astype(_dtype(path, config))
 
@@ -58,13 +59,17 @@ def prepare(variables: Any, config: model_config.ModelConfig) -> Any:
 
 
 def _joined(ready, trees, config):
-  """Maps (path, array of each tree) over parameters and adapters."""
+  """Maps (is policy, path, array of each tree) over parameters and adapters."""
 
   def mapped(name):
     parts = (tree[name] for tree in trees)
-    return jax.tree_util.tree_map_with_path(ready, *parts)
+    function = functools.partial(ready, name == 'params')
+    return jax.tree_util.tree_map_with_path(function, *parts)
 
   params = mapped('params')
+  if trees[0].get('backward', {}).get('moe'):
+    moe = {**params['moe'], 'exact': mapped('backward')['moe']}
+    params = {**params, 'moe': moe}
   if 'adapters' not in trees[0]:
     return params
   return adapters.join(params, mapped('adapters'), config)
@@ -95,11 +100,14 @@ def whole(
   if plan is None:
     return prepare(variables, config)
 
-  def gather(path, shard, spec):
-    names = _names(path)
+  def gather(is_coded, path, shard, spec):
+    names, coding = _names(path), None
     if names[0] == 'moe' and names[1] in EXPERT_ARRAYS:
       spec = P(None, *spec[1:])
-    return shards.gather(shard, spec, dtype=_dtype(path, config))
+      if is_coded:
+        coding = experts.coding(config.precision, names[1], shard, spec)
+    dtype = _dtype(path, config)
+    return shards.gather(shard, spec, dtype=dtype, coding=coding)
 
   return _joined(gather, (variables, specs), config)
 
@@ -212,16 +220,22 @@ def mixture(
   *,
   is_paged: bool = False,
   plan: exchange.ExchangePlan | None = None,
+  draws_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], MixtureStats]:
   """Returns x_BTD after a layer of experts, its routes, and statistics.
 
   Routes are the ids_BTA used, and agrees_BT of `router.agrees`. `tokens_BT` are
   x_BTD, the attention's out_BTN (from attention over pages if `is_paged`),
-  valid_BT, and replay_BTA or None.
+  valid_BT, and replay_BTA or None; `draws_BT` those of `exchange.exchange`.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
   small = dict(params['moe'])
   weights = {name: small.pop(name) for name in EXPERT_ARRAYS}
+  exact = small.pop('exact', None)
+  if exact and config.precision.backward == 'bf16':
+    weights['exact'] = exact
+  if not config.precision.draws:
+    draws_BT = None
   shared = small.get('shared')
 
   def before(params, rows_BT):
@@ -247,7 +261,8 @@ def mixture(
   sums = router.layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
   routes = choice.ids_BTA, router.agrees(choice, replay_BTA)
   if config.numerics == 'batch_invariant':
-    x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
+    tokens_BT = x_BTD, h_BTD, valid_BT, draws_BT
+    x_BTD = _in_tiles(weights, shared, tokens_BT, choice, config)
     return x_BTD, routes, MixtureStats(sums, None)
   routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
   forms = experts.forms_of(config.precision, weights)
@@ -256,7 +271,12 @@ def mixture(
       y_BTD, count = _one_by_one(forms.single, weights, *routed_BT), None
     else:
       y_BTD, count = exchange.exchange(
-        forms.sorted, weights, *routed_BT, plan=plan, keeps=not config.remat
+        forms.sorted,
+        weights,
+        *routed_BT,
+        plan=plan,
+        keeps=not config.remat,
+        draws_BT=draws_BT,
       )
   x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
   return x_BTD, routes, MixtureStats(sums, count)
@@ -283,12 +303,13 @@ def _one_by_one(mlp, weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
   return y_ZD.reshape(h_BTD.shape)
 
 
-def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
+def _in_tiles(weights, shared, tokens_BT, choice, config):
   """Adds the experts' outputs, with the gated sum of each row by itself."""
+  x_BTD, h_BTD, valid_BT, draws_BT = tokens_BT
   tiled = experts.forms_of(config.precision, weights).tiled
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
-      tiled, weights, h_BTD, choice.ids_BTA, valid_BT
+      tiled, weights, h_BTD, choice.ids_BTA, valid_BT, draws_BT
     )
 
   def after(shared, rows_BT):

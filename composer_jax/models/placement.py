@@ -32,15 +32,23 @@ def exchange_plan(
   transport: str = 'auto',
   room: float = rounds.ROOM,
   sequence_order: str = 'contiguous',
+  wire: str = 'values',
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
 
   Tokens of batches must be in its `sequence_order` (`parallel.sequence`).
 
   Raises:
-    ValueError: the numerics are batch-invariant, or rows of experts in a format
-      of few bits would be spread over devices.
+    ValueError: the numerics are batch-invariant, rows of experts in a format
+      of few bits would be spread over devices, or tokens have no codes.
   """
+  if wire == 'codes' and not config.precision.travels:
+    raise ValueError(
+      "parallel.wire 'codes' sends tokens in the eight bits of their experts' "
+      f'format, and would lose bits with {config.precision}. Set '
+      "precision.experts to 'mxfp8' or 'fp8' in all layers, with a backward "
+      "pass other than 'bf16', or parallel.wire='values'."
+    )
   if mesh.size == 1:
     return None
   if config.numerics == 'batch_invariant':
@@ -57,10 +65,14 @@ def exchange_plan(
     batch_axes=layout.batch,
     sequence_axes=layout.sequence,
     weight_specs=tuple(_experts(specs).items()),
-    specs=tuple(trees.flatten_names(specs).items()),
+    # Those of the backward pass lie as their parameters do.
+    specs=tuple(
+      trees.flatten_names({**specs, 'backward': specs['params']}).items()
+    ),
     transport=transport,
     room=room,
     sequence_order=sequence_order,
+    wire=wire,
   )
 
 

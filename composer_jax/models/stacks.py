@@ -28,6 +28,7 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
   visible: attention_kernel.Visible
   segment_ids_BT: jax.Array
   own_BT: jax.Array | None = None  # see `Cached`
+  draws_BT: jax.Array | None = None  # see `exchange.exchange`
   is_measured: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -77,7 +78,10 @@ def run(
   )
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
 
-  def layer(variables, x_BTD, context, given, is_precise):
+  def layer(variables, x_BTD, context, given, place):
+    is_precise, draw = place
+    if draw is not None:
+      context = context.replace(draws_BT=context.draws_BT + draw)
     variables = owned(variables)
     whole = layer_stages.whole(variables, specs, config, plan)
     variables = {**variables, 'params': whole}
@@ -104,10 +108,14 @@ def run(
   )
 
   def body(x_BTD, sliced):
-    variables, given, is_precise = sliced
-    return per_shard(variables, x_BTD, context, given, is_precise)
+    variables, given, place = sliced
+    return per_shard(variables, x_BTD, context, given, place)
 
-  xs = (stacked, given, _precise(name, config))
+  draws = None  # Of layers, which add to those of tokens.
+  if context.draws_BT is not None:
+    draws = jnp.arange(config.stacks[name], dtype=jnp.uint32)
+    draws *= jnp.uint32(0x85EBCA6B)
+  xs = (stacked, given, (_precise(name, config), draws))
   return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
 
 
@@ -163,6 +171,7 @@ def _layer(variables, x_BTD, context, given, config, plan):
     (x_BTD, out_BTN, context.segment_ids_BT != 0, replay_BTA),
     config,
     plan=plan,
+    draws_BT=context.draws_BT,
   )
   expert_ids = ids_BTA.astype(jnp.uint16)
   return x_BTD, output.replace(

@@ -41,6 +41,9 @@ BLOCKS = {'mxfp8': 32, 'nvfp4': 16, 'fp8': 128, 'int4': 32}
 NAMES = tuple(BLOCKS)
 # Formats of activations, too; INT4 is one of weights alone.
 ACTIVATIONS = ('mxfp8', 'nvfp4', 'fp8')
+# Those whose values, in any part of whole blocks, round to themselves: scales
+# are powers of two.
+BYTES = ('mxfp8', 'fp8')
 _DTYPES = {
   'mxfp8': (jnp.float8_e4m3fn, jnp.float8_e8m0fnu),
   'nvfp4': (jnp.float4_e2m1fn, jnp.float8_e4m3fn),
@@ -217,7 +220,16 @@ def _rounded_jvp(name, axes, recovers, primals, tangents):
   return rounded(*primals, name, axes, recovers), tangents[0]
 
 
-def _scaled(x, name, axes, recovers=False):
+def stochastic(x: jax.Array, uniform: jax.Array, axes: Axes) -> jax.Array:
+  """Returns x rounded to MXFP8 up or down, so that the mean is x.
+
+  `uniform` are numbers from [0, 1) in the shape of x.
+  """
+  codes, scales, _ = _scaled(x, 'mxfp8', axes, uniform=uniform)
+  return rounding.rounded(_whole(codes * scales, x.shape, axes.blocks), x.dtype)
+
+
+def _scaled(x, name, axes, recovers=False, uniform=None):
   """Returns codes in float32 and blocks, scales of blocks, and outer scales."""
   x = x.astype(jnp.float32)
   outer = None
@@ -242,7 +254,9 @@ def _scaled(x, name, axes, recovers=False):
     codes, scales = _first_exact(x, scales, _int4, jnp.bfloat16)
   else:
     scales = grids.scale_up(top, grids.E4M3_MAX)
-    codes = grids.e4m3(x / scales)
+    if uniform is not None:
+      uniform = _in_blocks(uniform, name, axes.blocks)
+    codes = grids.e4m3(x / scales, uniform)
   return codes, scales, outer
 
 

@@ -34,8 +34,12 @@ _E2M1_STEPS = (
 SMALLEST = 2.0**-126
 
 
-def e4m3(x: jax.Array) -> jax.Array:
-  """Returns the nearest float8_e4m3fn: 3 bits of mantissa, up to 448."""
+def e4m3(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+  """Returns the nearest float8_e4m3fn: 3 bits of mantissa, up to 448.
+
+  With numbers from [0, 1) of the shape of x it is one of the two neighbours,
+  and their mean over all such numbers is x.
+  """
   x = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   exponent = ((bits >> 23) & 0xFF) - 127
@@ -45,7 +49,13 @@ def e4m3(x: jax.Array) -> jax.Array:
     jax.lax.bitcast_convert_type((127 + sign * steps) << 23, jnp.float32)
     for sign in (1, -1)
   )
-  return jnp.clip(jnp.round(x * inverse) * step, -E4M3_MAX, E4M3_MAX)
+  codes = x * inverse
+  if uniform is None:
+    codes = jnp.round(codes)
+  else:
+    below = jnp.floor(codes)  # The difference is exact.
+    codes = below + (uniform < codes - below)
+  return jnp.clip(codes * step, -E4M3_MAX, E4M3_MAX)
 
 
 def e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:

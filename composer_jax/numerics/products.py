@@ -5,10 +5,14 @@ activations, every row by itself, so that a row's result depends on that row
 alone, and sampler and trainer multiply the same numbers.
 
 Rounding is straight-through: its gradient is 1. A gradient is a product with
-the rounded operands of the forward pass ('dequantised'), or with operands that
-are rounded to MXFP8 along the axis which that product contracts ('mxfp8'): for
-the gradient of a weight the rows of its expert that one round of the exchange
-brought.
+the rounded operands of the forward pass ('dequantised'), with those from before
+the rounding ('bf16'; the weights are a second entry, 'exact'), or with operands
+that are rounded to MXFP8 along the axis which that product contracts ('mxfp8'):
+for the gradient of a weight the rows of its expert that one round of the
+exchange brought. The gradient of a gate is always that of the forward pass.
+
+An entry 'draws' has a number for each row, the same wherever a copy of a token
+is computed. Random numbers of gradients depend on it and on the column alone.
 """
 
 import functools
@@ -16,12 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ad_checkpoint
 
 from composer_jax.core import rounding
 from composer_jax.kernels import linear, rows, swiglu
-from composer_jax.kernels.grouped import blocked, matmul
-from composer_jax.numerics import formats, grids
+from composer_jax.kernels.grouped import blocked, coded, matmul, schedule
+from composer_jax.numerics import formats
 
 
 class Formats(NamedTuple):
@@ -29,15 +34,24 @@ class Formats(NamedTuple):
 
   Attributes:
     forward: one of `formats.NAMES`; any other name rounds nothing.
-    backward: 'dequantised' or 'mxfp8'.
+    backward: 'dequantised', 'bf16' or 'mxfp8'.
+    stochastic: true if 'mxfp8' rounds gradients by chance.
+    hadamard: true if it mixes rows before it rounds them for a weight.
+    codes: true if the forward pass multiplies codes of 'fp8' by a kernel.
   """
 
   forward: str
   backward: str
+  stochastic: bool = False
+  hadamard: bool = False
+  codes: bool = False
 
 
 # Products of operands as they are; weights may have adapters.
 PLAIN = Formats('bf16', 'dequantised')
+# Weights that have a gradient.
+_TRAINED = ('gate_up', 'down')
+_BLOCK = formats.BLOCKS['mxfp8']
 
 
 def mlp_kept(
@@ -48,12 +62,26 @@ def mlp_kept(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs of rows sorted by expert, and their gates and ups."""
   gate_up_EDX, down_EFD = _joined(weights['gate_up'], 2), weights['down']
-  both_YX = matmul.grouped_matmul(
-    _rounded(config, rows_YD), gate_up_EDX, group_sizes_E
-  )
+  both_YX = _product(config, rows_YD, gate_up_EDX, group_sizes_E)
   both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
-  hidden_YF = _rounded(config, swiglu.swiglu(both_YX))
-  return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E), both_YX
+  hidden_YF = swiglu.swiglu(both_YX)
+  return _product(config, hidden_YF, down_EFD, group_sizes_E), both_YX
+
+
+def _product(config, x_YD, weight_EDF, group_sizes_E):
+  """Returns a grouped product of the forward pass, of rounded numbers."""
+  if not config.codes:
+    x_YD = _rounded(config, x_YD)
+    return matmul.grouped_matmul(x_YD, weight_EDF, group_sizes_E)
+  coded.check()
+  # Weights are rounded already: their codes are exact.
+  codes = lambda x, *axes: formats.quantise(x, 'fp8', formats.Axes(axes, ()))
+  return coded.multiply(
+    codes(x_YD, 1)[:2],
+    codes(weight_EDF, 1, 2)[:2],
+    group_sizes_E,
+    dtype=x_YD.dtype,
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,17 +109,19 @@ def _mlp_forward(config, *arrays):
 
 def _mlp_backward(config, residuals, d_out_YD):
   weights, rows_YD, group_sizes_E, both_YX = residuals
+  flat = {name: w for name, w in weights.items() if name != 'exact'}
+  flat['gate_up'] = _joined(weights['gate_up'], 2)
+  if exact := weights.get('exact'):
+    flat['exact'] = exact | {'gate_up': _joined(exact['gate_up'], 2)}
   d_rows_YD, _, sums = mlp_gradient(
-    config,
-    {**weights, 'gate_up': _joined(weights['gate_up'], 2)},
-    (rows_YD, d_out_YD, None),
-    group_sizes_E,
-    None,
-    both_YX,
+    config, flat, (rows_YD, d_out_YD, None), group_sizes_E, None, both_YX
   )
-  d_weights = jax.tree.map(
-    lambda d, w: d.reshape(w.shape).astype(w.dtype), sums, dict(weights)
-  )
+  d_weights = {
+    name: sums[name].reshape(w.shape).astype(w.dtype)
+    if name in _TRAINED
+    else None
+    for name, w in weights.items()
+  }
   return d_weights, d_rows_YD, None
 
 
@@ -108,84 +138,143 @@ def mlp_gradient(
 ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
   """Returns what `dispatch.Experts.gradient` says; gates may be None."""
   rows_YD, d_out_YD, gates_Y = arrays_Y
-  gate_up_EDX, down_EFD = weights['gate_up'], weights['down']
-  before = tuple(sums and sums[name] for name in ('gate_up', 'down'))
-  multiply = _multiply_mxfp8 if config.backward == 'mxfp8' else matmul.gradient
-  rows_YD = _rounded(config, rows_YD)
+  before = {name: sums and sums[name] for name in _TRAINED}
   if both_YX is None:
-    both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
-  hidden_YF = _rounded(config, swiglu.swiglu(both_YX))
+    both_YX = _product(config, rows_YD, weights['gate_up'], group_sizes_E)
+  plain_YF = hidden_YF = swiglu.swiglu(both_YX)
+
+  def multiply(role, *arrays):
+    if config.backward != 'mxfp8':
+      return matmul.gradient(*arrays)
+    return _multiply_mxfp8(config, weights.get('draws'), role, *arrays)
+
+  used = weights
+  if config.backward == 'bf16':
+    used = weights['exact']
+  else:
+    rows_YD, hidden_YF = (_rounded(config, x) for x in (rows_YD, hidden_YF))
 
   def gated(x):
-    if gates_Y is None:
+    if gates_Y is None or is_gated:
       return x
     return rounding.rounded(gates_Y[:, None] * x, x.dtype)
 
-  d_hidden_YF, down = multiply(
-    gated(hidden_YF), down_EFD, d_out_YD, group_sizes_E, before[1]
-  )
+  is_gated, given_YD = False, d_out_YD
+  if config.backward != 'dequantised':
+    # Operands are those of one device, where `combine` applies the gates.
+    d_out_YD, is_gated = gated(d_out_YD), True
+
+  arrays = gated(hidden_YF), used['down'], d_out_YD, group_sizes_E
+  d_hidden_YF, down = multiply(0, *arrays, before['down'])
   d_gates_Y = None
   if gates_Y is not None:
-    # The gradient of a gate needs no output.
-    d_gates_Y = jnp.sum(hidden_YF * d_hidden_YF, axis=-1, dtype=jnp.float32)
+    left, right = hidden_YF, d_hidden_YF  # It needs no output.
+    if is_gated:  # And d_hidden has other operands than the forward pass.
+      left = _product(config, plain_YF, weights['down'], group_sizes_E)
+      right = given_YD
+    d_gates_Y = jnp.sum(left * right, axis=-1, dtype=jnp.float32)
   d_both_YX = swiglu.gradient(both_YX, gated(d_hidden_YF))
-  d_rows_YD, gate_up = multiply(
-    rows_YD, gate_up_EDX, d_both_YX, group_sizes_E, before[0]
-  )
-  return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down}
+  arrays = rows_YD, used['gate_up'], d_both_YX, group_sizes_E
+  d_rows_YD, gate_up = multiply(2, *arrays, before['gate_up'])
+  others = dict.fromkeys(weights.keys() - {*_TRAINED, 'draws'})
+  return d_rows_YD, d_gates_Y, {'gate_up': gate_up, 'down': down, **others}
 
 
-def _multiply_mxfp8(lhs_YD, rhs_EDF, d_out_YF, group_sizes_E, sums_EDF):
+def _multiply_mxfp8(
+  config, draws_Y, role, lhs_YD, rhs_EDF, d_out_YF, group_sizes_E, sums_EDF
+):
   """Returns what `matmul.gradient` does, of operands rounded to MXFP8."""
+
+  def by_chance(x, draws, role, axis):
+    if not config.stochastic:
+      return _mxfp8(x, axis)
+    uniform = uniforms(draws, role, x.shape[-1])
+    axes = formats.Axes((axis % x.ndim,), ())
+    return formats.stochastic(x, uniform, axes)
+
   # Each call computes one product: that of the other is not used.
   d_lhs_YD, _ = matmul.gradient(
     lhs_YD,
-    formats.rounded(rhs_EDF, 'mxfp8', formats.last(rhs_EDF)),
-    formats.rounded(d_out_YF, 'mxfp8', formats.last(d_out_YF)),
+    _mxfp8(rhs_EDF),
+    by_chance(d_out_YF, draws_Y, role, -1),
     group_sizes_E,
     None,
   )
+  place_Nb, sizes_E = blocks_of(group_sizes_E, len(lhs_YD))
+  draws_Nb = None if draws_Y is None else draws_Y.at[place_Nb].get(mode='clip')
+
+  def in_blocks(x_YD):
+    x_NbD = x_YD.at[place_Nb].get(mode='fill', fill_value=0)
+    if not config.hadamard:
+      return x_NbD
+    assert draws_Nb is not None
+    return mixed(x_NbD, draws_Nb)
+
+  def whole(x_NbD):
+    return x_NbD.reshape(-1, x_NbD.shape[-1]).astype(lhs_YD.dtype)
+
+  d_out_NbF = by_chance(in_blocks(d_out_YF), draws_Nb, role + 1, 1)
   _, d_rhs_EDF = matmul.gradient(
-    by_rows(lhs_YD, group_sizes_E),
+    whole(_mxfp8(in_blocks(lhs_YD), 1)),
     rhs_EDF,
-    by_rows(d_out_YF, group_sizes_E),
-    group_sizes_E,
+    whole(d_out_NbF) / (_BLOCK if config.hadamard else 1),
+    sizes_E,
     sums_EDF,
   )
   return d_lhs_YD, d_rhs_EDF
 
 
-def by_rows(x_YD: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
-  """Rounds to MXFP8 in blocks of 32 rows of an expert, each column by itself.
+def _mxfp8(x, axis=-1):
+  return formats.rounded(x, 'mxfp8', formats.Axes((axis % x.ndim,), ()))
 
-  Blocks begin with an expert's first row, so that the other experts of a
-  batch change nothing. Rows past the groups become zero.
+
+def blocks_of(
+  group_sizes_E: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the rows of each block of 32, and the blocks' rows by expert.
+
+  A block has rows of one expert, the last of each with places past the last
+  row. So the other experts of a batch change none.
   """
-  num_rows, size = len(x_YD), formats.BLOCKS['mxfp8']
-  ends_E = jnp.cumsum(group_sizes_E)
-  row_Y = jnp.arange(num_rows)
-  group_Y = jnp.searchsorted(ends_E, row_Y, side='right', method='scan')
-  starts_E = jnp.append(ends_E - group_sizes_E, ends_E[-1])
-  # Blocks of the groups before, each rounded up.
-  blocks_E = -(-group_sizes_E // size)
-  first_E = jnp.append(0, jnp.cumsum(blocks_E))
-  block_Y = first_E[group_Y] + (row_Y - starts_E[group_Y]) // size
-  # Those past the groups, whose last row may be anywhere, are not used.
-  most = num_rows // size + len(group_sizes_E) + 1
-  block_Y = jnp.minimum(block_Y, most - 1)
-  x_YD = jnp.where((group_Y < len(group_sizes_E))[:, None], x_YD, 0)
-  wide_YD = x_YD.astype(jnp.float32)
-  # As integers, in which NaN is largest (`grids.largest`).
-  top_ND = jax.ops.segment_max(
-    jax.lax.bitcast_convert_type(jnp.abs(wide_YD), jnp.int32),
-    block_Y,
-    num_segments=most,
-    indices_are_sorted=True,
+  _, start_N, count_N, _ = schedule.blocks(group_sizes_E, num_rows, _BLOCK)
+  within_b = jnp.arange(_BLOCK)
+  place_Nb = jnp.where(
+    within_b < count_N[:, None], start_N[:, None] + within_b, num_rows
   )
-  top_ND = jax.lax.bitcast_convert_type(jnp.maximum(top_ND, 0), jnp.float32)
-  scale_YD = grids.scale_up(top_ND, grids.E4M3_MAX)[block_Y]
-  rounded_YD = grids.e4m3(wide_YD / scale_YD) * scale_YD
-  return rounding.rounded(rounded_YD, x_YD.dtype)
+  return place_Nb, -(-group_sizes_E // _BLOCK) * _BLOCK
+
+
+def mixed(x_NbD: jax.Array, draws_Nb: jax.Array) -> jax.Array:
+  """Mixes the rows of each block, with signs by their draws, in float32.
+
+  Of two arrays so mixed the products over rows are 32 times those before.
+  """
+  hadamard_bb = np.ones((1, 1), np.float32)
+  while len(hadamard_bb) < _BLOCK:
+    hadamard_bb = np.block(
+      [[hadamard_bb, hadamard_bb], [hadamard_bb, -hadamard_bb]]
+    )
+  signs_Nb = jnp.where(draws_Nb & 1, 1.0, -1.0)
+  return jnp.einsum(
+    'cb,NbD->NcD',
+    hadamard_bb,
+    signs_Nb[..., None] * x_NbD.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+
+
+def uniforms(draws: jax.Array, role: int, width: int) -> jax.Array:
+  """Returns `width` numbers from [0, 1) for each draw, by counters (Threefry).
+
+  `role` tells the arrays apart that are rounded with the same draws.
+  """
+
+  def row(draw):
+    data = jnp.stack([draw, jnp.uint32(role)])
+    key = jax.random.wrap_key_data(data, impl='threefry2x32')
+    return jax.random.uniform(key, (width,))
+
+  return jax.vmap(row)(draws.reshape(-1)).reshape(*draws.shape, width)
 
 
 def single(
@@ -211,7 +300,7 @@ def in_tiles(
   """
   return blocked.map_blocks(
     functools.partial(single, config),
-    weights,
+    {name: weights[name] for name in _TRAINED},
     rows_YD,
     group_sizes_E,
     block=rows.TILE,

@@ -22,6 +22,18 @@ from composer_jax.core import platforms, records, rounding
 ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
+class Coding(NamedTuple):
+  """How the values of an array travel in bytes, without loss.
+
+  Attributes:
+    encode: array -> list of uint8 arrays with its axes, of codes and of scales.
+    decode: (these arrays, dtype) -> the array.
+  """
+
+  encode: Callable[[jax.Array], list[jax.Array]]
+  decode: Callable[[list[jax.Array], jax.typing.DTypeLike], jax.Array]
+
+
 class Experts(NamedTuple):
   """Functions of rows sorted by expert.
 
@@ -32,12 +44,15 @@ class Experts(NamedTuple):
       or None, hidden_YX or None) -> (d_rows_YD, d_gates_Y, sums) of outputs
       times gates, where the weights' gradients are added to the sums.
     zeros: weights -> float32 sums of zero, None for frozen ones.
+    coding: bytes that hold all of a row that the functions use; None if only
+      the row itself does.
   """
 
   forward: ExpertFunction
   kept: Callable[..., tuple[jax.Array, jax.Array]]
   gradient: Callable[..., tuple[jax.Array, jax.Array, Any]]
   zeros: Callable[[Any], Any]
+  coding: Coding | None = None
 
 
 class Order(NamedTuple):
@@ -55,11 +70,16 @@ class Order(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-  """Tokens with the ids and gates of their experts on any device."""
+  """Tokens with the ids and gates of their experts on any device.
+
+  `draws_ZA` are uint32 numbers of copies, the same on every mesh, for functions
+  that draw; None for others, whose weights then have no entry 'draws'.
+  """
 
   x_ZD: jax.Array
   ids_ZA: jax.Array
   gates_ZA: jax.Array
+  draws_ZA: jax.Array | None = None
 
 
 def sort_copies(key_ZA: jax.Array, num_groups: int) -> tuple[Order, jax.Array]:
@@ -160,6 +180,7 @@ def prepare(
   ids_BTA: jax.Array,
   gates_BTA: jax.Array,
   valid_BT: jax.Array,
+  draws_BT: jax.Array | None = None,
 ) -> RoutedTokens:
   """Returns flat tokens, with `NO_ROUTE` for padding.
 
@@ -174,7 +195,22 @@ def prepare(
   gates_ZA = jnp.where(same_ZAA, gates_ZA[:, None, :], 0).sum(-1)
   is_used_ZA = ~jnp.tril(same_ZAA, -1).any(-1) & valid_BT.reshape(-1, 1)
   ids_ZA = jnp.where(is_used_ZA, ids_ZA, records.NO_ROUTE)
-  return RoutedTokens(x_BTD.reshape(-1, dim), ids_ZA, gates_ZA)
+  draws_ZA = _draws_of_copies(draws_BT, num_active)
+  return RoutedTokens(x_BTD.reshape(-1, dim), ids_ZA, gates_ZA, draws_ZA)
+
+
+def _draws_of_copies(draws_BT, num_active):
+  if draws_BT is None:
+    return None
+  # Threefry makes independent numbers of any two that differ.
+  step = jnp.uint32(0x9E3779B9)
+  return draws_BT.reshape(-1, 1) + step * jnp.arange(num_active, dtype='uint32')
+
+
+def _with_draws(weights, draws_ZA, order):
+  if draws_ZA is None:
+    return weights
+  return {**weights, 'draws': draws_ZA.reshape(-1)[order.copy_Y]}
 
 
 def expert_sum(
@@ -192,22 +228,24 @@ def expert_sum(
   Returns:
     y_ZD, the sum by token, zero for tokens without an expert here.
   """
-  x_ZD, ids_ZA, gates_ZA = tokens
+  x_ZD, ids_ZA, gates_ZA, draws_ZA = tokens
   num_local = jax.tree.leaves(weights)[0].shape[0]
   local_ZA = ids_ZA - first
   is_mine_ZA = (local_ZA >= 0) & (local_ZA < num_local)
   key_ZA = jnp.where(is_mine_ZA, local_ZA, num_local)
   if num_local < key_ZA.shape[1]:
-    key_ZA, gates_ZA = _narrowed(key_ZA, gates_ZA, num_local)
+    key_ZA, gates_ZA, draws_ZA = _narrowed(
+      key_ZA, (gates_ZA, draws_ZA), num_local
+    )
   with jax.named_scope('dispatch'):
     order, sizes_E = named_routes(sort_copies(key_ZA, num_local))
     rows_YD = take(x_ZD, order)
-  rows_YD = expert_fn(weights, rows_YD, sizes_E)
+  rows_YD = expert_fn(_with_draws(weights, draws_ZA, order), rows_YD, sizes_E)
   with jax.named_scope('combine'):
     return combine(rows_YD, gates_ZA, order)
 
 
-def _narrowed(key_ZA, gates_ZA, num_groups):
+def _narrowed(key_ZA, arrays_ZA, num_groups):
   """Keeps one column per group that a token can have, in the order of A."""
   is_some_ZA = key_ZA < num_groups
   column_ZA = jnp.cumsum(is_some_ZA, axis=1) - 1
@@ -215,7 +253,10 @@ def _narrowed(key_ZA, gates_ZA, num_groups):
   picks_ZAA = column_ZA[:, None, :] == jnp.arange(num_groups)[:, None]
   picks_ZAA &= is_some_ZA[:, None, :]
   key_ZA = jnp.where(picks_ZAA, key_ZA[:, None, :], num_groups).min(-1)
-  return key_ZA, jnp.where(picks_ZAA, gates_ZA[:, None, :], 0).sum(-1)
+  return key_ZA, *(
+    None if x is None else jnp.where(picks_ZAA, x[:, None, :], 0).sum(-1)
+    for x in arrays_ZA
+  )
 
 
 def copies(
@@ -224,6 +265,7 @@ def copies(
   x_BTD: jax.Array,
   ids_BTA: jax.Array,
   valid_BT: jax.Array,
+  draws_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns each copy's output without summing, on one device.
 
@@ -237,6 +279,8 @@ def copies(
   key_BTA = jnp.where(mine_BTA, ids_BTA, num_local)
   order, group_sizes_E = sort_copies(key_BTA.reshape(-1, num_active), num_local)
   rows_YD = take(x_BTD.reshape(-1, x_BTD.shape[-1]), order)
+  draws_ZA = _draws_of_copies(draws_BT, num_active)
+  weights = _with_draws(weights, draws_ZA, order)
   rows_YD = expert_fn(weights, rows_YD, group_sizes_E)
   # Each copy is a token of its own, whose sum of one row is exact.
   each = Order(order.copy_Y, order.copy_Y, order.place_ZA.reshape(-1, 1))

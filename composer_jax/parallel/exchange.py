@@ -33,6 +33,7 @@ class ExchangePlan:
     room: copies that a buffer holds, as a multiple of the mean.
     specs: storage spec of each variable of the model by '/'-joined name.
     sequence_order: order of a row's tokens on the devices; see `sequence`.
+    wire: one of `rounds.WIRES`.
   """
 
   mesh: Mesh
@@ -43,6 +44,7 @@ class ExchangePlan:
   room: float = rounds.ROOM
   specs: tuple[tuple[str, P], ...] = ()
   sequence_order: str = 'contiguous'
+  wire: str = 'values'
 
   @property
   def token_axes(self) -> tuple[str, ...]:
@@ -88,6 +90,7 @@ def exchange(
   *,
   plan: ExchangePlan | None,
   keeps: bool = False,
+  draws_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Computes each token's gated sum over its experts, zero for padding.
 
@@ -103,6 +106,8 @@ def exchange(
     plan: sharding of experts and tokens; None for one device.
     keeps: true to keep what the first round received and its hidden units for
       the backward pass, which else exchanges and computes them again.
+    draws_BT: uint32 number of each token, the same on every mesh, for experts
+      that draw; None for others.
 
   Returns:
     y_BTD, and the int32 number of rounds; None if no token travels.
@@ -116,7 +121,7 @@ def exchange(
       check_vma=False,
     )
     return summed(weights, x_BTD, ids_BTA, gates_BTA, valid_BT), None
-  tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
+  tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT, draws_BT)
   if plan is None or not plan.travels:
     y_ZD = dispatch.expert_sum(experts.forward, weights, tokens, 0)
     return y_ZD.reshape(x_BTD.shape), None
@@ -146,6 +151,7 @@ def shards_of(
     others=tuple(axis for axis in plan.token_axes if axis not in axes),
     num_shards=num_shards,
     num_local=num_local,
+    wire=plan.wire,
     rows=rounds.rows_of(
       name,
       copies=num_tokens * num_active,

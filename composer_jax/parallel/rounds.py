@@ -33,6 +33,8 @@ from composer_jax.core import platforms
 from composer_jax.parallel import dispatch
 
 TRANSPORTS = ('a2a', 'ragged_a2a')
+# What travels to experts: tokens in the dtype of the model, or their codes.
+WIRES = ('values', 'codes')
 # Copies that a buffer holds over their mean, by default. With 1.25 a step on 8
 # CPU devices took 13 % longer than with 4, since it needed several rounds.
 ROOM = 2.0
@@ -58,6 +60,7 @@ class Shards:
     others: other mesh axes, whose devices need the same number of rounds.
     rows: copies that a device can take in a round, from each other device for
       'a2a' and from all together for 'ragged_a2a'.
+    wire: one of WIRES.
   """
 
   transport: str
@@ -66,6 +69,7 @@ class Shards:
   num_shards: int
   num_local: int
   rows: int
+  wire: str = 'values'
 
   @property
   def buffer(self) -> int:
@@ -97,20 +101,26 @@ def _aligned(rows):
 
 
 def bytes_received(
-  shards: Shards, copies: int, width: int, *, keeps: bool = False
+  shards: Shards,
+  copies: int,
+  width: int,
+  *,
+  keeps: bool = False,
+  coded: int = 0,
 ) -> int:
   """Returns bytes into a device of a layer's rows in both passes.
 
   With even load, which takes one round if buffers have room for the mean.
-  `width` are the bytes of a row; gates and counts are left out.
+  `width` are the bytes of a row, and `coded` those of its codes and scales, if
+  they travel to experts; gates and counts are left out.
   """
   others = shards.num_shards - 1
   rows = copies * others / shards.num_shards
   if shards.transport == 'a2a':
     rounds = -(-copies // (shards.num_shards * shards.rows))
     rows = rounds * others * shards.rows
-  # x, y, and their gradients, to which x goes again unless it is kept.
-  return round((5 - keeps) * rows * width)
+  # y, two gradients, and x, which goes again unless it is kept.
+  return round(rows * (3 * width + (2 - keeps) * (coded or width)))
 
 
 def exchange(
@@ -139,7 +149,10 @@ def exchange(
   rounds = -(-load.max() // shards.rows)
   if shards.others:
     rounds = jax.lax.pmax(rounds, shards.others)
-  where = dispatch.named_routes((order, counts_PPE, rounds))
+  draws_Y = None
+  if tokens.draws_ZA is not None:
+    draws_Y = tokens.draws_ZA.reshape(-1)[order.copy_Y]
+  where = dispatch.named_routes((order, counts_PPE, rounds, draws_Y))
   static = experts, shards, keeps or platforms.current() != 'cpu', keeps
   y_ZD = _sums(static, weights, tokens.x_ZD, tokens.gates_ZA, where)
   return y_ZD, rounds
@@ -151,53 +164,68 @@ def _sums(static, *arrays):
 
 
 def _forward(static, weights, x_ZD, gates_ZA, where):
-  (experts, shards, is_apart, keeps), (order, counts_PPE, rounds) = (
-    static,
-    where,
-  )
-  x_YD = dispatch.take(x_ZD, order)
+  experts, shards, is_apart, keeps = static
+  order, counts_PPE, rounds, _ = where
+  sent, decoded, _ = _wire(experts, shards, x_ZD)
+  sent_YX = _packed(*(dispatch.take(x, order) for x in sent))
 
   def body(r, y_YD, kept=None):
     part = _part(shards, counts_PPE, rounds, r)
-    rows_RD = part.there(x_YD)
+    rows_RD = decoded(_unpacked(part.there(sent_YX), *sent))
     y_RD, hidden_RX = experts.kept(weights, rows_RD, part.sizes_E)
     return part.back(y_RD, y_YD), (rows_RD, hidden_RX)
 
-  y_YD, kept = _each_round(rounds, body, jnp.zeros_like(x_YD), is_apart)
+  y_YD = jnp.zeros((len(sent_YX), x_ZD.shape[1]), x_ZD.dtype)
+  y_YD, kept = _each_round(rounds, body, y_YD, is_apart)
   with jax.named_scope('combine'):
     y_ZD = dispatch.combine(y_YD, gates_ZA, order)
   return y_ZD, (weights, x_ZD, gates_ZA, where, kept if keeps else None)
 
 
 def _backward(static, residuals, d_y_ZD):
-  weights, x_ZD, gates_ZA, (order, counts_PPE, rounds), kept = residuals
+  weights, x_ZD, gates_ZA, where, kept = residuals
+  order, counts_PPE, rounds, draws_Y = where
   experts, shards, is_apart, _ = static
   dim, dtype = x_ZD.shape[1], x_ZD.dtype
   gates_Y = gates_ZA.reshape(-1)[order.copy_Y]
-  given_YX = _packed(
-    [dispatch.take(x_ZD, order), dispatch.take(d_y_ZD, order)], gates_Y
-  )
+  numbers_YK = gates_Y[:, None]
+  if draws_Y is not None:
+    numbers_YK = jnp.stack([gates_Y, _as(jnp.float32, draws_Y)], axis=1)
+  sent, decoded, width = _wire(experts, shards, x_ZD)
+  given = *(dispatch.take(x, order) for x in (*sent, d_y_ZD)), numbers_YK
+  given_YX = _packed(*given)
 
   def body(r, carry, kept=None):
     d_YX, sums = carry
     part = _part(shards, counts_PPE, rounds, r)
-    words_RX = part.there(given_YX[:, dim:] if kept else given_YX)
-    (*rows, d_out_RD), gates_R = _unpacked(words_RX, dim, dtype)
-    rows_RD, hidden_RX = kept or (*rows, None)
+    words_RX = part.there(given_YX[:, width:] if kept else given_YX)
+    columns = given[len(sent) :] if kept else given
+    *rows, d_out_RD, numbers_RK = _unpacked(words_RX, *columns)
+    rows_RD, hidden_RX = kept or (decoded(rows), None)
+    drawing = weights
+    if draws_Y is not None:
+      drawing = {**weights, 'draws': _as(jnp.uint32, numbers_RK[:, 1])}
     d_rows_RD, d_gates_R, sums = experts.gradient(
-      weights, (rows_RD, d_out_RD, gates_R), part.sizes_E, sums, hidden_RX
+      drawing,
+      (rows_RD, d_out_RD, numbers_RK[:, 0]),
+      part.sizes_E,
+      sums,
+      hidden_RX,
     )
-    return (part.back(_packed([d_rows_RD], d_gates_R), d_YX), sums), None
+    d_RX = _packed(d_rows_RD, d_gates_R[:, None])
+    return (part.back(d_RX, d_YX), sums), None
 
-  width = given_YX.shape[1] - dim
-  d_YX = jnp.zeros((len(given_YX), width), given_YX.dtype)
+  back = jnp.zeros((len(given_YX), dim), dtype), gates_Y[:, None]
+  d_YX = jnp.zeros_like(_packed(*back))
   # The first round apart writes the weights' gradients, others add to them.
   carry = d_YX, None if is_apart else experts.zeros(weights)
   (d_YX, sums), _ = _each_round(rounds, body, carry, is_apart, kept)
-  (d_x_YD,), d_gates_Y = _unpacked(d_YX, dim, dtype)
+  d_x_YD, d_gates_Y1 = _unpacked(d_YX, *back)
   with jax.named_scope('dispatch'):
     d_x_ZD = dispatch.combine(d_x_YD, None, order)
-  d_gates_ZA = d_gates_Y.at[order.place_ZA].get(mode='fill', fill_value=0)
+  d_gates_ZA = (
+    d_gates_Y1[:, 0].at[order.place_ZA].get(mode='fill', fill_value=0)
+  )
   d_weights = jax.tree.map(
     lambda total, w: None if total is None else total.astype(w.dtype),
     sums,
@@ -224,28 +252,45 @@ def _each_round(rounds, body, carry, is_apart, kept=None):
     return jax.lax.fori_loop(int(is_apart), rounds, further, carry), made
 
 
-def _packed(rows: list[jax.Array], numbers_Y: jax.Array) -> jax.Array:
-  """Returns rows side by side with a float32 each, as words of integers.
+def _as(dtype, x):
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _wire(experts, shards, x_ZD):
+  """Returns the arrays of tokens that travel, their decoder, and their words.
+
+  Of codes, which are all that the experts use of a token, nothing is lost, and
+  the gradient is that of the token.
+  """
+  if shards.wire == 'values':
+    return [x_ZD], lambda rows: rows[0], x_ZD.shape[1]
+  sent = experts.coding.encode(x_ZD)
+  width = sum(x.shape[1] for x in sent)
+  return sent, lambda rows: experts.coding.decode(rows, x_ZD.dtype), width
+
+
+def _packed(*arrays: jax.Array) -> jax.Array:
+  """Returns rows of arrays side by side, as words of the narrowest of them.
 
   A transfer of few numbers on their own would take as long as one of rows, and
   integers keep all bits.
   """
-  word = jnp.dtype(f'uint{8 * rows[0].dtype.itemsize}')
-  columns = [
-    jax.lax.bitcast_convert_type(x, word).reshape(len(x), -1)
-    for x in (*rows, numbers_Y)
-  ]
-  return jnp.concatenate(columns, axis=1)
+  word = jnp.dtype(f'uint{8 * min(x.dtype.itemsize for x in arrays)}')
+  return jnp.concatenate([_as(word, x).reshape(len(x), -1) for x in arrays], 1)
 
 
-def _unpacked(words_YX, dim, dtype):
-  """Returns the list of rows, and numbers_Y."""
-  count = words_YX.shape[1] // dim
-  parts = [words_YX[:, i * dim : (i + 1) * dim] for i in range(count)]
-  rows = [jax.lax.bitcast_convert_type(x, dtype) for x in parts]
-  rest_YX = words_YX[:, count * dim :]
-  rest_YX = rest_YX if rest_YX.shape[1] > 1 else rest_YX[:, 0]
-  return rows, jax.lax.bitcast_convert_type(rest_YX, jnp.float32)
+def _unpacked(words_YX: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+  """Returns the arrays of words, which have columns and dtypes of `arrays`."""
+  columns, start = [], 0
+  for like in arrays:
+    each = like.dtype.itemsize // words_YX.dtype.itemsize
+    stop = start + like.shape[1] * each
+    words = words_YX[:, start:stop]
+    if each > 1:
+      words = words.reshape(len(words), -1, each)
+    columns.append(_as(like.dtype, words))
+    start = stop
+  return columns
 
 
 class _Round(NamedTuple):

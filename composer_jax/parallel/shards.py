@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
-from composer_jax.parallel import exchange, shardings
+from composer_jax.parallel import dispatch, exchange, shardings
 
 # Most elements of one layer's array that `lend` copies.
 MOST_LENT = 1 << 16
@@ -93,27 +93,35 @@ def check_tokens(
 
 
 def gather(
-  shard: jax.Array, spec: P, *, dtype: jax.typing.DTypeLike
+  shard: jax.Array,
+  spec: P,
+  *,
+  dtype: jax.typing.DTypeLike,
+  coding: dispatch.Coding | None = None,
 ) -> jax.Array:
   """Returns the whole weight of a shard in the compute dtype.
 
-  The weight travels in that dtype, its gradient in float32, both among the
-  devices of the spec. The result has the checkpoint name 'weights'.
+  The weight travels in that dtype or as a coding says, its gradient in float32,
+  both among the devices of the spec. The result has the checkpoint name
+  'weights'.
   """
   if not any(_axes(entry) for entry in spec):
     return shard.astype(dtype)
-  whole = _gather(shard, spec, jnp.dtype(dtype), shard.dtype)
+  whole = _gather(shard, spec, jnp.dtype(dtype), shard.dtype, coding)
   return ad_checkpoint.checkpoint_name(whole, 'weights')
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(shard, spec, dtype, stored_dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(shard, spec, dtype, stored_dtype, coding):
   del stored_dtype
-  return gathered(shard.astype(dtype), spec)
+  if coding is None:
+    return gathered(shard.astype(dtype), spec)
+  arrays = [gathered(x, spec) for x in coding.encode(shard)]
+  return coding.decode(arrays, dtype)
 
 
-def _gather_backward(spec, dtype, stored_dtype, _, d_whole):
-  del dtype
+def _gather_backward(spec, dtype, stored_dtype, coding, _, d_whole):
+  del dtype, coding
   d_shard = scattered(d_whole.astype(jnp.float32), spec)
   return (d_shard.astype(stored_dtype),)
 

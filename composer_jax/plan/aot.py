@@ -146,7 +146,7 @@ def lower(
   with (
     contextlib.nullcontext()
     if platform == jax.default_backend()
-    else platforms.targeting(platform)
+    else platforms.targeting(platform, case.machine)
   ):
     placement, arguments, lowered = _lower(case, model, mesh, options)
   shard_bytes = (

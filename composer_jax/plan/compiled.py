@@ -13,10 +13,10 @@ from composer_jax.optim.muon import cost
 from composer_jax.parallel import rounds
 from composer_jax.plan import aot, report, skew, timeline, topologies
 from composer_jax.plan import case as cases
-from composer_jax.plan.hlo import overlap
+from composer_jax.plan.hlo import narrow, overlap
 
 # Title of the table whose presence means failure.
-FAILED = 'FAILED: involuntary full rematerialisation'
+FAILED = 'FAILED: involuntary full rematerialisation, or widened products'
 _MOST_ROWS = 16
 _GIB = 1 << 30
 
@@ -282,6 +282,11 @@ class _Reading:
 
   def failures(self) -> report.Table:
     rows = [(line,) for line in self.compiled.warnings]
+    if self.case.model.precision.products == 'codes':
+      try:
+        narrow.check(self.compiled.text)
+      except narrow.Widened as error:
+        rows.append((str(error),))
     return report.Table(title=FAILED, columns=('compiler',), rows=rows)
 
 

@@ -72,6 +72,8 @@ class Functions:
     policy: state -> the policy's variables in float32: the masters rounded to
       bfloat16, which is what the engine serves.
     add_microbatch: (values, sums | None, batch) -> (sums, scores of the batch).
+    for_backward: state -> the variables that `add_microbatch` and `add_hints`
+      need beside the policy's; often none.
     compact: values -> the same in bfloat16, which is exact, to be kept.
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
     score: (values, batch) -> scores, replaying the batch's routes if any.
@@ -83,6 +85,7 @@ class Functions:
   """
 
   policy: Callable[..., Any]
+  for_backward: Callable[..., Any]
   compact: Callable[[Any], Any]
   add_microbatch: Callable[..., tuple[StepSums, Scores]]
   apply: Callable[..., tuple[train_state.TrainState, jax.Array]]
@@ -296,10 +299,14 @@ def build(
     after, grad_norm = apply_own(state.own(), sums, scale)
     return after.replace(base=state.base), grad_norm
 
+  def for_backward(state):
+    return train_state.for_backward(state.params, model.config, state.step)
+
   cast = jit(decoder.policy)
 
   return Functions(
     policy=policy,
+    for_backward=jit(for_backward),
     compact=lambda values: {**values, **cast(values)},
     add_microbatch=add_microbatch,
     apply=apply,

@@ -170,7 +170,7 @@ def compile_ahead(
 
   The optimizer, which donates the state, compiles in the first step.
   """
-  values = functions.policy(state)
+  values = functions.policy(state) | functions.for_backward(state)
   padding = batches.RLBatch(**batching.padding(shape))
   sums, _ = functions.add_microbatch(values, None, padding)
   if teacher is not None:
@@ -237,6 +237,7 @@ def update(
   values = functions.policy(state)
   if gate is not None:
     gate.keep(version, values)
+  beside = functions.for_backward(state)
   sums, scores, others = None, [], []
   every = options.mismatch_every if gate is not None else 0
   is_due = every and version % every == 0
@@ -244,7 +245,7 @@ def update(
     chosen, other = batch, comparison.fresh(batch)
     if not options.replay:
       chosen, other = other, chosen
-    sums, scored = functions.add_microbatch(values, sums, chosen)
+    sums, scored = functions.add_microbatch(values | beside, sums, chosen)
     scores.append(scored)
     if is_due:
       # Before `apply`, which may take the buffers of `values`.
@@ -254,7 +255,8 @@ def update(
   if options.hints.weight:
     teacher = teacher_of(state, options.hints, functions, teacher)
     sums, hint_counts, hint_stats, hinted = add_hints(
-      sums, groups, functions, shape, values, teacher, replay=options.replay
+      *(sums, groups, functions, shape, values | beside, teacher),
+      replay=options.replay,
     )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
   # The host counts while the device computes.

@@ -102,6 +102,7 @@ def loss(
   with_max_logits: bool = False,
   whole: Totals | None = None,
   base: Any = None,
+  beside: Any = None,
 ) -> tuple[jax.Array, LossStats]:
   """Returns the training loss, with the routers' losses, and statistics.
 
@@ -117,9 +118,10 @@ def loss(
     with_max_logits: true to measure the attention logits that QK-clip needs.
     whole: totals of the batch; None if `batch` is no microbatch.
     base: frozen parameters, if `values` are adapters.
+    beside: variables of the backward pass (`state.for_backward`).
   """
   total, output = negative_logprob_sum(
-    train_state.variables(values, selection_bias, base),
+    {**train_state.variables(values, selection_bias, base), **(beside or {})},
     batch,
     model=model,
     plan=plan,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
+from composer_jax.numerics import formats
 from composer_jax.parallel import (
   exchange,
   layouts,
@@ -33,15 +34,20 @@ class ParallelOptions:
     sequence_order: 'contiguous', or 'zigzag', which gives each context shard an
       early and a late piece of a row, for an even number of keys; 'auto' is
       zigzag with several context shards.
+    wire: 'values' sends tokens to experts in the model's dtype; 'codes' in the
+      eight bits that experts in 'mxfp8' or 'fp8' use of them, which changes no
+      result.
   """
 
   transport: str = 'auto'
   room: float = rounds.ROOM
   sequence_order: str = 'auto'
+  wire: str = 'values'
 
   def __post_init__(self):
     checks.one_of(self, 'transport', ('auto', *rounds.TRANSPORTS))
     checks.one_of(self, 'sequence_order', ('auto', 'contiguous', 'zigzag'))
+    checks.one_of(self, 'wire', rounds.WIRES)
     checks.positive(self, 'room')
 
 
@@ -157,6 +163,7 @@ def build(
     transport=transport,
     room=options.room,
     sequence_order=order,
+    wire=options.wire,
   )
   axes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
   lines = [f'mesh: {axes}; layout {layout.name}']
@@ -182,7 +189,13 @@ def _line(shards, model, num_tokens):
   """Returns a line about the exchange, for tokens of one device."""
   copies = num_tokens * model.moe.num_active
   width = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
-  received = rounds.bytes_received(shards, copies, width, keeps=not model.remat)
+  coded = 0
+  if shards.wire == 'codes':
+    block = formats.BLOCKS[model.precision.experts]
+    coded = model.embed_dim + -(-model.embed_dim // block)
+  received = rounds.bytes_received(
+    shards, copies, width, keeps=not model.remat, coded=coded
+  )
   return (
     f'transport {shards.transport}: {shards.num_shards} expert shards, buffers '
     f'of {shards.buffer} rows for {copies} copies of the tokens of a device; '

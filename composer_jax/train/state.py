@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, experts
+from composer_jax.models import decoder, experts, layer
 
 
 class TrainState(flax.struct.PyTreeNode, kw_only=True):
@@ -82,6 +82,24 @@ def policy_values(params: Any, config: model_config.ModelConfig) -> Any:
   with jax.named_scope('policy_values'):
     params = experts.in_format(trees.on_device(params), config)
     return jax.tree.map(_rounded, params)
+
+
+def for_backward(
+  params: Any, config: model_config.ModelConfig, step: jax.Array
+) -> dict[str, Any]:
+  """Returns the variables that only the backward pass of experts reads.
+
+  {} where it reads none. Else 'backward' has the experts' weights in bfloat16,
+  from before their rounding, or the step that random numbers depend on.
+  """
+  c, moe = config.precision, {}
+  if not c.enabled or not (c.draws or c.backward == 'bf16'):
+    return {}
+  if c.backward == 'bf16':
+    given = trees.on_device(params)['moe_layers']['moe']
+    moe = {name: _rounded(given[name]) for name in layer.EXPERT_ARRAYS}
+  made = {'moe_layers': {'moe': jax.lax.stop_gradient(moe)}, 'step': step}
+  return {'backward': made}
 
 
 def create(

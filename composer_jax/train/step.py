@@ -100,7 +100,7 @@ def make(
     places: shardings in which gradients add up; None leaves them to XLA.
   """
 
-  def gradient(values, state, batch, whole=None):
+  def gradient(values, beside, state, batch, whole=None):
     function = jax.value_and_grad(lm_loss.loss, has_aux=True)
     (_, stats), gradients = function(
       values,
@@ -111,18 +111,20 @@ def make(
       with_max_logits=clips_logits,
       whole=whole,
       base=state.base,
+      beside=beside,
     )
     return gradients, stats
 
   def step(state, batch):
     # Once a step. The gradient of the rounding is 1.
     values = train_state.policy_values(state.params, model)
+    beside = train_state.for_backward(state.params, model, state.step)
     if accumulate == 1:
-      gradients, loss_stats = gradient(values, state, batch)
+      gradients, loss_stats = gradient(values, beside, state, batch)
     else:
       whole = lm_loss.totals(batch)
       gradients, stats = _sum_gradients(
-        lambda values, piece: gradient(values, state, piece, whole),
+        lambda values, piece: gradient(values, beside, state, piece, whole),
         values,
         split(batch, accumulate, plan),
         places,

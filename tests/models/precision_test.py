@@ -6,14 +6,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.extend import core as extend_core
 
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, experts, placement
 from composer_jax.numerics import formats
 from composer_jax.parallel import layouts, topology
+from composer_jax.rl import step as rl_step
 from composer_jax.train import state as train_state
 from tests.rl import replayed
+from tests.train import step_test
 
 FORMATS = ('mxfp8', 'nvfp4', 'fp8', 'int4')
 
@@ -108,11 +112,93 @@ def test_later_tokens_change_no_bit_of_earlier_ones():
   np.testing.assert_allclose(fast.hidden_BTD, one.hidden_BTD, atol=1e-4)
 
 
+def _rounds_weights(jaxpr, inside=False):
+  """Yields whether each equation of `policy_values` lies within a loop."""
+  for equation in jaxpr.eqns:
+    if 'policy_values' in str(equation.source_info.name_stack):
+      yield inside
+    is_loop = equation.primitive.name in ('scan', 'while')
+    for inner in extend_core.jaxprs_in_params(equation.params):
+      yield from _rounds_weights(inner, inside or is_loop)
+
+
+def _trained(accumulate=1, shape=(1, 1, 1), **fields):
+  fields = dict(experts='nvfp4') | fields
+  model = dataclasses.replace(
+    step_test.MODEL, precision=model_config.PrecisionConfig(**fields)
+  )
+  return accumulate, shape, model
+
+
+@pytest.mark.parametrize('backward', ['dequantised', 'bf16'])
+def test_weights_are_rounded_once_a_step_however_many_microbatches(backward):
+  run, arguments = step_test.program(*_trained(4, backward=backward))
+  places = [*_rounds_weights(run.trace(*arguments).jaxpr.jaxpr)]
+  assert len(places) > 10 and not any(places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'fields',
+  [
+    dict(backward='bf16'),
+    dict(backward='mxfp8', stochastic=True),
+  ],
+)
+def test_backward_passes_differ_in_experts_alone_and_not_by_mesh(fields):
+  """The last router has the gradient of the forward pass in each."""
+  before = replayed.variables(step_test.MODEL)['params']
+  gradient = lambda *args, **kwargs: jax.tree.map(
+    lambda old, new: old - new,
+    before,
+    step_test.step_of(*_trained(*args, **kwargs))[0].params,
+  )
+  usual, ours = gradient(), gradient(**fields)
+  last = lambda tree: tree['moe_layers']['moe']['router'][-1]
+  np.testing.assert_allclose(last(ours), last(usual), atol=1e-6)
+  experts_of = lambda tree: tree['moe_layers']['moe']['gate_up']
+  assert np.abs(experts_of(ours) - experts_of(usual)).max() > 1e-5
+  # On a mesh with whole rows, and in microbatches without chance.
+  others = [gradient(1, (2, 4, 1), **fields)]
+  if fields['backward'] == 'bf16':
+    others += [gradient(4, (2, 2, 2), **fields)]
+  for other in others:
+    for x, y in zip(*map(jax.tree.leaves, (other, ours)), strict=True):
+      close = np.abs(x - y) <= 2e-5 * np.abs(y).max() + 1e-6
+      # A sum in another order may cross a tie of a code.
+      assert close.mean() > 0.97
+
+
+@pytest.mark.slow
+def test_a_step_of_rl_draws_by_its_number():
+  """What the backward pass needs is no part of the policy that is served."""
+  config = _config(experts='nvfp4', backward='mxfp8', stochastic=True)
+  functions = rl_step.build(decoder.Decoder(config), optax.sgd(1.0))
+  (batch, *_) = replayed.pack(config, rows=2, seq_len=24)
+  state = train_state.create(replayed.variables(config), optax.sgd(1.0))
+
+  def gradient(state):
+    values = functions.policy(state)
+    assert 'backward' not in values
+    given = values | functions.for_backward(state)
+    sums, _ = functions.add_microbatch(given, None, batch)
+    return sums.grads['moe_layers']['moe']['down']
+
+  first = gradient(state)
+  np.testing.assert_array_equal(gradient(state), first)
+  later = gradient(state.replace(step=state.step + 1))
+  assert (later != first).mean() > 0.5
+  # A part of the error of a code, not another gradient.
+  assert np.abs(later - first).max() < 0.2 * np.abs(first).max()
+
+
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
     (dict(experts='fp4'), "experts.*'bf16', 'mxfp8', 'nvfp4', 'fp8', 'int4'"),
-    (dict(backward='bf16'), "backward.*'dequantised', 'mxfp8'"),
+    (dict(backward='fp8'), "backward.*'dequantised', 'bf16', 'mxfp8'"),
+    (dict(stochastic=True), "backward must be 'mxfp8' with stochastic or"),
+    (dict(backward='bf16', hadamard=True), "backward must be 'mxfp8'.*'bf16'"),
     (dict(first=-1), 'first.*at least 0'),
     (dict(experts='nvfp4', first=1, last=1), 'leave none of 2 mixture layers'),
   ],

@@ -43,3 +43,23 @@ def test_powers_of_two_are_rounded_up():
   np.testing.assert_array_equal(jax.jit(grids.power_of_two)(x), wanted)
   odd = grids.power_of_two(np.array([np.inf, np.nan, -np.inf], np.float32))
   np.testing.assert_array_equal(odd, [np.inf, np.nan, np.inf])
+
+
+def test_rounding_by_chance_has_the_mean_of_its_argument():
+  """Between every two neighbours; codes themselves stay."""
+  codes = np.unique(_codes(ml_dtypes.float8_e4m3fn, 8))
+  below, above = codes[:-1], codes[1:]
+  rng = np.random.default_rng(0)
+  share = rng.random(len(below))
+  x = (below + share * (above - below)).astype(np.float32)
+  count = 20_000
+  uniform = rng.integers(0, 2**23, (count, len(x))) * np.float32(2**-23)
+  got = np.asarray(
+    jax.jit(grids.e4m3)(np.broadcast_to(x, uniform.shape), uniform)
+  )
+  assert ((got == below) | (got == above)).all()
+  error = (got.mean(0, dtype=float) - x) / (above - below)
+  # A draw is one of two values.
+  assert (np.abs(error) <= 4 * np.sqrt(share * (1 - share) / count)).all()
+  highest = np.full_like(codes, 1 - 2**-23)
+  np.testing.assert_array_equal(grids.e4m3(codes, highest), codes)

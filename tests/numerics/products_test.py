@@ -87,15 +87,16 @@ def _by_hand(x_YD):
   return np.concatenate([*parts, np.zeros((len(x_YD) - start, x_YD.shape[1]))])
 
 
-def test_rows_are_rounded_within_their_expert():
-  _, rows_YD, _, sizes_E = _arrays('mxfp8')
-  # Far smaller than those of the expert before: a common scale would lose them.
-  rows_YD[: sum(SIZES)] *= np.exp2(-25.0 * np.repeat(np.arange(E), SIZES))[
-    :, None
-  ]
-  rows_YD[-1] = np.nan
-  got_YD = jax.jit(products.by_rows)(rows_YD, sizes_E)
-  np.testing.assert_array_equal(got_YD, _by_hand(rows_YD))
+def test_blocks_have_rows_of_one_expert():
+  """Else a scale would lose the rows of an expert beside far larger ones."""
+  place_Nb, sizes_E = products.blocks_of(jnp.array(SIZES, jnp.int32), Y)
+  np.testing.assert_array_equal(sizes_E, [32, 0, 64, 32, 64])
+  owner_Y = np.append(np.repeat(np.arange(E), SIZES), np.full(Y, E))
+  for place_b in np.asarray(place_Nb):
+    assert len({*owner_Y[place_b[place_b < Y]]}) <= 1
+  places = np.asarray(place_Nb).ravel()
+  # Each row once, and in order.
+  np.testing.assert_array_equal(places[places < Y], np.arange(sum(SIZES)))
 
 
 def test_the_backward_pass_in_mxfp8_rounds_what_each_product_contracts():
@@ -132,22 +133,158 @@ def test_the_backward_pass_in_mxfp8_rounds_what_each_product_contracts():
   both_YX = np.zeros((Y, 2 * F), np.float32)
   both_YX[real] = np.einsum('YD,YDX->YX', x_YD[real], flat['gate_up'][group_Y])
   hidden_YF = narrow(swiglu.swiglu(jnp.asarray(both_YX)))
+  gated_YD = gates_Y[:, None] * d_out_YD
   d_hidden_YF = np.zeros((Y, F), np.float32)
-  d_hidden_YF[real] = rows(d_out_YD, weights['down'])
+  d_hidden_YF[real] = rows(gated_YD, weights['down'])
+  # The gradient of a gate is that of the forward pass.
+  out_YD = np.einsum('YF,YFD->YD', hidden_YF[real], weights['down'][group_Y])
   np.testing.assert_allclose(
-    d_gates_Y, (hidden_YF * d_hidden_YF).sum(-1), atol=1e-4
+    d_gates_Y[real], (out_YD * d_out_YD[real]).sum(-1), atol=1e-4
   )
-  gate_Y1 = gates_Y[:, None]
   np.testing.assert_allclose(
-    sums['down'], columns(gate_Y1 * hidden_YF, d_out_YD), atol=1e-4
+    sums['down'], columns(hidden_YF, gated_YD), atol=1e-4
   )
-  d_both_YX = np.asarray(swiglu.gradient(both_YX, gate_Y1 * d_hidden_YF))
+  d_both_YX = np.asarray(swiglu.gradient(both_YX, d_hidden_YF))
   np.testing.assert_allclose(
     d_rows_YD[real], rows(d_both_YX, flat['gate_up']), atol=1e-4
   )
   np.testing.assert_allclose(
     sums['gate_up'], columns(x_YD, d_both_YX), atol=1e-4
   )
+
+
+def test_the_backward_pass_in_bf16_has_operands_from_before_the_rounding():
+  """And is the plain one where rounding changes nothing."""
+  _, rows_YD, d_out_YD, sizes_E = _arrays('mxfp8')
+  rng = np.random.default_rng(2)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  exact = {'gate_up': draw(E, D, 2 * F) / 7, 'down': draw(E, F, D) / 6}
+  weights = {
+    name: _rounded(w, name='nvfp4', axes=formats.Axes((1,), (1,)))
+    for name, w in exact.items()
+  }
+  gates_Y = rng.random(Y).astype(np.float32)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(config, weights, exact):
+    arrays = rows_YD, d_out_YD, gates_Y
+    given = {**weights, 'exact': exact}
+    return products.mlp_gradient(config, given, arrays, sizes_E, None)
+
+  d_rows_YD, d_gates_Y, sums = run(
+    products.Formats('nvfp4', 'bf16'), weights, exact
+  )
+  narrow = lambda x: _rounded(jnp.asarray(x), 'nvfp4', formats.last(x))
+  group_Y = np.repeat(np.arange(E), SIZES)
+  real = slice(0, len(group_Y))
+  pick = lambda w: np.asarray(w)[group_Y]
+  both_YX = np.einsum(
+    'YD,YDX->YX', narrow(rows_YD[real]), pick(weights['gate_up'])
+  )
+  hidden_YF = np.asarray(swiglu.swiglu(both_YX))
+  out_YD = np.einsum('YF,YFD->YD', narrow(hidden_YF), pick(weights['down']))
+  np.testing.assert_allclose(
+    d_gates_Y[real], (out_YD * d_out_YD[real]).sum(-1), atol=1e-4
+  )
+  gate_Y1 = gates_Y[real, None]
+  d_hidden_YF = np.einsum('YD,YFD->YF', d_out_YD[real], pick(exact['down']))
+  d_both_YX = np.asarray(swiglu.gradient(both_YX, gate_Y1 * d_hidden_YF))
+  np.testing.assert_allclose(
+    d_rows_YD[real],
+    np.einsum('YX,YDX->YD', d_both_YX, pick(exact['gate_up'])),
+    atol=1e-4,
+  )
+  one_YE = (group_Y[:, None] == np.arange(E)).astype(np.float32)
+  for name, left, right in (
+    ('gate_up', rows_YD[real], d_both_YX),
+    ('down', gate_Y1 * hidden_YF, d_out_YD[real]),
+  ):
+    want = np.einsum('YE,YD,YF->EDF', one_YE, left, right)
+    np.testing.assert_allclose(sums[name], want, atol=1e-4)
+  assert sums['exact'] is None
+  # INT4 rounds no activation: with its weights for both nothing is rounded.
+  same = run(products.Formats('int4', 'bf16'), weights, weights)
+  plain = run(products.PLAIN, weights, weights)
+  close = functools.partial(np.testing.assert_allclose, atol=1e-4)
+  jax.tree.map(close, same, plain)
+
+
+def test_a_hadamard_matrix_changes_no_exact_product():
+  """Of whole numbers, whose sums are exact; the mixed rows differ."""
+  _, _, _, sizes_E = _arrays('mxfp8')
+  rng = np.random.default_rng(3)
+  lhs_YD, d_YF = (
+    jnp.asarray(rng.integers(-8, 9, (Y, width)), jnp.float32)
+    for width in (D, F)
+  )
+  draws_Y = jnp.asarray(rng.integers(0, 2**32, Y), jnp.uint32)
+
+  @jax.jit
+  def run():
+    place_Nb, _ = products.blocks_of(sizes_E, Y)
+    blocks = lambda x: x.at[place_Nb].get(mode='fill', fill_value=0)
+    draws_Nb = draws_Y.at[place_Nb].get(mode='clip')
+    pair = [blocks(x) for x in (lhs_YD, d_YF)]
+    mixes = [products.mixed(x, draws_Nb) for x in pair]
+    gram = lambda x, y: jnp.einsum('NbD,NbF->NDF', x, y, precision='highest')
+    return pair[0], mixes[0], gram(*pair), gram(*mixes)
+
+  plain, mixes, before, after = run()
+  np.testing.assert_array_equal(after, 32 * before)
+  assert (mixes != plain).mean() > 0.5
+
+
+def _with_draws(config, weights, sizes_E, draws_Y, arrays):
+  given = {**weights, 'draws': draws_Y}
+  return products.mlp_gradient(config, given, arrays, sizes_E, None)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_rounded_by_chance_are_right_on_average():
+  """With and without the mixing of rows; twice the same draws are the same."""
+  weights, rows_YD, d_out_YD, sizes_E = _arrays('mxfp8')
+  weights |= {'gate_up': weights['gate_up'].reshape(E, D, -1)}
+  arrays = jnp.asarray(rows_YD), jnp.asarray(d_out_YD), jnp.ones(Y)
+  count = 64
+  draws_SY = np.random.default_rng(4).integers(0, 2**32, (count, Y))
+  for hadamard in (False, True):
+    config = products.Formats('mxfp8', 'mxfp8', True, hadamard)
+    run = jax.jit(
+      functools.partial(_with_draws, config, weights, sizes_E, arrays=arrays)
+    )
+    down = lambda draws_Y, run=run: np.asarray(run(draws_Y)[2]['down'])
+    drawn = np.stack([down(draws_Y.astype(np.uint32)) for draws_Y in draws_SY])
+    # The gradient of `down` has d_out as it is: of other operands the mean of
+    # the forward pass alone is rounded to nearest.
+    nearest = down_of_exact_gradient(weights, rows_YD, d_out_YD, hadamard)
+    spread = drawn.std(0, ddof=1) / count**0.5
+    if not hadamard:
+      off = np.abs(drawn.mean(0) - nearest)
+      # The expert of one row has two values a sum, of which some came once.
+      assert (off <= 4 * spread + 1e-4).mean() > 0.99
+    else:
+      # Rows of the other side are rounded once mixed, to nearest.
+      assert (
+        np.abs(drawn.mean(0) - nearest).max() < 0.05 * np.abs(nearest).max()
+      )
+    again = down(draws_SY[0].astype(np.uint32))
+    np.testing.assert_array_equal(again, drawn[0])
+    assert (drawn[1] != drawn[0]).any()
+
+
+def down_of_exact_gradient(weights, rows_YD, d_out_YD, hadamard):
+  """Returns hidden^T d_out of each expert; hidden is rounded if not mixed."""
+  narrow = lambda x: _rounded(jnp.asarray(x), 'mxfp8', formats.last(x))
+  group_Y = np.repeat(np.arange(E), SIZES)
+  real = slice(0, len(group_Y))
+  both_YX = np.einsum(
+    'YD,YDX->YX', narrow(rows_YD[real]), np.asarray(weights['gate_up'])[group_Y]
+  )
+  hidden_YF = np.asarray(narrow(swiglu.swiglu(both_YX)))
+  if not hadamard:
+    hidden_YF = _by_hand(hidden_YF)
+  one_YE = (group_Y[:, None] == np.arange(E)).astype(np.float32)
+  return np.einsum('YE,YF,YD->EFD', one_YE, hidden_YF, d_out_YD[real])
 
 
 def test_int4_rounds_no_activation():
@@ -163,3 +300,29 @@ def test_int4_rounds_no_activation():
     swiglu.swiglu(both) @ last['down'],
     atol=2e-5,
   )
+
+
+@pytest.mark.slow
+def test_gradients_of_rounded_operands_are_finite_differences():
+  """INT4 rounds no activation: outputs are smooth in weights and rows."""
+  weights, rows_YD, d_out_YD, sizes_E = _arrays('int4')
+  config = products.Formats('int4', 'dequantised')
+
+  @jax.jit
+  def value(weights, rows_YD):
+    return (products.mlp(config, weights, rows_YD, sizes_E) * d_out_YD).sum()
+
+  point = (weights, jnp.asarray(rows_YD))
+  keys = iter(jax.random.split(jax.random.key(0), 3))
+  along = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), point)
+  step = 1e-3
+  moved = [
+    value(*jax.tree.map(lambda x, d, s=s: x + s * d, point, along))
+    for s in (step, -step)
+  ]
+  slope = (moved[0] - moved[1]) / (2 * step)
+  grads = jax.grad(value, argnums=(0, 1))(*point)
+  want = sum(
+    jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), grads, along))
+  )
+  np.testing.assert_allclose(slope, want, rtol=2e-3)

@@ -119,7 +119,7 @@ def carried(plan, backend='blocked', functions=experts.MLP, keeps=False):
     return run
 
   functions = dispatch.Experts(
-    *(using(function) for function in functions[:3]), functions.zeros
+    *(using(function) for function in functions[:3]), *functions[3:]
   )
   every = tuple(plan.mesh.axis_names)
   tokens = P(plan.batch_axes, plan.sequence_axes)
@@ -436,11 +436,13 @@ def test_words_keep_all_bits():
     bits = random.integers(0, jnp.iinfo(word).max, (2, 3, 4)).astype(word)
     rows = [jax.lax.bitcast_convert_type(x, dtype) for x in bits]
     numbers_Y = jnp.float32([1 / 3, -0.0, 1e-30])
-    words_YX = rounds._packed(rows, numbers_Y)
-    back, numbers = rounds._unpacked(words_YX, 4, dtype)
+    arrays = *rows, numbers_Y[:, None]
+    words_YX = rounds._packed(*arrays)
+    assert words_YX.dtype == word
+    *back, numbers_Y1 = rounds._unpacked(words_YX, *arrays)
     for x, y in zip(bits, back, strict=True):
       np.testing.assert_array_equal(x, jax.lax.bitcast_convert_type(y, word))
-    np.testing.assert_array_equal(numbers, numbers_Y)
+    np.testing.assert_array_equal(numbers_Y1[:, 0], numbers_Y)
 
 
 def test_the_gradient_is_that_of_outputs_times_gates():

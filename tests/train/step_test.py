@@ -49,26 +49,32 @@ def make_batch():
 
 
 @functools.cache
-def step_of(accumulate, shape=(1, 1, 1)):
+def step_of(accumulate, shape=(1, 1, 1), model=MODEL):
   """Returns (state after, metrics) of one step on a mesh."""
+  run, arguments = program(accumulate, shape, model)
+  return jax.device_get(run(*arguments))
+
+
+def program(accumulate, shape, model):
+  """Returns the jitted step, and its state and batch."""
   num_devices = int(np.prod(shape))
   mesh = topology.make_mesh(*shape, devices=jax.devices()[:num_devices])
   where = dict(layout=layouts.TRAIN, mesh=mesh)
-  places = placement.variable_shardings(MODEL, **where)
+  places = placement.variable_shardings(model, **where)
   state = train_state.create(
-    jax.device_put(replayed.variables(MODEL), places), OPTIMIZER
+    jax.device_put(replayed.variables(model), places), OPTIMIZER
   )
   step = train_step.make(
-    MODEL,
+    model,
     OPTIMIZER,
-    plan=placement.exchange_plan(MODEL, **where),
+    plan=placement.exchange_plan(model, **where),
     bias_rate=BIAS_RATE,
     accumulate=accumulate,
     places=places['params'],
   )
   batch = jax.device_put(make_batch(), shardings.tokens(**where))
   run = jax.jit(step, donate_argnums=0, compiler_options=compiling.QUICKLY)
-  return jax.device_get(run(state, batch))
+  return run, (state, batch)
 
 
 def assert_equal_steps(have, want):

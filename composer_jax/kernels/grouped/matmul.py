@@ -5,7 +5,8 @@
   arrays, else its Triton kernel, never XLA. It asks the default device for its
   kind, so plans for GPUs that are not there take 'triton'.
 - 'ragged': `jax.lax.ragged_dot`, for comparisons. On CPU and on NVIDIA it is a
-  dense product over all groups, E times the work. It is refused on a GPU.
+  dense product over all groups, E times the work, and with libtpu 0.0.52 on a
+  TPU v7, too. It is refused on a GPU and a TPU v7.
 
 docs/decisions/tokamax.md says why tokamax does not replace the others.
 """
@@ -65,12 +66,13 @@ def grouped_matmul(
     backend = chosen()
   if backend not in (names := (*BACKENDS, *KERNELS)):
     raise ValueError(f'grouped_matmul backend {backend!r} is not in {names}.')
-  if backend == 'ragged' and platforms.current() == 'gpu':
+  is_dense = platforms.current() == 'gpu' or platforms.kind().startswith('tpu7')
+  if backend == 'ragged' and is_dense:
     raise ValueError(
-      "grouped_matmul backend 'ragged' is refused on a GPU, where it does "
-      f'{len(rhs_EDF)} times the work and keeps all products (a train step on '
-      "an H100 went from 15 to 54 GiB). Take 'triton', or 'tokamax' after "
-      "pip install -e '.[kernels]' in the checkout."
+      "grouped_matmul backend 'ragged' is refused on a GPU and a TPU v7, where "
+      f'it does {len(rhs_EDF)} times the work and keeps all products (a train '
+      "step on an H100 went from 15 to 54 GiB). Take 'auto', or 'tokamax' on a "
+      "GPU after pip install -e '.[kernels]' in the checkout."
     )
   if backend == 'tokamax' and not _has_tokamax():
     raise ValueError(

@@ -545,6 +545,7 @@ def recorder(values=VALUES):
 
   functions = steps.Functions(
     policy=unused,
+    for_backward=unused,
     compact=unused,
     add_microbatch=unused,
     apply=unused,
