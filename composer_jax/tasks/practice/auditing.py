@@ -5,7 +5,6 @@ A judge reads what was said and called in each episode of a folder that
 `audit.jsonl`; they decide nothing.
 """
 
-import collections
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -77,24 +76,18 @@ def audit(
     futures.ThreadPoolExecutor(threads, 'audit') as pool,
   ):
     kept.cut_torn_line()
-    audited = writer.read(folder / AUDIT)
-    done = {(r['task_id'], r['sample']) for r in audited}
+    known = writer.read(folder / AUDIT)
+    done = {(r['task_id'], r['sample']) for r in known}
     missing = [row for which, row in rows.items() if which not in done]
     with progress.Progress('audit', len(rows), start=len(done)) as bar:
       for number, line in enumerate(pool.map(read, missing), len(done) + 1):
         if line is not None:
           kept.add(line)
         bar.update(number)
-  counts = collections.Counter(
-    read=0, found=0, passed=0, passed_found=0, flagged=0, flagged_found=0
-  )
-  for row in writer.read(folder / AUDIT):
-    counts['read'] += 1
-    for name in ('passed', 'flags', 'findings'):
-      is_found = bool(row[name]) and bool(row['findings'])
-      short = {'flags': 'flagged', 'findings': 'found'}.get(name, name)
-      counts[short] += bool(row[name])
-      counts[f'{short}_found'] += is_found
-  del counts['found_found']
-  counts['failed'] = len(rows) - counts['read']
-  return dict(counts)
+  audited = writer.read(folder / AUDIT)
+  counts = {'failed': len(rows) - len(audited)}
+  for name, field in (('', ''), ('passed', 'passed'), ('flagged', 'flags')):
+    some = [row for row in audited if not field or row[field]]
+    counts[name or 'read'] = len(some)
+    counts[f'{name}_found'.strip('_')] = sum(bool(r['findings']) for r in some)
+  return counts
