@@ -127,10 +127,6 @@ def _packages() -> dict:
       '2.1',
       '6a6545e6262d0ed3522e13c515713718797e37ed8c672c31ad7b249f372ef108',
     ),
-    'graphviz': pin(
-      '0.21',
-      '20743e7183be82aaaa8ad6c93f8893c923bd6658a04c32ee115edb3c8a835f78',
-    ),
     'hijridate': pin(
       '2.6.0',
       'afe4644c4d1fe3cfd2aa3c28bfa660405c12e5ba53249ba942ec68c7bb216e00',
@@ -146,11 +142,6 @@ def _packages() -> dict:
     'inflection': pin(
       '0.5.1',
       '1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417',
-    ),
-    'intervaltree': pin(
-      '3.2.1',
-      'f3f7e8baeb7dd75b9f7a6d33cf3ec10025984a8e66e3016d537e52130c73cfe2',
-      'sortedcontainers',
     ),
     'isodate': pin(
       '0.7.2',
