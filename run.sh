@@ -21,7 +21,7 @@ Usage:
                                  --no-isolation where namespaces are refused
   ./run.sh bench [NAME...]       benchmarks, all or some: keeps their results
                                  and renders benchmarks/README.md
-  ./run.sh gpu_day --out=DIR     all that needs a GPU, in 37 minutes
+  ./run.sh gpu_day --out=DIR     all that needs a GPU, in 35 minutes
   ./run.sh lint                  ruff and pyrefly only
   ./run.sh docs                  the pages of docs/, in runs/docs
   ./run.sh install               only make .venv

@@ -127,7 +127,7 @@ def _speed(size: tuple[int, int, int, int], rounds: int, dtype: str) -> None:
   from composer_jax.numerics import formats
 
   num_experts, num_rows, dim, hidden = size
-  keys = jax.random.split(jax.random.key(0), 3)
+  keys = jax.random.split(jax.random.key(0), 4)
   draw = lambda key, shape: (
     jax.random.normal(key, shape, dtype) / shape[1] ** 0.5
   )
@@ -135,7 +135,9 @@ def _speed(size: tuple[int, int, int, int], rounds: int, dtype: str) -> None:
     'gate_up': draw(keys[0], (num_experts, dim, 2, hidden)),
     'down': draw(keys[1], (num_experts, hidden, dim)),
   }
-  rows_YD = jax.random.normal(keys[2], (num_rows, dim), dtype)
+  rows_YD, d_out_YD = (
+    jax.random.normal(key, (num_rows, dim), dtype) for key in keys[2:]
+  )
   sizes_E = jnp.full(num_experts, num_rows // num_experts, jnp.int32)
 
   def runner(name: str, backward: str) -> Any:
@@ -143,13 +145,14 @@ def _speed(size: tuple[int, int, int, int], rounds: int, dtype: str) -> None:
     fields = dict(experts=name, backward=backward)
     function = experts.forms(model_config.PrecisionConfig(**fields)).sorted
 
-    def loss(weights, rows_YD):
-      return function.forward(weights, rows_YD, sizes_E).astype('float32').sum()
+    def loss(weights, rows_YD, d_out_YD):
+      out_YD = function.forward(weights, rows_YD, sizes_E)
+      return (out_YD * d_out_YD).astype('float32').sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
 
     def run() -> float:
-      jax.block_until_ready(gradient(weights, rows_YD))
+      jax.block_until_ready(gradient(weights, rows_YD, d_out_YD))
       return float(num_rows)
 
     return run

@@ -1,4 +1,4 @@
-"""Everything that a GPU is needed for, in 37 minutes: results and one page.
+"""Everything that a GPU is needed for, in 35 minutes: results and one page.
 
   ./run.sh gpu_day --out=DIR [--parts=NAME,...] [--tiny]
 
@@ -67,9 +67,13 @@ def parts(folder: pathlib.Path, *, is_tiny: bool) -> list[Part]:
     ),
     Part(
       'grouped_matmul',
-      'grouped products beside tokamax, torch and a dense product',
+      'grouped products beside tokamax, torch and a dense product, and experts '
+      'of few bits, which are emulated, beside bfloat16',
       5,
-      [['benchmarks.grouped_matmul', '--gpu', *size]],
+      [
+        ['benchmarks.grouped_matmul', '--gpu', *size],
+        ['benchmarks.few_bits', '--gpu', *size],
+      ],
     ),
     Part(
       'decode',
@@ -109,12 +113,6 @@ def parts(folder: pathlib.Path, *, is_tiny: bool) -> list[Part]:
       'Newton-Schulz of 6.7B parameters beside optax and torch',
       3,
       [['benchmarks.muon', '--gpu', *size, *['--quick'] * is_tiny]],
-    ),
-    Part(
-      'few_bits',
-      'experts in formats of few bits, which are emulated, beside bfloat16',
-      2,
-      [['benchmarks.few_bits', '--gpu', *size]],
     ),
     Part(
       'kimi_layer',

@@ -130,7 +130,9 @@ def _trained(accumulate=1, shape=(1, 1, 1), **fields):
   return accumulate, shape, model
 
 
-@pytest.mark.parametrize('backward', ['dequantised', 'bf16'])
+@pytest.mark.parametrize(
+  'backward', ['dequantised', pytest.param('bf16', marks=pytest.mark.slow)]
+)
 def test_weights_are_rounded_once_a_step_however_many_microbatches(backward):
   run, arguments = step_test.program(*_trained(4, backward=backward))
   places = [*_rounds_weights(run.trace(*arguments).jaxpr.jaxpr)]

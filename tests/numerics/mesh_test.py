@@ -188,9 +188,11 @@ def test_gradients_rounded_by_chance_draw_the_same_on_every_mesh():
       check_vma=False,
     )
 
+  # Cached, so not within the traced function.
+  weights, x_BTD, gates_BTA, _ = rounds_test.inputs()
+
   @functools.partial(jax.jit, static_argnums=0)
   def run(plan, draws_BT):
-    weights, x_BTD, gates_BTA, _ = rounds_test.inputs()
     ids_BTA, valid_BT = map(jnp.asarray, rounds_test.loads()['random'])
     function = lambda *arrays: (of(plan)(*arrays, draws_BT), None)
     return rounds_test.value_and_pull(
