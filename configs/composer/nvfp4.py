@@ -4,9 +4,9 @@
 
 All else is as in tiny.py. With --config.rollout.experts=nvfp4 the engine holds
 codes of 4.5 bits a weight, and with --config.model.precision.codes=True bundles
-carry them; no result depends on either in batch-invariant numerics. Sampler and trainer multiply the same rounded
-numbers (`numerics.products`); a CPU emulates them, which takes longer than
-bfloat16, not shorter.
+carry them; no result depends on either in batch-invariant numerics. Sampler and
+trainer multiply the same rounded numbers (`numerics.products`); a CPU emulates
+them, which takes longer than bfloat16, not shorter.
 
 Argument after a colon: `nvfp4.py:smoke`, as of tiny.py.
 """
