@@ -30,6 +30,7 @@ from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
 from composer_jax.telemetry import progress, waiting, writer
 from composer_jax.train import compiler_options
+from composer_jax.train import heads as train_heads
 from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager
@@ -63,7 +64,12 @@ def _programs(
   total_steps: int,
   loss: policy_loss.LossOptions,
   hints: distill.HintLossOptions,
-) -> tuple[optax.GradientTransformation, steps.Functions]:
+  head_training: train_heads.HeadTraining | None,
+) -> tuple[
+  optax.GradientTransformation,
+  train_heads.HeadProgram | None,
+  steps.Functions,
+]:
   """Jits the functions of a step; cached, so compiled once in a process."""
   shapes, axes = decoder.abstract(placement.model)
   trained = decoder.trained(shapes)
@@ -74,6 +80,9 @@ def _programs(
     shardings=placement.variables[trained],
     total_steps=total_steps,
   )
+  heads = train_heads.program(
+    head_training, placement.model, total_steps, placement.variables
+  )
   device = placement.mesh.devices.flat[0]
   functions = steps.build(
     decoder.Decoder(placement.model, placement.plan),
@@ -82,8 +91,9 @@ def _programs(
     hints=hints,
     placement=placement,
     compiler_options=compiler_options.of(device.platform, device.device_kind),
+    heads=heads,
   )
-  return optimizer, functions
+  return optimizer, heads, functions
 
 
 def prepare(
@@ -95,18 +105,23 @@ def prepare(
     progress.teller('rl')(line)
   hints = spec.hints
   options = spec.rl.optimizer_options()
-  optimizer, functions = _programs(
+  optimizer, heads, functions = _programs(
     placement,
     options,
     max(spec.rl.steps, 1),
     spec.rl.loss,
     hints,
+    spec.mtp.training('rl', placement.model, options),
   )
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):
     return train_state.create(
-      variables, optimizer, with_teacher=follows, dtype=options.masters
+      variables,
+      optimizer,
+      with_teacher=follows,
+      dtype=options.masters,
+      heads=heads and heads.optimizer,
     )
 
   variables = stages.load_variables(job, stage, placement)

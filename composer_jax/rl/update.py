@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import batches, checks, records
+from composer_jax.models import mtp
 from composer_jax.rl import (
   advantage,
   batching,
@@ -259,7 +260,7 @@ def update(
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
   # The host counts while the device computes.
   metrics = behaviour.measure(groups, by_group, version)
-  without_grads = sums.replace(grads=None)
+  without_grads = sums.without_grads()
 
   def wait_and_check() -> None:
     """Completes the metrics, and lets the gate stop the step."""
@@ -311,6 +312,8 @@ def _of_sums(
     'expert_load': sums.load_ME.tolist(),
     'sampled_tokens': tokens,
   }
+  if sums.heads is not None:
+    metrics |= mtp.metrics(sums.heads)
   if replay:
     num_routed = float(sums.num_routed)
     agreement_M = np.float64(sums.replay_agreement_M) / num_routed

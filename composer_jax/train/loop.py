@@ -24,6 +24,7 @@ from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
 from composer_jax.telemetry import writer as writers
 from composer_jax.train import compiler_options, lm_loss, reporting
+from composer_jax.train import heads as train_heads
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -77,12 +78,14 @@ class LoopOptions(TrainingOptions):
     stage: name in metrics and folders ('cpt', 'sft').
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     seed: seed of initial weights that are not given.
+    heads: training of heads for multi-token prediction; None trains none.
   """
 
   stage: str
   optimizer: groups.OptimizerOptions
   bias_rate: float
   seed: int
+  heads: train_heads.HeadTraining | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,9 +205,15 @@ def make_programs(
     options.optimizer, total_steps=options.steps, **described
   )
 
+  heads = train_heads.program(
+    options.heads, model, options.steps, placement.variables
+  )
+
   def create(variables):
     dtype = options.optimizer.masters
-    return train_state.create(variables, optimizer, dtype=dtype)
+    return train_state.create(
+      variables, optimizer, dtype=dtype, heads=heads and heads.optimizer
+    )
 
   shapes = jax.eval_shape(create, abstract)
   variable_places, mesh = placement.variables, placement.mesh
@@ -231,6 +240,7 @@ def make_programs(
     clips_logits=options.optimizer.clips_logits,
     accumulate=options.accumulate,
     places=variable_places[trained],
+    heads=heads,
   )
   return _Programs(
     first_state=first_state,
