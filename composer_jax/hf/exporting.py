@@ -169,6 +169,13 @@ def write(
     )
   prefix = record['prefix'] if record else ''
   table = names.tensors(origin.config, origin.family, prefix=prefix)
+  if record:
+    # Copies that the source does not have are not made.
+    table = {
+      name: tensor
+      for name, tensor in table.items()
+      if name in record['tensors'] or not names.original(name, table)
+    }
   dtypes = hf_layout.dtypes(table, dtype, record)
   headers = hf_layout.headers(table, dtypes, record, file_bytes)
   # Another suffix than that of imports, whose partial folders look alike.
@@ -286,6 +293,9 @@ def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
     fields = files.read_json(origin.imported / source.CONFIG)
     if dtype == hf_layout.SOURCE and quantized.scheme(fields) is None:
       return
+  if origin.config.mtp is not None:
+    own = fields.get('text_config', fields)
+    own['num_nextn_predict_layers'] = origin.config.mtp.depth
   files.write_atomic(
     partial / source.CONFIG, hf_layout.config_text(fields, dtype)
   )

@@ -485,9 +485,11 @@ def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
 def _value(name: str, fields: Any) -> Any:
   """Returns the value of a field, a section as its config class."""
   if name not in ('attention', *_SECTIONS) or (
-    name in ('yarn', 'mtp') and fields is None
+    name == 'yarn' and fields is None
   ):
     return fields
+  if name == 'mtp' and not fields:
+    return None
   if not isinstance(fields, Mapping):
     raise ValueError(f'{name} must be a section, not {fields!r}.')
   if name != 'attention':

@@ -279,11 +279,22 @@ def _reporter(
     options.stage,
     writer=writer,
     bar=bar,
-    speed=reporting.Speed(flops.train_per_token(model, options.seq_len)),
+    speed=reporting.Speed(_flops(options, model)),
     learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
     log_every=options.log_every,
     expert_shards=placement.expert_shards,
   )
+
+
+def _flops(options: LoopOptions, model: model_config.ModelConfig) -> float:
+  """Counts the operations of a step per token."""
+  heads, seq_len = options.heads, options.seq_len
+  policy = flops.train_per_token(model, seq_len)
+  if heads is None:
+    return policy
+  if heads.is_alone:
+    policy = flops.forward_per_token(model, seq_len)
+  return policy + flops.heads_per_token(model, seq_len)
 
 
 def _next_batch(
