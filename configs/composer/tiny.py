@@ -101,6 +101,15 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # tokens are used up.
     unfinished_penalty=1.0,
   )
+  # Heads for multi-token prediction, if model.mtp gives any; the policy's bits
+  # do not depend on them.
+  c.mtp = dict(
+    cpt='joint',  # with the policy; 'alone': the policy is frozen; or 'off'
+    sft='joint',
+    rl='joint',  # on sampled tokens
+    learning_rate=1e-3,  # peak, of their own AdamW, on each stage's schedule
+    target='distribution',  # of the main head; or 'tokens', the next ones
+  )
   c.hints = dict(
     loss=dict(
       weight=1.0,  # relative to a rollout of advantage 1; 0: no hints
