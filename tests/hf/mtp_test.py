@@ -169,7 +169,7 @@ def test_names_are_those_of_published_checkpoints():
     *('enorm', 'hnorm', 'eh_proj', 'embed_tokens'),
     *('shared_head.norm', 'shared_head.head'),
   )
-  assert layer == {n.replace('s.2.', 's.3.') for n in ordinary} | {
+  assert layer == {n.replace('layers.2.', 'layers.3.') for n in ordinary} | {
     f'model.layers.3.{name}.weight' for name in own
   }
   table = names.tensors(config, 'deepseek_v3')

@@ -6,14 +6,17 @@ one document after another.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
 import pytest
 
-from composer_jax.core import batches
+from composer_jax.core import batches, trees
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, head, mtp
+from composer_jax.models import decoder, flops, head, mtp
+from composer_jax.plan import case as cases
+from composer_jax.plan import params
 from tests import compiling
 from tests.models import decoder_test
 
@@ -205,3 +208,61 @@ def test_gradient_is_the_slope_of_the_loss(target, layer):
   np.testing.assert_allclose(
     (at(step) - at(-step)) / (2 * step), slope, rtol=0.02
   )
+
+
+@pytest.mark.parametrize('name,layer', [('gqa', 'moe'), ('mla', 'dense')])
+def test_counts_know_the_heads(name, layer):
+  plain = decoder_test.CONFIGS[name]
+  config = with_heads(plain, layer)
+  sizes = trees.flatten_names(decoder.abstract(config)[0]['mtp']['params'])
+  added = sum(leaf.size for leaf in sizes.values())
+  parts = flops.params_by_part(config)
+  assert parts.pop('mtp') == added
+  assert parts == flops.params_by_part(plain)
+  # A layer, the projection, and logits of both heads with one gradient.
+  one = with_heads(plain, layer, depth=1)
+  extra = {'moe': 1, 'dense': 0}[layer]
+  grown = dataclasses.replace(
+    plain,
+    num_layers=plain.num_layers + 1,
+    num_dense_layers=plain.num_dense_layers + 1 - extra,
+  )
+  layers = [flops.train_per_token(c, T) for c in (grown, plain)]
+  D = plain.embed_dim
+  assert flops.heads_per_token(one, T) == (
+    layers[0] - layers[1] + 6 * (2 * D * D + plain.vocab_size * D)
+  )
+  assert flops.heads_per_token(config, T) == 2 * flops.heads_per_token(one, T)
+  assert flops.heads_per_token(plain, T) == 0
+
+
+def test_plans_place_every_array_of_the_heads():
+  subject = cases.make(
+    with_heads(decoder_test.CONFIG).to_dict(),
+    topology_name='cpu:8',
+    mesh='2,2,2',
+    layout='hsdp',
+    dtype='float32',
+  )
+  placed = {p.name: p for p in params.parameters(subject)}
+  sizes = dict.fromkeys(flops.params_by_part(subject.model), 0)
+  for parameter in placed.values():
+    if not parameter.name.endswith('bias'):
+      sizes[parameter.part] += math.prod(parameter.shape)
+  assert sizes == flops.params_by_part(subject.model)
+  projection = placed['mtp/params/layers/projection']
+  assert tuple(projection.spec) == (None, None, ('fsdp', 'context'))
+  ours = placed['mtp/params/layers/moe/gate_up']
+  assert ours.spec == placed['params/moe_layers/moe/gate_up'].spec
+
+
+def test_a_config_without_heads_is_what_it_was():
+  fields = decoder_test.CONFIG.to_dict()
+  assert fields['mtp'] is None
+  of = model_config.ModelConfig.from_dict
+  assert of(fields) == of({**fields, 'mtp': {}}) == decoder_test.CONFIG
+  assert of({**fields, 'mtp': {'depth': 2}}) == with_heads(decoder_test.CONFIG)
+  with pytest.raises(ValueError, match='depth must be an integer of at least 1; got 0'):
+    of({**fields, 'mtp': {'depth': 0}})
+  with pytest.raises(ValueError, match='top_k must be an integer of at least 0; got -1'):
+    mtp.LossOptions(top_k=-1)
