@@ -191,7 +191,7 @@ def microbatch_sums(
       values,
       hidden_BTD,
       batch,
-      model=model.config,
+      config=model.config,
       plan=model.plan,
       options=heads.loss,
     )

@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from composer_jax.core import batches, checks
+from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, mtp
 from composer_jax.optim import groups
-from composer_jax.parallel import exchange
-from composer_jax.train import state as train_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,38 +127,13 @@ def program(
   )
 
 
-def values(
-  state: train_state.TrainState, model: model_config.ModelConfig
-) -> Any:
-  """Returns the parameters of a state's heads, rounded as they are served."""
-  return train_state.head_values(state.heads.params, model)
-
-
 def gradient(
-  params: Any,
-  selection_bias: Any,
-  variables: decoder.Variables,
-  hidden_BTD: jax.Array,
-  batch: batches.LMBatch,
-  *,
-  model: model_config.ModelConfig,
-  plan: exchange.ExchangePlan | None,
-  options: mtp.LossOptions,
-  weight: jax.Array | float = 1.0,
+  params: Any, *args: Any, weight: jax.Array | float = 1.0, **options: Any
 ) -> tuple[Any, mtp.HeadStats]:
-  """Returns the heads' gradient of the summed loss over `weight`."""
+  """Returns the gradient of `mtp.loss` over `weight`, and its statistics."""
 
   def loss(params):
-    total, stats = mtp.loss(
-      params,
-      selection_bias,
-      variables,
-      hidden_BTD,
-      batch,
-      config=model,
-      plan=plan,
-      options=options,
-    )
+    total, stats = mtp.loss(params, *args, **options)
     return total / jnp.maximum(weight, 1e-9), stats
 
   return jax.grad(loss, has_aux=True)(params)

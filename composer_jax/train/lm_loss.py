@@ -94,7 +94,13 @@ def negative_logprob_sum(
   return -(batch.loss_weights_BT * logprobs_BT).sum(), output
 
 
-def loss(
+def loss(*args: Any, **options: Any) -> tuple[jax.Array, LossStats]:
+  """Returns what `loss_and_states` does, without the hidden states."""
+  total_loss, (stats, _) = loss_and_states(*args, **options)
+  return total_loss, stats
+
+
+def loss_and_states(
   values: Any,
   selection_bias: Any,
   batch: batches.LMBatch,
@@ -104,8 +110,10 @@ def loss(
   with_max_logits: bool = False,
   whole: Totals | None = None,
   base: Any = None,
-) -> tuple[jax.Array, LossStats]:
+) -> tuple[jax.Array, tuple[LossStats, jax.Array]]:
   """Returns the training loss, with the routers' losses, and statistics.
+
+  Beside these, hidden_BTD of the decoder, for `models.mtp`.
 
   For a microbatch both are its share of the batch's. The routers' losses are
   means over a microbatch, weighted by its tokens: the z-loss adds up to that of
@@ -120,31 +128,6 @@ def loss(
     whole: totals of the batch; None if `batch` is no microbatch.
     base: frozen parameters, if `values` are adapters.
   """
-  total_loss, (stats, _) = loss_and_states(
-    values,
-    selection_bias,
-    batch,
-    model=model,
-    plan=plan,
-    with_max_logits=with_max_logits,
-    whole=whole,
-    base=base,
-  )
-  return total_loss, stats
-
-
-def loss_and_states(
-  values: Any,
-  selection_bias: Any,
-  batch: batches.LMBatch,
-  *,
-  model: model_config.ModelConfig,
-  plan: exchange.ExchangePlan | None,
-  with_max_logits: bool,
-  whole: Totals | None,
-  base: Any,
-) -> tuple[jax.Array, tuple[LossStats, jax.Array]]:
-  """Returns what `loss` does, and hidden_BTD of the decoder with the latter."""
   total, output = negative_logprob_sum(
     train_state.variables(values, selection_bias, base),
     batch,

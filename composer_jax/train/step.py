@@ -132,7 +132,7 @@ def make(
       train_state.variables(values, bias, state.base),
       hidden_BTD,
       batch,
-      model=model,
+      config=model,
       plan=plan,
       options=heads.loss,
       weight=(whole or lm_loss.totals(batch)).loss_weight,
@@ -142,7 +142,9 @@ def make(
   def step(state, batch):
     # Once a step. The gradient of the rounding is 1.
     values = train_state.policy_values(state.params, model)
-    head_values = {} if heads is None else train_heads.values(state, model)
+    head_values = {}
+    if heads is not None:
+      head_values = train_state.head_values(state.heads.params, model)
     trained = (values, head_values)
     if accumulate == 1:
       gradients, loss_stats = gradient(trained, state, batch)
