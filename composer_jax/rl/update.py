@@ -1,7 +1,6 @@
 """One update of the policy from finished groups, and its metrics."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -268,6 +267,8 @@ def update(
     metrics.update(_of_sums(on_host, scale, options.replay))
     metrics['microbatches'] = len(scores)
     _check_finite('loss', metrics, version)
+    if 'mtp_loss' in metrics:
+      _check_finite('mtp_loss', metrics, version)
     metrics.update(hint_counts)
     if hint_stats is not None:
       metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
@@ -327,7 +328,7 @@ def _of_sums(
 
 def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
   """Raises a FloatingPointError with the step and its statistics."""
-  if not math.isfinite(metrics[name]):
+  if not np.isfinite(metrics[name]).all():
     shown = {k: v for k, v in metrics.items() if k != 'expert_load'}
     raise FloatingPointError(
       f'rl step {version}: {name} is {metrics[name]}; statistics: {shown}. '
