@@ -78,8 +78,8 @@ SPINE_LINES = 25_530
 # learning from live use, 575 objects in values of tasks and what makes them
 # equal, 125 positions of imports, tasks that are held out by file, and changes
 # with which all stages of a run fit, 100 refusals of what environments and
-# harnesses of others send, 1,020 heads for multi-token prediction, 850 of them in the
-# spine and the others names of checkpoints, plans and the report.
+# harnesses of others send, 1,020 heads for multi-token prediction, 850 of them
+# in the spine and the others names of checkpoints, plans and the report.
 LIBRARY_LINES = 77_360
 MAX_FILES = 15  # in a folder
 

@@ -262,7 +262,11 @@ def test_a_config_without_heads_is_what_it_was():
   of = model_config.ModelConfig.from_dict
   assert of(fields) == of({**fields, 'mtp': {}}) == decoder_test.CONFIG
   assert of({**fields, 'mtp': {'depth': 2}}) == with_heads(decoder_test.CONFIG)
-  with pytest.raises(ValueError, match='depth must be an integer of at least 1; got 0'):
+  with pytest.raises(
+    ValueError, match='depth must be an integer of at least 1; got 0'
+  ):
     of({**fields, 'mtp': {'depth': 0}})
-  with pytest.raises(ValueError, match='top_k must be an integer of at least 0; got -1'):
+  with pytest.raises(
+    ValueError, match='top_k must be an integer of at least 0; got -1'
+  ):
     mtp.LossOptions(top_k=-1)
