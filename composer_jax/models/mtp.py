@@ -127,7 +127,7 @@ def loss(
   """Returns the sum over heads and tokens of the weighted loss, and statistics.
 
   A head's prediction has the loss weight of the predicted token. The routers'
-  losses of the heads are added with the weights of the model's.
+  losses of the heads are added with the weights of the model's, per token.
 
   Args:
     params: parameters of the heads, rounded as the policy's are.
@@ -145,18 +145,19 @@ def loss(
       sums.append(
         _compare(variables, pair, target, depth, config, plan, options)
       )
-      weight = sums[-1]['weight']
       total += sums[-1]['loss']
       if output.stats is None:
         continue
       of_layer = jax.tree.map(lambda x: x.sum(1), output.stats.router)
       stats = router.statistics(of_layer, config.moe)
       loads.append(stats.load_ME[0])
+      # A sum over tokens, which adds up over microbatches.
+      tokens = of_layer.num_tokens[0].astype(jnp.float32)
       # XLA keeps 0 * x: a zero weight leaves it out.
       if config.moe.aux_loss_weight:
-        total += config.moe.aux_loss_weight * weight * stats.aux_loss_M[0]
+        total += config.moe.aux_loss_weight * tokens * stats.aux_loss_M[0]
       if config.moe.z_loss_weight:
-        total += config.moe.z_loss_weight * weight * stats.z_loss_M[0]
+        total += config.moe.z_loss_weight * tokens * stats.z_loss_M[0]
   by_head = {
     f'{name}_K': jnp.stack([s[name] for s in sums]) for name in sums[0]
   }

@@ -25,6 +25,10 @@ T = 12
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3], np.int32)
 POSITIONS = np.array([[*range(5), *range(7)], [*range(9), 0, 0, 0]], np.int32)
 SLOW = pytest.mark.slow
+# One layer before the heads.
+CONFIG = dataclasses.replace(
+  decoder_test.CONFIG, num_layers=1, num_dense_layers=0
+)
 TARGETS = {
   'distribution': mtp.LossOptions(),
   'top_k': mtp.LossOptions(top_k=3),
@@ -32,9 +36,9 @@ TARGETS = {
 }
 
 
-def with_heads(config, layer='moe', depth=DEPTH):
+def with_heads(config, layer='moe', depth=DEPTH, **changed):
   heads = model_config.MTPConfig(depth=depth, layer=layer)
-  return dataclasses.replace(config, mtp=heads)
+  return dataclasses.replace(config, mtp=heads, **changed)
 
 
 def batch_of(vocab_size):
@@ -119,11 +123,16 @@ def expected(main_BTV, logits, batch, options):
 
 
 @pytest.mark.parametrize(
-  'target',
-  ['distribution', *(pytest.param(n, marks=SLOW) for n in ('top_k', 'tokens'))],
+  'target, numerics',
+  [
+    ('distribution', 'fast'),
+    pytest.param('top_k', 'fast', marks=SLOW),
+    pytest.param('tokens', 'fast', marks=SLOW),
+    pytest.param('distribution', 'batch_invariant', marks=SLOW),
+  ],
 )
-def test_loss_is_the_definition_and_moves_nothing_but_heads(target):
-  config, options = with_heads(decoder_test.CONFIG), TARGETS[target]
+def test_loss_is_the_definition_and_moves_nothing_but_heads(target, numerics):
+  config, options = with_heads(CONFIG, numerics=numerics), TARGETS[target]
   variables, batch = variables_of(config), batch_of(config.vocab_size)
   (total, aux), gradients = _losses(config, options)(variables)
   stats, output, main_BTV, logits = aux
@@ -150,8 +159,7 @@ def test_loss_is_the_definition_and_moves_nothing_but_heads(target):
 @pytest.mark.parametrize('target', TARGETS)
 @pytest.mark.parametrize('tied', [False, True])
 def test_chunks_of_words_change_nothing_but_rounding(target, tied, monkeypatch):
-  config = with_heads(decoder_test.CONFIG)
-  config = dataclasses.replace(config, tie_embeddings=tied)
+  config = with_heads(CONFIG, tie_embeddings=tied)
   variables = variables_of(config)
   (_, (want, *_)), whole = _losses.__wrapped__(config, TARGETS[target])(
     variables
@@ -177,7 +185,7 @@ def test_chunks_of_words_change_nothing_but_rounding(target, tied, monkeypatch):
 @pytest.mark.parametrize('target', TARGETS)
 @pytest.mark.parametrize('layer', ['moe', 'dense'])
 def test_gradient_is_the_slope_of_the_loss(target, layer):
-  config = with_heads(decoder_test.CONFIG, layer)
+  config = with_heads(CONFIG, layer)
   variables = variables_of(config)
   loss = _losses(config, TARGETS[target])
   (_, (stats, *_)), gradients = loss(variables)
