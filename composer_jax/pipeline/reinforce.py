@@ -121,7 +121,7 @@ def prepare(
       optimizer,
       with_teacher=follows,
       dtype=options.masters,
-      heads=heads and heads.optimizer,
+      heads=heads.optimizer if heads else None,
     )
 
   variables = stages.load_variables(job, stage, placement)

@@ -282,7 +282,7 @@ def training(
     train_state.create,
     optimizer=transform,
     dtype=optimizer.masters,
-    heads=beside and beside.optimizer,
+    heads=beside.optimizer if beside else None,
   )
   state = jax.eval_shape(create, variables)
   at = train_state.shardings(state, places, _mesh(mesh))

@@ -212,7 +212,10 @@ def make_programs(
   def create(variables):
     dtype = options.optimizer.masters
     return train_state.create(
-      variables, optimizer, dtype=dtype, heads=heads and heads.optimizer
+      variables,
+      optimizer,
+      dtype=dtype,
+      heads=heads.optimizer if heads else None,
     )
 
   shapes = jax.eval_shape(create, abstract)

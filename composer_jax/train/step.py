@@ -50,7 +50,7 @@ StepFunction = Callable[
 def apply_gradients(
   state: train_state.TrainState,
   gradients: Any,
-  load_ME: jax.Array | None,
+  load_ME: Any,
   *,
   optimizer: optax.GradientTransformation,
   bias_rate: float,
@@ -58,7 +58,8 @@ def apply_gradients(
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
-  `load_ME` is the number of tokens sent to each expert over the global batch,
+  `load_ME` is the number of tokens sent to each expert over the global batch
+  (None without experts),
   `bias_rate` the step of the selection bias (DeepSeek-V3: 0.001; 0 freezes it).
   An optimizer that clips by attention logits needs `max_logits_LN`.
   """
@@ -174,6 +175,7 @@ def make(
           max_logits_LN=loss_stats.max_logits_LN,
         )
       if heads is not None:
+        assert loss_stats.heads is not None
         after_heads, head_update = apply_gradients(
           state.heads,
           gradients[1],

@@ -90,7 +90,9 @@ def tensors(
     else:
       _add(table, attention, start, 'params/moe_layers/', (index,))
       _add_moe(table, c, start, ('', 'moe_layers/'), (index,))
-  for head in range(c.mtp.depth if c.mtp else 0):
+  if c.mtp is None:
+    return table
+  for head in range(c.mtp.depth):
     start = f'{prefix}model.layers.{c.num_layers + head}.'
     rows = _head_rows(D) + (dense if c.mtp.layer == 'dense' else attention)
     _add(table, rows, start, 'mtp/params/layers/', (head,))
