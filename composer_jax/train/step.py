@@ -59,9 +59,9 @@ def apply_gradients(
   """Moves masters and selection bias once.
 
   `load_ME` is the number of tokens sent to each expert over the global batch
-  (None without experts),
-  `bias_rate` the step of the selection bias (DeepSeek-V3: 0.001; 0 freezes it).
-  An optimizer that clips by attention logits needs `max_logits_LN`.
+  (None without experts), `bias_rate` the step of the selection bias
+  (DeepSeek-V3: 0.001; 0 freezes it). An optimizer that clips by attention
+  logits needs `max_logits_LN`.
   """
   gradients = optax.tree.cast(gradients, jnp.float32)
   update = optax.with_extra_args_support(optimizer).update
