@@ -22,7 +22,7 @@ from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from tests import compiling
 from tests.rl import replayed
-from tests.train import step_test
+from tests.train import loop_test, step_test
 
 SLOW = pytest.mark.slow
 RATE = 0.125
@@ -217,3 +217,41 @@ def test_sections_give_each_stage_its_training():
   assert (options.weight_decay, options.grad_clip) == (0, section.grad_clip)
   with pytest.raises(ValueError, match="rl must be one of .* not 'alone'"):
     train_heads.HeadSection(rl='alone')
+
+
+@SLOW
+def test_a_stage_resumes_its_heads_bit_for_bit(tmp_path, monkeypatch):
+  model = with_heads(loop_test.MODEL, depth=1)
+  options = loop_test.OPTIONS
+  training = train_heads.HeadSection().training('cpt', model, options.optimizer)
+  options = dataclasses.replace(options, heads=training)
+  monkeypatch.setattr(loop_test, 'MODEL', model)
+  loop_test.placed.cache_clear()
+  train = functools.partial(
+    loop_test.train,
+    options=options,
+    initial=loop_test.initial_variables(model),
+  )
+  straight, killed = tmp_path / 'straight', tmp_path / 'killed'
+  want = train(straight)
+  with pytest.raises(KeyboardInterrupt):
+    train(killed, stream=loop_test.CountingStream(stop_at=4))
+  have = train(killed)
+  loop_test.placed.cache_clear()
+  curves = loop_test.curves(straight)
+  assert loop_test.curves(killed) == curves
+  jax.tree.map(np.testing.assert_array_equal, have, want)
+  measured = [row for row in curves if 'mtp_agreement' in row]
+  assert measured and all(len(row['mtp_loss']) == 1 for row in measured)
+  assert all(row['mtp_grad_norm'] > 0 for row in measured)
+  # The curves of the policy are those of a run without heads.
+  plain = dataclasses.replace(model, mtp=None)
+  monkeypatch.setattr(loop_test, 'MODEL', plain)
+  loop_test.train(
+    tmp_path / 'plain', initial=loop_test.initial_variables(plain)
+  )
+  loop_test.placed.cache_clear()
+  others = loop_test.curves(tmp_path / 'plain')
+  names = ('loss', 'heldout_loss', 'grad_norm')
+  shown = lambda rows: [{n: row.get(n) for n in names} for row in rows]
+  assert shown(others) == shown(curves)
