@@ -35,7 +35,7 @@ _OUTSIDE = ('embedding_norm', 'hidden_norm', 'projection', 'final_norm')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossOptions:
+class HeadLossOptions:
   """What heads are trained towards.
 
   Attributes:
@@ -122,7 +122,7 @@ def loss(
   *,
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
-  options: LossOptions,
+  options: HeadLossOptions,
 ) -> tuple[jax.Array, HeadStats]:
   """Returns the sum over heads and tokens of the weighted loss, and statistics.
 

@@ -65,27 +65,22 @@ def _programs(
   loss: policy_loss.LossOptions,
   hints: distill.HintLossOptions,
   head_training: train_heads.HeadTraining | None,
-) -> tuple[
-  optax.GradientTransformation,
-  train_heads.HeadProgram | None,
-  steps.Functions,
-]:
+) -> tuple[optax.GradientTransformation, Any, steps.Functions]:
   """Jits the functions of a step; cached, so compiled once in a process."""
-  shapes, axes = decoder.abstract(placement.model)
+  model, places = placement.model, placement.variables
+  shapes, axes = decoder.abstract(model)
   trained = decoder.trained(shapes)
   optimizer = optim_groups.optimizer(
     optimizer_options,
     params=shapes[trained],
     axes=axes[trained],
-    shardings=placement.variables[trained],
+    shardings=places[trained],
     total_steps=total_steps,
   )
-  heads = train_heads.program(
-    head_training, placement.model, total_steps, placement.variables
-  )
+  heads = train_heads.program(head_training, model, total_steps, places)
   device = placement.mesh.devices.flat[0]
   functions = steps.build(
-    decoder.Decoder(placement.model, placement.plan),
+    decoder.Decoder(model, placement.plan),
     optimizer,
     loss=functools.partial(policy_loss.loss, options=loss),
     hints=hints,
@@ -93,7 +88,7 @@ def _programs(
     compiler_options=compiler_options.of(device.platform, device.device_kind),
     heads=heads,
   )
-  return optimizer, heads, functions
+  return optimizer, heads.optimizer if heads else None, functions
 
 
 def prepare(
@@ -105,25 +100,18 @@ def prepare(
     progress.teller('rl')(line)
   hints = spec.hints
   options = spec.rl.optimizer_options()
+  training = spec.mtp.training('rl', placement.model, options)
+  num_steps = max(spec.rl.steps, 1)
   optimizer, heads, functions = _programs(
-    placement,
-    options,
-    max(spec.rl.steps, 1),
-    spec.rl.loss,
-    hints,
-    spec.mtp.training('rl', placement.model, options),
+    placement, options, num_steps, spec.rl.loss, hints, training
   )
-  follows = bool(hints.weight) and hints.teacher == 'ema'
-
-  def create(variables):
-    return train_state.create(
-      variables,
-      optimizer,
-      with_teacher=follows,
-      dtype=options.masters,
-      heads=heads.optimizer if heads else None,
-    )
-
+  create = functools.partial(
+    train_state.create,
+    optimizer=optimizer,
+    with_teacher=bool(hints.weight) and hints.teacher == 'ema',
+    dtype=options.masters,
+    heads=heads,
+  )
   variables = stages.load_variables(job, stage, placement)
   places = train_state.shardings(
     jax.eval_shape(create, variables),

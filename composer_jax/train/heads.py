@@ -20,7 +20,7 @@ from composer_jax.optim import groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadSection(mtp.LossOptions):
+class HeadSection(mtp.HeadLossOptions):
   """When and how the heads of `model.mtp` are trained; unused without any.
 
   Attributes:
@@ -61,7 +61,7 @@ class HeadSection(mtp.LossOptions):
     own = dict(learning_rate=self.learning_rate, grad_clip=self.grad_clip)
     return HeadTraining(
       is_alone=mode == 'alone',
-      loss=mtp.LossOptions(target=self.target, top_k=self.top_k),
+      loss=mtp.HeadLossOptions(target=self.target, top_k=self.top_k),
       optimizer=dataclasses.replace(
         optimizer,
         name='adam',
@@ -84,7 +84,7 @@ class HeadTraining:
   """
 
   is_alone: bool
-  loss: mtp.LossOptions
+  loss: mtp.HeadLossOptions
   optimizer: groups.OptimizerOptions
 
 
@@ -98,7 +98,7 @@ class HeadProgram(NamedTuple):
     places: shardings of the heads' parameters; None leaves them to XLA.
   """
 
-  loss: mtp.LossOptions
+  loss: mtp.HeadLossOptions
   optimizer: optax.GradientTransformation
   is_alone: bool = False
   places: Any = None

@@ -30,9 +30,9 @@ CONFIG = dataclasses.replace(
   decoder_test.CONFIG, num_layers=1, num_dense_layers=0
 )
 TARGETS = {
-  'distribution': mtp.LossOptions(),
-  'top_k': mtp.LossOptions(top_k=3),
-  'tokens': mtp.LossOptions(target='tokens'),
+  'distribution': mtp.HeadLossOptions(),
+  'top_k': mtp.HeadLossOptions(top_k=3),
+  'tokens': mtp.HeadLossOptions(target='tokens'),
 }
 
 
@@ -277,4 +277,4 @@ def test_a_config_without_heads_is_what_it_was():
   with pytest.raises(
     ValueError, match='top_k must be an integer of at least 0; got -1'
   ):
-    mtp.LossOptions(top_k=-1)
+    mtp.HeadLossOptions(top_k=-1)

@@ -56,7 +56,7 @@ def step_of(
   heads = None
   if config.mtp is not None:
     heads = train_heads.HeadProgram(
-      mtp.LossOptions(), optax.sgd(1.0), alone, places['mtp']['params']
+      mtp.HeadLossOptions(), optax.sgd(1.0), alone, places['mtp']['params']
     )
   state = train_state.create(
     jax.device_put(variables_of(config), places),
@@ -158,14 +158,19 @@ RL = with_heads(replayed.CONFIGS['gqa_softmax'], depth=1)
 def test_rl_trains_heads_on_sampled_tokens_and_never_mixes_routes():
   batch = replayed.pack(RL, rows=2, seq_len=24)[0]
   plain = dataclasses.replace(RL, mtp=None)
-  heads = train_heads.HeadProgram(mtp.LossOptions(), optax.sgd(0.5))
+  heads = train_heads.HeadProgram(mtp.HeadLossOptions(), optax.sgd(0.5))
   build = functools.partial(
     rl_steps.build, optimizer=optax.sgd(0.1), compiler_options=compiling.ORDERLY
   )
   functions = build(decoder.Decoder(RL), heads=heads)
   others = build(decoder.Decoder(plain))
   variables = jax.tree.map(jnp.asarray, replayed.variables(RL))
-  trunk = {name: tree for name, tree in variables.items() if name != 'mtp'}
+  # A step donates its state.
+  trunk = {
+    name: jax.tree.map(jnp.copy, tree)
+    for name, tree in variables.items()
+    if name != 'mtp'
+  }
   state = train_state.create(variables, optax.sgd(0.1), heads=heads.optimizer)
   other = train_state.create(trunk, optax.sgd(0.1))
   values = functions.policy(state)
@@ -221,12 +226,12 @@ def test_sections_give_each_stage_its_training():
   plain = dataclasses.replace(RL, mtp=None)
   assert section.training('cpt', plain, stage) is None
   training = section.training('cpt', RL, stage)
-  assert training.is_alone and training.loss == mtp.LossOptions(top_k=4)
+  assert training.is_alone and training.loss == mtp.HeadLossOptions(top_k=4)
   assert not section.training('sft', RL, stage).is_alone
   options = training.optimizer
   assert (options.name, options.warmup_steps) == ('adam', 3)
   assert (options.weight_decay, options.grad_clip) == (0, section.grad_clip)
-  with pytest.raises(ValueError, match="rl must be one of .* not 'alone'"):
+  with pytest.raises(ValueError, match="rl must be one of .*got 'alone'"):
     train_heads.HeadSection(rl='alone')
 
 
