@@ -101,15 +101,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # tokens are used up.
     unfinished_penalty=1.0,
   )
-  # Heads for multi-token prediction, if model.mtp gives any; the policy's bits
-  # do not depend on them.
-  c.mtp = dict(
-    cpt='joint',  # with the policy; 'alone': the policy is frozen; or 'off'
-    sft='joint',
-    rl='joint',  # on sampled tokens
-    learning_rate=1e-3,  # peak, of their own AdamW, on each stage's schedule
-    target='distribution',  # of the main head; or 'tokens', the next ones
-  )
   c.hints = dict(
     loss=dict(
       weight=1.0,  # relative to a rollout of advantage 1; 0: no hints
@@ -166,6 +157,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.language = dict(variables='')  # JSON for an import's chat template
   # Sections without a field here; the command line can set all of theirs.
   c.parallel, c.fleet = dict(), dict()
+  c.mtp = dict()  # when and how the heads of model.mtp, if any, are trained
   c.live = dict(prices=dict(), gate=dict(), trial=dict())
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository = dict(bounds=dict())
