@@ -6,7 +6,8 @@ DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2 or
 OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's int4. Nothing
 larger than a piece of a tensor is held in memory, and the same command resumes
 after an interruption. Tensors that the model does not have
-(layers for multi-token prediction, vision towers) are named and carried along.
+(layers for multi-token prediction unless `--mtp` is given, vision towers) are
+named and carried along.
 `experiments.export` converts back.
 """
 
@@ -23,12 +24,18 @@ _OUT = flags.DEFINE_string(
   'out', None, 'Import directory to make; must not exist.', required=True
 )
 
+_MTP = flags.DEFINE_bool(
+  'mtp',
+  False,
+  'Make layers for multi-token prediction heads of the model, to be trained.',
+)
+
 
 def run() -> None:
   from composer_jax.hf import importing
 
   _warn(pathlib.Path(_SOURCE.value))
-  importing.convert(_SOURCE.value, _OUT.value)
+  importing.convert(_SOURCE.value, _OUT.value, mtp=_MTP.value)
   print(
     f'Import: {_OUT.value}. Train it with '
     f'--config=configs/composer/imported.py:{_OUT.value}'

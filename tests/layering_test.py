@@ -79,8 +79,8 @@ SPINE_LINES = 25_660
 # learning from live use, 575 objects in values of tasks and what makes them
 # equal, 125 positions of imports, tasks that are held out by file, and changes
 # with which all stages of a run fit, 100 refusals of what environments and
-# harnesses of others send, 70 workers that join again and fates that add up, 470
-# products that a compiler widened and checkpoints that go out as INT4, 180
+# harnesses of others send, 70 workers that join again and fates that add up,
+# 470 products that a compiler widened and checkpoints that go out as INT4, 180
 # plans for uneven routing.
 LIBRARY_LINES = 77_800
 MAX_FILES = 15  # in a folder

@@ -174,6 +174,13 @@ def write(
   packed = _packed(origin, record) if dtype == hf_layout.INT4 else {}
   prefix = record['prefix'] if record else ''
   table = names.tensors(origin.config, origin.family, prefix=prefix)
+  if record:
+    # Copies that the source does not have are not made.
+    table = {
+      name: tensor
+      for name, tensor in table.items()
+      if name in record['tensors'] or not names.original(name, table)
+    }
   dtypes = hf_layout.dtypes(table, dtype, record)
   headers = hf_layout.headers(table, dtypes, record, file_bytes, packed)
   # Another suffix than that of imports, whose partial folders look alike.
@@ -338,6 +345,9 @@ def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
     is_same = dtype == hf_layout.SOURCE and quantized.scheme(fields) is None
     if is_same or dtype == hf_layout.INT4:
       return
+  if origin.config.mtp is not None:
+    own = fields.get('text_config', fields)
+    own['num_nextn_predict_layers'] = origin.config.mtp.depth
   files.write_atomic(
     partial / source.CONFIG, hf_layout.config_text(fields, dtype)
   )

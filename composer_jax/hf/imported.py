@@ -75,8 +75,14 @@ def check_model(
 ) -> None:
   """Raises a ValueError with the fields in which the run's model differs."""
   # Through JSON, where a tuple is a list on both sides.
-  ours = files.flatten(json.loads(json.dumps(model.to_dict())))
-  imported = files.flatten(model_of(folder))
+  ours = json.loads(json.dumps(model.to_dict()))
+  imported = model_of(folder)
+  if not imported.get('mtp'):
+    # A run may train heads of its own.
+    _check_room(folder, model)
+    ours.pop('mtp')
+    imported.pop('mtp', None)
+  ours, imported = files.flatten(ours), files.flatten(imported)
   differing = [
     f'{key} is {imported.get(key, "absent")!r} there and '
     f'{ours.get(key, "absent")!r} in --config.model'
@@ -93,6 +99,20 @@ def check_model(
       f'Only {", ".join(model_config.FREE)} may differ; '
       f'{"; ".join(differing[:_NUM_SHOWN])}'
       f'{f"; and {more} more" if more > 0 else ""}.'
+    )
+
+
+def _check_room(
+  folder: str | os.PathLike, model: model_config.ModelConfig
+) -> None:
+  """Raises a ValueError if new heads have the place of carried ones."""
+  start = f'model.layers.{model.num_layers}.'
+  carried = importing.read_record(folder)['carried'] if model.mtp else []
+  if any(start in name for name in carried):
+    raise ValueError(
+      f'The model in {folder} has heads for multi-token prediction, which were '
+      'carried along. Import it with `--mtp` to train these, or leave '
+      '--config.model.mtp empty.'
     )
 
 
@@ -178,5 +198,10 @@ class ImportedModel:
     return conversations.load(workdir / conversations.FILE)
 
   def variables(self, like: Any) -> Any:
-    """Returns the imported weights in the dtypes and shardings of `like`."""
+    """Returns the imported weights in the dtypes and shardings of `like`.
+
+    Without 'mtp' if the import has no heads for multi-token prediction.
+    """
+    if not model_of(self.folder).get('mtp'):
+      like = {name: tree for name, tree in like.items() if name != 'mtp'}
     return importing.load_variables(self.folder, like)

@@ -20,6 +20,7 @@ import shutil
 from typing import Any
 
 import jax
+import numpy as np
 
 from composer_jax.core import files, trees
 from composer_jax.hf import making
@@ -27,6 +28,7 @@ from composer_jax.hf import staging as hf_staging
 from composer_jax.hf.architecture import config
 from composer_jax.hf.tensors import blocks, carried
 from composer_jax.hf.tensors import files as hf_io
+from composer_jax.hf.tensors import names as hf_names
 from composer_jax.hf.tensors import source as hf_source
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
@@ -50,8 +52,13 @@ _DISK_MARGIN = 64 * 2**20
 _Arrays = dict[str, blocks.ChunkedArray]
 
 
-def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
+def convert(
+  source: str | os.PathLike, out: str | os.PathLike, *, mtp: bool = False
+) -> None:
   """Writes an import directory, or continues where a killed call stopped.
+
+  With `mtp`, layers for multi-token prediction become heads of the model, and
+  else they are carried along.
 
   Raises:
     ValueError: the source is not sound or not supported, `out` exists, or its
@@ -60,7 +67,7 @@ def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
     OSError: the disk is full or fails.
   """
   out = pathlib.Path(out).absolute()
-  with contextlib.closing(hf_source.open_source(source)) as checkpoint:
+  with contextlib.closing(hf_source.open_source(source, mtp=mtp)) as checkpoint:
     arrays = checkpoint.arrays()
     for name in (MODEL, RECORD):
       if (checkpoint.folder.path / name).exists():
@@ -78,6 +85,7 @@ def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
     with making.alone(partial, out):
       files.sweep(partial)
       _claim(checkpoint, arrays, partial)
+      _check_copies(checkpoint)
       # Orbax renames a checkpoint to its number when it is whole.
       if not (partial / WEIGHTS / '0').exists():
         _write_weights(checkpoint, arrays, partial)
@@ -87,6 +95,24 @@ def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
       shutil.rmtree(partial / _STAGING, ignore_errors=True)
       hf_io.sync_tree(partial)
       making.place(partial, out)
+
+
+def _check_copies(source: hf_source.SourceCheckpoint) -> None:
+  """Raises a ValueError if a head has another embedding than the model."""
+  for name, copy in source.tensors.items():
+    original = hf_names.original(name, source.table)
+    if original is None:
+      continue
+    size, step = math.prod(copy.shape), blocks.PIECE_BYTES // 4
+    for start in range(0, size, step):
+      stop = min(start + step, size)
+      whole = source.tensors[original].read(start, stop)
+      if not np.array_equal(copy.read(start, stop), whole):
+        raise ValueError(
+          f'{name} differs from {original}; heads for multi-token prediction '
+          'share embedding and unembedding with the model. Leave out --mtp to '
+          'carry them along.'
+        )
 
 
 def _missing_bytes(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from composer_jax.core import rounding
-from composer_jax.kernels import linear
+from composer_jax.kernels import linear, norm
 from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import config as model_config
-from composer_jax.models import norm, rope
+from composer_jax.models import rope
 from composer_jax.parallel import exchange, sequence
 
 

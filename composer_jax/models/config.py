@@ -367,6 +367,23 @@ class PrecisionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+  """Heads that predict further tokens (DeepSeek-V3, section 2.2).
+
+  Attributes:
+    depth: number of heads; the k-th predicts the token k + 1 places on.
+    layer: kind of each head's decoder layer, 'moe' or 'dense'.
+  """
+
+  depth: int = 1
+  layer: str = 'moe'
+
+  def __post_init__(self):
+    checks.at_least(self, 1, 'depth')
+    checks.one_of(self, 'layer', ('moe', 'dense'))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
@@ -385,6 +402,7 @@ class ModelConfig:
     numerics: 'fast', or 'batch_invariant', in which prefill, decode and
       training give bitwise equal results for any batch, at a price.
     precision: formats of few bits, which a run may choose.
+    mtp: heads for multi-token prediction; None for none.
     remat_saves: tensors of REMAT_NAMES that are not recomputed. By default only
       weights are gathered again; with 'weights' no collective is repeated.
   """
@@ -403,6 +421,7 @@ class ModelConfig:
   moe: MoEConfig
   adapters: AdapterConfig = AdapterConfig()
   precision: PrecisionConfig = PrecisionConfig()
+  mtp: MTPConfig | None = None
   numerics: str = 'fast'
   remat_saves: tuple[str, ...] = ('keys', 'routes')
 
@@ -496,6 +515,7 @@ _SECTIONS = {
   'moe': MoEConfig,
   'adapters': AdapterConfig,
   'precision': PrecisionConfig,
+  'mtp': MTPConfig,
 }
 
 
@@ -519,6 +539,8 @@ def _value(name: str, fields: Any) -> Any:
     name == 'yarn' and fields is None
   ):
     return fields
+  if name == 'mtp' and not fields:
+    return None
   if not isinstance(fields, Mapping):
     raise ValueError(f'{name} must be a section, not {fields!r}.')
   if name != 'attention':

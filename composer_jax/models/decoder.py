@@ -90,7 +90,7 @@ class Decoder:
     c, plan = self.config, self.plan
     shards.check_tokens(plan, tokens_BT.shape)
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
-    x_BTD, context = _embed(variables, tokens, c, plan)
+    x_BTD, context = embed(variables, tokens, c, plan)
     context = context.replace(is_measured=with_max_logits)
     if c.precision.draws and 'backward' in variables:
       draws_BT = _draws(variables['backward']['step'], *tokens)
@@ -108,7 +108,7 @@ class Decoder:
         name, stack, x_BTD, context, given, config=c, plan=plan
       )
       outputs.append(output)
-    hidden_BTD = _final_norm(variables, x_BTD, c, plan)
+    hidden_BTD = final_norm(variables, x_BTD, c, plan)
     # The last stack has experts; its statistics are [M, shards, ...].
     last, stats = outputs[-1], outputs[-1].stats
     sums_M = jax.tree.map(lambda x: x.sum(1), stats.router)
@@ -146,8 +146,16 @@ def _draws(step, tokens_BT, segment_ids_BT, positions_BT):
   return jax.vmap(draw_T)(row_B, place_B, segment_ids_BT, positions_BT)
 
 
-def _embed(variables, tokens, config, plan):
-  """Returns x_BTD and the context of all layers."""
+def embed(
+  variables: Variables,
+  tokens: tuple[jax.Array, jax.Array, jax.Array],
+  config: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+) -> tuple[jax.Array, stacks.Context]:
+  """Returns x_BTD and the context of all layers.
+
+  `tokens` are tokens_BT, segment_ids_BT and positions_BT.
+  """
   table_VD = variables['params']['embedding']
   spec = shards.specs_of(plan, 'params/embedding', table_VD)
 
@@ -169,7 +177,13 @@ def _embed(variables, tokens, config, plan):
   return stage(table_VD, *tokens)
 
 
-def _final_norm(variables, x_BTD, config, plan):
+def final_norm(
+  variables: Variables,
+  x_BTD: jax.Array,
+  config: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+) -> jax.Array:
+  """Returns hidden_BTD, from which `models.head` makes logits."""
   where = shards.tokens_spec(plan)
   stage = shards.per_shard(
     lambda scale_D, x_BTD: layer_stages.final_norm(scale_D, x_BTD, config),
@@ -186,7 +200,14 @@ def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   if config.adapters.enabled:
     frozen = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables['params'])
     variables |= {'params': frozen, 'adapters': _boxed_adapters(config, key)}
+  if config.mtp is not None:
+    variables['mtp'] = _boxed_heads(config, key)
   return variables
+
+
+def _boxed_heads(config, key):
+  table = parameters.mtp_table(config)
+  return dict(parameters.module_of(table).init(jax.random.fold_in(key, 2)))
 
 
 def _boxed_adapters(config, key):
@@ -197,8 +218,9 @@ def _boxed_adapters(config, key):
 def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   """Returns {'params', 'selection_bias' (sigmoid router only)}, float32.
 
-  A model with adapters also has these, and its parameters are bfloat16. Trace
-  it under `jax.jit(..., out_shardings=...)` to create shards in place.
+  A model with adapters also has these, and its parameters are bfloat16. One
+  with heads has 'mtp', variables of their own (`models.mtp`). Trace it under
+  `jax.jit(..., out_shardings=...)` to create shards in place.
   """
   return nn.meta.unbox(_boxed_init(config, key))
 
@@ -206,6 +228,11 @@ def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
 def init_adapters(config: model_config.ModelConfig, key: jax.Array) -> Any:
   """Returns float32 adapters that change nothing yet."""
   return nn.meta.unbox(_boxed_adapters(config, key))
+
+
+def init_heads(config: model_config.ModelConfig, key: jax.Array) -> Variables:
+  """Returns float32 variables of new heads, the entry 'mtp' of `init`."""
+  return nn.meta.unbox(_boxed_heads(config, key))
 
 
 def trained(variables: Variables) -> str:
@@ -242,8 +269,11 @@ def policy(
   masters = trees.on_device(variables[name])
   if config is not None:
     masters = experts.in_format(masters, config)
-  cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
-  served = {**without_base(variables), name: cast}
+  cast = lambda tree: jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree)
+  served = {**without_base(variables), name: cast(masters)}
+  if 'mtp' in variables:
+    heads = variables['mtp']
+    served['mtp'] = {**heads, 'params': cast(heads['params'])}
   if config is not None and config.precision.codes:
     return experts.encode(served, config)
   return served

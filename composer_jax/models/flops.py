@@ -21,6 +21,15 @@ def params_by_part(config: model_config.ModelConfig) -> dict[str, int]:
   tables = 1 if c.tie_embeddings else 2
   matrices, biases, norms = _attention(c)
   expert = 3 * c.embed_dim * c.moe.ffw_dim
+  heads = {}
+  if c.mtp is not None:
+    width = c.dense_ffw_dim
+    mixture = c.embed_dim * c.moe.num_experts
+    mixture += (c.moe.num_experts + c.moe.num_shared) * expert
+    ffw = mixture if c.mtp.layer == 'moe' else 3 * c.embed_dim * width
+    # Two norms before the projection, and one before the unembedding.
+    others = 2 * c.embed_dim**2 + norms + 5 * c.embed_dim
+    heads['mtp'] = c.mtp.depth * (matrices + biases + ffw + others)
   return {
     'embedding': tables * c.vocab_size * c.embed_dim,
     'attention': c.num_layers * (matrices + biases),
@@ -29,6 +38,7 @@ def params_by_part(config: model_config.ModelConfig) -> dict[str, int]:
     'routed_experts': c.num_moe_layers * c.moe.num_experts * expert,
     'shared_experts': c.num_moe_layers * c.moe.num_shared * expert,
     'norms': c.num_layers * (norms + 2 * c.embed_dim) + c.embed_dim,
+    **heads,
   }
 
 
@@ -46,16 +56,40 @@ def forward_per_token(
     c.vocab_size * c.embed_dim
     + c.num_layers * matrices
     + c.num_dense_layers * 3 * c.embed_dim * c.dense_ffw_dim
-    + c.num_moe_layers * c.embed_dim * c.moe.num_experts
-    + c.num_moe_layers
-    * (c.moe.num_active + c.moe.num_shared)
-    * (3 * c.embed_dim * c.moe.ffw_dim)
+    + c.num_moe_layers * _mixture(c)
   )
+  return 2 * (passed + c.num_layers * _scores(c, seq_len, causal))
+
+
+def heads_per_token(
+  config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
+) -> float:
+  """Counts what training heads for multi-token prediction adds to a step.
+
+  Each loss takes the main head's logits, the head's own, and the gradient of
+  its hidden states, but none of the unembedding, which is constant.
+  """
+  c, (matrices, _, _) = config, _attention(config)
+  if c.mtp is None:
+    return 0.0
+  ffw = 3 * c.embed_dim * c.dense_ffw_dim
+  layer = matrices + (_mixture(c) if c.mtp.layer == 'moe' else ffw)
+  layer += 2 * c.embed_dim**2 + _scores(c, seq_len, causal)
+  return 2 * 3 * c.mtp.depth * (layer + c.vocab_size * c.embed_dim)
+
+
+def _mixture(c: model_config.ModelConfig) -> int:
+  """Counts the weights of a layer of experts that a token meets."""
+  passed = (c.moe.num_active + c.moe.num_shared) * 3 * c.moe.ffw_dim
+  return c.embed_dim * (c.moe.num_experts + passed)
+
+
+def _scores(c: model_config.ModelConfig, seq_len: int, causal: bool) -> float:
+  """Counts the products q k and p v of a layer, each head its own."""
   keys = (seq_len + 1) / 2 if causal else seq_len
   a = c.attention
-  # q k and p v, each head its own.
   width = a.head_dim + getattr(a, 'value_dim', a.head_dim)
-  return 2 * (passed + c.num_layers * a.num_heads * width * keys)
+  return a.num_heads * width * keys
 
 
 def train_per_token(

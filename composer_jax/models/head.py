@@ -32,10 +32,10 @@ def logits(
   """Returns float32 logits_BTV of the next token."""
   name = 'embedding' if config.tie_embeddings else 'unembedding'
   weight = variables['params'][name].astype(hidden_BTD.dtype)
-  return _logits(weight, hidden_BTD, config)
+  return logits_of(weight, hidden_BTD, config)
 
 
-def _logits(weight, hidden_BTD, config):
+def logits_of(weight, hidden_BTD, config):
   def stage(weight, hidden_BTD):
     if not config.tie_embeddings:
       is_wide = hidden_BTD.dtype == jnp.float32
@@ -226,12 +226,12 @@ def _logprobs(weight, arrays, spec, config, plan, chunk):
     # Logits are kept for the backward pass, to save a fourth product.
     weight = shards.gather(weight, spec, dtype=hidden_BTD.dtype)
     return token_logprobs(
-      _logits(weight, hidden_BTD, config),
+      logits_of(weight, hidden_BTD, config),
       targets_BT,
       temperatures_BT,
       numerics=config.numerics,
     )
-  how = _Chunked(chunk, spec, weight.dtype.name, config)
+  how = Chunked(chunk, spec, weight.dtype.name, config)
   hidden_ZD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
   if temperatures_BT is None:
     temperatures_BT = jnp.ones(targets_BT.shape, jnp.float32)
@@ -241,7 +241,7 @@ def _logprobs(weight, arrays, spec, config, plan, chunk):
   return jax.tree.map(lambda x_Z: x_Z.reshape(targets_BT.shape), out_Z)
 
 
-class _Chunked(NamedTuple):
+class Chunked(NamedTuple):
   """Static arguments of `_in_chunks`."""
 
   chunk: int
@@ -286,8 +286,8 @@ def _in_chunks_forward(how, weight, hidden_ZD, targets_Z, temperatures_Z):
 
   zeros_Z = jnp.zeros(targets_Z.shape, jnp.float32)
   carry = (hidden_ZD, zeros_Z - jnp.inf, *[zeros_Z] * 3)
-  parts = _parts(how, weight, hidden_ZD.dtype)
-  carry, _ = _fold(step, carry, how, weight, parts)
+  parts = parts_of(how, weight, hidden_ZD.dtype)
+  carry, _ = fold(step, carry, how, weight, parts)
   _, top_Z, total_Z, moment_Z, picked_Z = carry
   log_z_Z = top_Z + jnp.log(total_Z)
   entropy_Z = log_z_Z - moment_Z / total_Z
@@ -319,7 +319,7 @@ def _in_chunks_backward(how, residuals, d_out):
   zeros_ZD = jnp.zeros(hidden_ZD.shape, jnp.float32)
   carry = (hidden_ZD, zeros_ZD, [d_Z[:, None] for d_Z in d_out])
   d_weight = jnp.zeros(weight.shape, jnp.float32)
-  (_, d_hidden_ZD, _), d_weight = _fold(
+  (_, d_hidden_ZD, _), d_weight = fold(
     step, carry, how, weight, parts, d_weight
   )
   d_weight = d_weight.astype(how.stored_dtype)
@@ -329,7 +329,7 @@ def _in_chunks_backward(how, residuals, d_out):
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
-def _parts(how, weight, dtype) -> list[jax.Array] | None:
+def parts_of(how, weight, dtype) -> list[jax.Array] | None:
   """Returns the gathered weight of each chunk; None for a loop over them."""
   if platforms.current() == 'cpu':
     return None
@@ -341,7 +341,7 @@ def _parts(how, weight, dtype) -> list[jax.Array] | None:
   ]
 
 
-def _fold(step, carry, how, weight, parts, whole=None) -> tuple[Any, Any]:
+def fold(step, carry, how, weight, parts, whole=None) -> tuple[Any, Any]:
   """Returns `step(carry, start, part)` folded over chunks, and what it made.
 
   Chunks are unrolled, so that collectives of one overlap with products of
@@ -350,7 +350,7 @@ def _fold(step, carry, how, weight, parts, whole=None) -> tuple[Any, Any]:
 
   Args:
     step: returns the next carry, and the chunk's part of `whole` or None.
-    parts: weights of `_parts`.
+    parts: weights of `parts_of`.
     whole: zeros to be filled, in the weight's shape; None for nothing.
   """
 
@@ -381,4 +381,4 @@ def _fold(step, carry, how, weight, parts, whole=None) -> tuple[Any, Any]:
 
 def _scaled(part, hidden_ZD, temperatures_Z, how):
   temperatures_Z1 = temperatures_Z[:, None].astype(jnp.float32)
-  return _logits(part, hidden_ZD, how.config) / temperatures_Z1
+  return logits_of(part, hidden_ZD, how.config) / temperatures_Z1

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import rounding
-from composer_jax.kernels import expert_rows, rows
+from composer_jax.kernels import expert_rows, norm, rows
 from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.kernels.attention import tiled
 from composer_jax.models import (
@@ -22,7 +22,6 @@ from composer_jax.models import (
   attention,
   experts,
   mla,
-  norm,
   rope,
   router,
 )

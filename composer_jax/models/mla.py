@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import rounding
-from composer_jax.kernels import linear
+from composer_jax.kernels import linear, norm
 from composer_jax.kernels.attention import grouped_query as attention_kernel
-from composer_jax.models import attention, norm, rope
+from composer_jax.models import attention, rope
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 

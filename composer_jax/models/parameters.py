@@ -71,22 +71,43 @@ def decoder_table(config: model_config.ModelConfig) -> Table:
   table: Table = {'embedding': VariableSpec(('vocab', 'embed'), rows, normal)}
   if not c.tie_embeddings:
     table['unembedding'] = VariableSpec(('embed', 'vocab'), columns, normal)
+  for name, num_layers in c.stacks.items():
+    table[name] = Stack(num_layers, _layer(c, name == 'dense_layers'))
+  return table | {'final_norm': _norm(c.embed_dim)}
+
+
+def mtp_table(config: model_config.ModelConfig) -> Table:
+  """Returns the table of the heads of `models.mtp`, which the config must have.
+
+  The projection takes the embedding before the hidden state.
+  """
+  c, mtp = config, config.mtp
+  assert mtp is not None
+  head = {
+    'embedding_norm': _norm(c.embed_dim),
+    'hidden_norm': _norm(c.embed_dim),
+    'projection': VariableSpec(
+      ('joined', 'embed'), (2 * c.embed_dim, c.embed_dim), _truncated(0)
+    ),
+    **_layer(c, mtp.layer == 'dense'),
+    'final_norm': _norm(c.embed_dim),
+  }
+  return {'layers': Stack(mtp.depth, head)}
+
+
+def _layer(c: model_config.ModelConfig, is_dense: bool) -> Table:
   if isinstance(c.attention, model_config.MLAConfig):
     attention = _latent(c, c.attention)
   else:
     attention = _grouped(c, c.attention)
-  for name, num_layers in c.stacks.items():
-    layer = {
-      'attention_norm': _norm(c.embed_dim),
-      'attention': attention,
-      'ffw_norm': _norm(c.embed_dim),
-    }
-    if name == 'dense_layers':
-      layer['ffw'] = _dense(c, c.dense_ffw_dim)
-    else:
-      layer['moe'] = _mixture(c)
-    table[name] = Stack(num_layers, layer)
-  return table | {'final_norm': _norm(c.embed_dim)}
+  layer = {
+    'attention_norm': _norm(c.embed_dim),
+    'attention': attention,
+    'ffw_norm': _norm(c.embed_dim),
+  }
+  if is_dense:
+    return layer | {'ffw': _dense(c, c.dense_ffw_dim)}
+  return layer | {'moe': _mixture(c)}
 
 
 def _truncated(

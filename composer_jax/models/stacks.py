@@ -63,14 +63,17 @@ def run(
   *,
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
+  within: str = '',
 ) -> tuple[jax.Array, LayerOutput]:
   """Returns x_BTD after a stack, and the results of each layer.
 
   `stacked` are the stack's variables by collection, layers leading, and `given`
-  its routes to replay and cache entries (`Cached`), or None.
+  its routes to replay and cache entries (`Cached`), or None. `within` starts
+  the names of collections that are not the decoder's own ('mtp/').
   """
   specs = {
-    k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()
+    k: shards.specs_of(plan, f'{within}{k}/{name}', tree)
+    for k, tree in stacked.items()
   }
   # Without the leading layer axis, which the scan consumes.
   specs = jax.tree.map(
@@ -113,10 +116,10 @@ def run(
 
   draws = None  # Of layers, which add to those of tokens.
   if context.draws_BT is not None:
-    draws = jnp.arange(config.stacks[name], dtype=jnp.uint32)
-    draws *= jnp.uint32(0x85EBCA6B)
+    count = len(jax.tree.leaves(stacked)[0])
+    draws = jnp.arange(count, dtype=jnp.uint32) * jnp.uint32(0x85EBCA6B)
   xs = (stacked, given, (_precise(name, config), draws))
-  return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
+  return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(xs, config, plan))
 
 
 def _precise(name, config):
@@ -128,14 +131,14 @@ def _precise(name, config):
   return jnp.array([config.is_precise(i) for i in range(config.num_moe_layers)])
 
 
-def _unroll(name, config, plan):
+def _unroll(xs, config, plan):
   """Returns the number of layers in the body of the scan.
 
   On a CPU a loop copies every layer's weights and residuals, a tenth of a train
   step. Recomputation needs the loop, or the compiler would merge both passes.
   On TPUs two layers in a body hid no more transfers (Kimi K2 on 512 v5p).
   """
-  length = config.stacks[name]
+  length = len(jax.tree.leaves(xs)[0])
   is_small = length <= _MOST_UNROLLED and plan is None
   is_small = is_small and not config.remat
   return length if is_small and platforms.current() == 'cpu' else 1

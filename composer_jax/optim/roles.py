@@ -22,7 +22,7 @@ BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
 # Axes of tables, classifiers, scales and adapters, which are no whole maps of
 # activations.
 ADAM_AXES = ('vocab', 'route', 'norm', 'rank')
-MATRIX_AXES = ('embed', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
+MATRIX_AXES = ('embed', 'joined', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
 
 Axes = tuple[str | None, ...]
 

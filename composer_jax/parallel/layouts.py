@@ -43,6 +43,7 @@ TRAIN = Layout(
   dense={
     'layer': None,
     'embed': ('fsdp', 'context'),
+    'joined': None,
     'norm': None,
     'route': None,
     'heads': None,

@@ -30,6 +30,7 @@ from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
 from composer_jax.telemetry import progress, waiting, writer
 from composer_jax.train import compiler_options
+from composer_jax.train import heads as train_heads
 from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager
@@ -63,27 +64,31 @@ def _programs(
   total_steps: int,
   loss: policy_loss.LossOptions,
   hints: distill.HintLossOptions,
-) -> tuple[optax.GradientTransformation, steps.Functions]:
+  head_training: train_heads.HeadTraining | None,
+) -> tuple[optax.GradientTransformation, Any, steps.Functions]:
   """Jits the functions of a step; cached, so compiled once in a process."""
-  shapes, axes = decoder.abstract(placement.model)
+  model, places = placement.model, placement.variables
+  shapes, axes = decoder.abstract(model)
   trained = decoder.trained(shapes)
   optimizer = optim_groups.optimizer(
     optimizer_options,
     params=shapes[trained],
     axes=axes[trained],
-    shardings=placement.variables[trained],
+    shardings=places[trained],
     total_steps=total_steps,
   )
+  heads = train_heads.program(head_training, model, total_steps, places)
   device = placement.mesh.devices.flat[0]
   functions = steps.build(
-    decoder.Decoder(placement.model, placement.plan),
+    decoder.Decoder(model, placement.plan),
     optimizer,
     loss=functools.partial(policy_loss.loss, options=loss),
     hints=hints,
     placement=placement,
     compiler_options=compiler_options.of(device.platform, device.device_kind),
+    heads=heads,
   )
-  return optimizer, functions
+  return optimizer, heads.optimizer if heads else None, functions
 
 
 def prepare(
@@ -95,20 +100,18 @@ def prepare(
     progress.teller('rl')(line)
   hints = spec.hints
   options = spec.rl.optimizer_options()
-  optimizer, functions = _programs(
-    placement,
-    options,
-    max(spec.rl.steps, 1),
-    spec.rl.loss,
-    hints,
+  training = spec.mtp.training('rl', placement.model, options)
+  num_steps = max(spec.rl.steps, 1)
+  optimizer, heads, functions = _programs(
+    placement, options, num_steps, spec.rl.loss, hints, training
   )
-  follows = bool(hints.weight) and hints.teacher == 'ema'
-
-  def create(variables):
-    return train_state.create(
-      variables, optimizer, with_teacher=follows, dtype=options.masters
-    )
-
+  create = functools.partial(
+    train_state.create,
+    optimizer=optimizer,
+    with_teacher=bool(hints.weight) and hints.teacher == 'ema',
+    dtype=options.masters,
+    heads=heads,
+  )
   variables = stages.load_variables(job, stage, placement)
   places = train_state.shardings(
     jax.eval_shape(create, variables),

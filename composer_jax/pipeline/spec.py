@@ -21,6 +21,7 @@ from composer_jax.pipeline import consumption
 from composer_jax.rl import batching, mismatch, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
+from composer_jax.train import heads as train_heads
 from composer_jax.train import loop
 from composer_jax.train import placement as placements
 from composer_jax.train import step as train_step
@@ -242,6 +243,7 @@ class Spec:
   rewards: rewards.RewardOptions
   rollout: rollout_options.ServingOptions
   rl: RLSection
+  mtp: train_heads.HeadSection = train_heads.HeadSection()
   evaluation: EvaluationSection
   telemetry: TelemetrySection
   systems: Mapping[str, Any]

@@ -104,16 +104,23 @@ def _pretrained(job: jobs.Job) -> Any:
 def _imported(
   job: jobs.Job, placement: placements.Placement | None = None
 ) -> Any:
-  """Returns the variables of the import, with adapters that change nothing."""
+  """Returns the variables of the import.
+
+  Adapters, which change nothing yet, and heads that it has not are made.
+  """
   like = _like(job, placement or job.placement)
-  imported = _base(job.systems, like)
-  if 'adapters' not in like:
-    return imported
-  make = jax.jit(
-    functools.partial(decoder.init_adapters, job.spec.model),
-    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like['adapters']),
-  )
-  return {**imported, 'adapters': make(jax.random.key(job.spec.seed))}
+  imported, key = _base(job.systems, like), jax.random.key(job.spec.seed)
+  for name, init in (
+    ('adapters', decoder.init_adapters),
+    ('mtp', decoder.init_heads),
+  ):
+    if name in like and name not in imported:
+      places = jax.tree.map(lambda leaf: leaf.sharding, like[name])
+      make = jax.jit(
+        functools.partial(init, job.spec.model), out_shardings=places
+      )
+      imported[name] = make(key)
+  return imported
 
 
 def _base(systems: seams.Systems, like: Any) -> Any:
@@ -145,6 +152,9 @@ def _train(
     optimizer=stage.optimizer_options(),
     bias_rate=stage.bias_update_rate,
     seed=job.spec.seed,
+    heads=job.spec.mtp.training(
+      name, job.spec.lm_model, stage.optimizer_options()
+    ),
     **{field: getattr(stage, field) for field in shown},
   )
   loop.run(

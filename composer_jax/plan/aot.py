@@ -26,7 +26,7 @@ from composer_jax.optim import groups
 from composer_jax.parallel import rounds, shardings, topology
 from composer_jax.plan import case as cases
 from composer_jax.plan import topologies
-from composer_jax.train import loop
+from composer_jax.train import heads, loop
 from composer_jax.train import placement as train_placement
 
 PRINTED = 'printed.txt'  # The compiler's stderr, beside the files it dumps.
@@ -181,6 +181,18 @@ def _lower(
     options=options.parallel,
     num_tokens=batch_size * options.seq_len // options.accumulate,
   )
+  # Learning rates and their schedule do not change the program's shape.
+  optimizer = groups.OptimizerOptions(
+    name=options.optimizer,
+    state=options.state,
+    offload=options.offload,
+    learning_rate=1e-3,
+    adam_learning_rate=1e-3,
+    warmup_steps=100,
+    decay_steps=100,
+    final_ratio=0.1,
+    muon=case.muon or groups.MuonChoices(),
+  )
   programs = loop.make_programs(
     loop.LoopOptions(
       stage='plan',
@@ -188,18 +200,8 @@ def _lower(
       batch_size=batch_size,
       seq_len=options.seq_len,
       accumulate=options.accumulate,
-      # Learning rates and their schedule do not change the program's shape.
-      optimizer=groups.OptimizerOptions(
-        name=options.optimizer,
-        state=options.state,
-        offload=options.offload,
-        learning_rate=1e-3,
-        adam_learning_rate=1e-3,
-        warmup_steps=100,
-        decay_steps=100,
-        final_ratio=0.1,
-        muon=case.muon or groups.MuonChoices(),
-      ),
+      optimizer=optimizer,
+      heads=heads.HeadSection().training('cpt', model, optimizer),
       bias_rate=0.001,
       checkpoint_every=1000,
       eval_every=1000,

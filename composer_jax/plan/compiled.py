@@ -146,7 +146,11 @@ class _Reading:
     program, rates = self.program, self.rates
     tokens = self.compiled.traced.num_tokens / self.case.mesh.size
     whole, causal = (
-      tokens * flops.train_per_token(self.case.model, seq_len, causal=causal)
+      tokens
+      * (
+        flops.train_per_token(self.case.model, seq_len, causal=causal)
+        + flops.heads_per_token(self.case.model, seq_len, causal=causal)
+      )
       for causal in (False, True)
     )
     rows = [

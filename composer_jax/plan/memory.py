@@ -28,6 +28,7 @@ from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.rollout import forward
 from composer_jax.rollout import options as rollout_options
+from composer_jax.train import heads as train_heads
 from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
@@ -79,13 +80,17 @@ def needs(spec: specs.Spec) -> Iterator[Need]:
       rows = stage.batch_size // stage.accumulate
       shape = rows, stage.seq_len, stage.accumulate > 1
       options = stage.optimizer_options()
-      yield training(name, spec.lm_model, options, spec.mesh, layout, shape)
+      heads = spec.mtp.training(name, spec.lm_model, options)
+      yield training(
+        name, spec.lm_model, options, spec.mesh, layout, shape, heads
+      )
   engine = serving(spec.model, spec.engine_options())
   if spec.rl.steps:
     shape = spec.rl.rows, spec.rl.seq_len, True
     options = spec.rl.optimizer_options()
     mesh = spec.rl.mesh
-    trainer = training('rl', spec.model, options, mesh, layout, shape)
+    heads = spec.mtp.training('rl', spec.model, options)
+    trainer = training('rl', spec.model, options, mesh, layout, shape, heads)
     # One is published; the gate keeps those that may have sampled.
     kept = 1 + (spec.rl.max_staleness + 1) * (spec.rl.gate.action != 'off')
     # A policy has two bytes for the gradients' four and those of a master.
@@ -260,9 +265,10 @@ def training(
   mesh: specs.Mesh,
   layout: layouts.Layout,
   shape: tuple[int, int, bool],
+  heads: train_heads.HeadTraining | None = None,
 ) -> Need:
   """Counts a train step; `shape` has rows and tokens of a microbatch of all
-  devices, and whether gradients of several add up.
+  devices, and whether gradients of several add up. `heads` are trained beside.
   """
   variables, places = _described(model, mesh, layout)
   trained = decoder.trained(variables)
@@ -272,8 +278,12 @@ def training(
     axes=decoder.abstract(model)[1][trained],
     total_steps=1 << 30,
   )
+  beside = train_heads.program(heads, model, 1 << 30)
   create = functools.partial(
-    train_state.create, optimizer=transform, dtype=optimizer.masters
+    train_state.create,
+    optimizer=transform,
+    dtype=optimizer.masters,
+    heads=beside.optimizer if beside else None,
   )
   state = jax.eval_shape(create, variables)
   at = train_state.shardings(state, places, _mesh(mesh))
@@ -295,6 +305,11 @@ def training(
     'copies of weights': _copies(variables, places, model),
     **activations(model, *local),
   }
+  if state.heads:
+    # Masters and moments, and where trained their values and gradients.
+    values = _bytes(state.heads.params, at.heads.params)
+    terms['heads'] = _bytes(state.heads, at.heads)
+    terms['heads'] += (2 + adds_up) * values if heads else values
   return Need(name=name, devices=mesh.size, terms=terms, host=host)
 
 

@@ -19,8 +19,10 @@ from composer_jax.plan import case as cases
 from composer_jax.plan import report
 
 # The first pattern that matches a name gives its part. The parts are those of
-# `models.flops.params_by_part`, and the selection bias.
+# `models.flops.params_by_part`, and the selection biases.
 _PARTS = (
+  ('mtp_bias', r'^mtp/selection_bias/'),
+  ('mtp', r'^mtp/'),
   ('selection_bias', r'^selection_bias/'),
   ('norms', r'_norm(/|$)'),
   ('embedding', r'^params/(un)?embedding$'),
@@ -30,6 +32,9 @@ _PARTS = (
   ('shared_experts', r'/moe/shared/'),
   ('routed_experts', r'/moe/'),
 )
+
+
+_BIASES = ('mtp_bias', 'selection_bias')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,7 @@ def parameters(case: cases.Case) -> list[PlacedParameter]:
     shape, axes = leaf.shape, tuple(logical[name])
     spec = shardings.spec(name, shape, axes, layout=case.layout, mesh=case.mesh)
     part = part_of(name)
-    dtype = 'float32' if part == 'selection_bias' else case.dtype
+    dtype = 'float32' if part in _BIASES else case.dtype
     shard = NamedSharding(case.mesh, spec).shard_shape(shape)
     placed.append(
       PlacedParameter(
@@ -97,7 +102,7 @@ def tables(case: cases.Case) -> list[report.Table]:
     ],
   )
   parts = {p.part: [q for q in placed if q.part == p.part] for p in placed}
-  trained = [p for p in placed if p.part != 'selection_bias']
+  trained = [p for p in placed if p.part not in _BIASES]
   rows = [
     (
       part,

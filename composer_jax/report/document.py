@@ -167,6 +167,7 @@ def build(run: run_data.RunData) -> str:
     warnings=_warnings(run),
     waits=reinforcement.waits(run),
     scores=reinforcement.scores(run),
+    heads=[reinforcement.heads(run, stage) for stage in _TRAINED],
     workers=fleet.workers(run),
     worker_head=fleet.HEAD,
     leases=fleet.sentences(run),

@@ -31,6 +31,11 @@ cpt, sft
   muon_bytes: bytes that one device receives in one step
   expert_load: tokens sent to each expert, one list for each MoE layer
   expert_load_max: tokens of the busiest expert over the mean, worst layer
+  mtp_loss: loss of each head for multi-token prediction, nats per weighted
+      token; absent, like all mtp_ metrics, where none is trained
+  mtp_agreement: share of predicted tokens, by weight, for which a head's
+      likeliest word is the main head's, of each head
+  mtp_grad_norm: global norm of the heads' gradient, before clipping
   mesh: text: axes of the mesh, only at step 0
   transport: text: exchange that brings tokens to experts, only at step 0;
       absent if no devices share the experts
@@ -133,6 +138,10 @@ rl
   hint_gap: log-probability of the written text under the teacher minus that
       under the policy
   hint_truncated: share of tokens at the cap of the importance ratio
+  mtp_loss: * loss of each head for multi-token prediction on sampled tokens,
+      nats a token; absent, like mtp_agreement, where none is trained
+  mtp_agreement: * share of sampled tokens for which a head's likeliest word is
+      the main head's, of each head
   gate_breaches: number of measures out of their bands; absent if rl.gate is off
   gate: list of texts: the measures out of their bands, and where to look
   expert_load: * tokens sent to each expert, one list for each MoE layer

@@ -10,6 +10,9 @@ from composer_jax.telemetry import waiting
 # Number of steps named of those that left the bands of the gate.
 _SHOWN = 8
 
+# (step, value) of each curve.
+_Points = dict[str, list[tuple[int, float]]]
+
 
 def alarms(run: run_data.RunData) -> list[str]:
   totals: collections.Counter[str] = collections.Counter()
@@ -38,10 +41,25 @@ def breaches(run: run_data.RunData) -> list[str]:
   ]
 
 
+def heads(run: run_data.RunData, stage: str) -> figures.Figure:
+  """Returns a drawing of how often heads agree with the main one, by depth."""
+  title = f'Words that heads guess as the main head does: {stage}'
+  points: _Points = collections.defaultdict(list)
+  for row in run.rows(stage):
+    shares = row.get('mtp_agreement')
+    for depth, share in enumerate(
+      shares if isinstance(shares, list) else (), 1
+    ):
+      value = run_data.number(share)
+      if value is not None:
+        points[f'depth {depth}'].append((row['step'], value))
+  return _shares(title, points)
+
+
 def scores(run: run_data.RunData) -> figures.Figure:
   """Returns a drawing of the mean scores by a rubric, a curve a criterion."""
   title = 'Mean scores by the rubric'
-  points: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
+  points: _Points = collections.defaultdict(list)
   for row in run.rows('rl'):
     entries = row.get('scores')
     for entry in entries if isinstance(entries, list) else ():
@@ -49,6 +67,11 @@ def scores(run: run_data.RunData) -> figures.Figure:
         value = run_data.number(entry[1])
         if value is not None:
           points[str(entry[0])].append((row['step'], value))
+  return _shares(title, points)
+
+
+def _shares(title: str, points: _Points) -> figures.Figure:
+  """Draws curves between 0 and 1; an empty drawing without points."""
   if not points:
     return figures.Figure(title, '')
   lines = [

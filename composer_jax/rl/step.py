@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches
-from composer_jax.models import decoder, head, stacks
+from composer_jax.models import decoder, head, mtp, stacks
 from composer_jax.parallel import exchange, sequence, shardings
 from composer_jax.rl import policy_loss
 from composer_jax.rl.hints import distill
+from composer_jax.train import heads as train_heads
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -39,6 +40,9 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
     num_routed: number of tokens, padding excluded.
     replay_agreement_M, replay_replaced_M: shares of
       `batches.RouteStats` times num_routed, so that they add up.
+    head_grads: gradients of the heads for multi-token prediction; None if they
+      are not trained.
+    heads: sums of the heads, likewise.
   """
 
   grads: Any
@@ -48,6 +52,11 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
   num_routed: jax.Array
   replay_agreement_M: jax.Array
   replay_replaced_M: jax.Array
+  head_grads: Any = None
+  heads: mtp.HeadStats | None = None
+
+  def without_grads(self) -> 'StepSums':
+    return self.replace(grads=None, head_grads=None)
 
 
 class Scores(flax.struct.PyTreeNode, kw_only=True):
@@ -163,6 +172,7 @@ def microbatch_sums(
   batch: batches.RLBatch,
   *,
   loss: policy_loss.Loss = policy_loss.loss,
+  heads: train_heads.HeadProgram | None = None,
 ) -> tuple[StepSums, Scores]:
   """Gradient and scores of one microbatch at the policy's values."""
   name = decoder.trained(values)
@@ -171,11 +181,23 @@ def microbatch_sums(
     variables = {**values, name: params}
     scores, entropy_BT, output = forward(model, variables, batch)
     total, stats = loss(scores.logprobs_BT, entropy_BT, batch)
-    return total, (stats, output.stats, scores)
+    return total, (stats, output.stats, scores, output.hidden_BTD)
 
-  (total, (stats, routes, scores)), grads = jax.value_and_grad(
+  (total, (stats, routes, scores, hidden_BTD)), grads = jax.value_and_grad(
     loss_function, has_aux=True
   )(values[name])
+  head_grads = head_stats = None
+  if heads is not None:
+    head_grads, head_stats = train_heads.gradient(
+      values['mtp']['params'],
+      values['mtp'].get('selection_bias', {}),
+      values,
+      hidden_BTD,
+      batch,
+      config=model.config,
+      plan=model.plan,
+      options=heads.loss,
+    )
   num_routed = (batch.segment_ids_BT != 0).sum().astype(jnp.float32)
   sums = StepSums(
     grads=grads,
@@ -185,6 +207,8 @@ def microbatch_sums(
     num_routed=num_routed,
     replay_agreement_M=routes.replay_agreement_M * num_routed,
     replay_replaced_M=routes.replay_replaced_M * num_routed,
+    head_grads=head_grads,
+    heads=head_stats,
   )
   return sums, _for_host(scores, model.plan)
 
@@ -215,16 +239,18 @@ def build(
   hints: distill.HintLossOptions = distill.OFF,
   placement: train_placement.Placement | None = None,
   compiler_options: dict[str, Any] | None = None,
+  heads: train_heads.HeadProgram | None = None,
 ) -> Functions:
   """Jits the functions of a run.
 
   `placement` shards state and batches (None: the first device) and must be the
-  one of the model's plan. The optimizer clips gradients.
+  one of the model's plan. The optimizer clips gradients. `heads` trains heads
+  for multi-token prediction on the tokens that were sampled; None trains none.
   """
   jit = functools.partial(jax.jit, compiler_options=compiler_options)
   put = placement.put if placement is not None else lambda batch: batch
 
-  def placed(grads):
+  def placed(grads, places=None):
     """Shards gradients, and thus their sums, like their parameters.
 
     Sums are float32, whatever the masters are.
@@ -232,16 +258,19 @@ def build(
     grads = optax.tree.cast(grads, jnp.float32)
     if placement is None:
       return grads
-    places = placement.variables[decoder.trained(placement.variables)]
+    if places is None:
+      places = placement.variables[decoder.trained(placement.variables)]
     return jax.lax.with_sharding_constraint(grads, places)
 
   @jit
   def rounded(variables):
     name = decoder.trained(variables)
-    return {
-      **variables,
-      name: train_state.policy_values(variables[name], model.config),
-    }
+    values = {name: train_state.policy_values(variables[name], model.config)}
+    if 'mtp' in variables:
+      own = variables['mtp']
+      params = train_state.head_values(own['params'], model.config)
+      values['mtp'] = {**own, 'params': params}
+    return {**variables, **values}
 
   def policy(state):
     # Frozen parameters are handed on: no step donates them.
@@ -250,9 +279,12 @@ def build(
 
   @jit
   def first(values, batch):
-    sums, scores = microbatch_sums(model, values, batch, loss=loss)
-    others = _readable(sums.replace(grads=None), model.plan)
-    return others.replace(grads=placed(sums.grads)), scores
+    sums, scores = microbatch_sums(model, values, batch, loss=loss, heads=heads)
+    others = _readable(sums.without_grads(), model.plan)
+    head_grads = heads and placed(sums.head_grads, heads.places)
+    return others.replace(
+      grads=placed(sums.grads), head_grads=head_grads
+    ), scores
 
   add_donated = jit(add, donate_argnums=0)
 
@@ -291,6 +323,18 @@ def build(
     state, stats = train_step.apply_gradients(
       state, grads, sums.load_ME, optimizer=optimizer, bias_rate=0.0
     )
+    if heads is not None:
+      # A mean over sampled tokens, whatever their advantages.
+      weight = jnp.maximum(sums.heads.weight_K[0], 1)
+      own = jax.tree.map(lambda g: g / weight, sums.head_grads)
+      after, _ = train_step.apply_gradients(
+        state.heads,
+        own,
+        sums.heads.load_KE,
+        optimizer=heads.optimizer,
+        bias_rate=0.0,
+      )
+      state = state.replace(heads=after)
     if hints.teacher == 'ema' and hints.weight:
       state = train_state.follow(state, hints.ema_rate)
     return state, stats.grad_norm

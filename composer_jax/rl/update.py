@@ -1,7 +1,6 @@
 """One update of the policy from finished groups, and its metrics."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import batches, checks, records
+from composer_jax.models import mtp
 from composer_jax.rl import (
   advantage,
   batching,
@@ -261,7 +261,7 @@ def update(
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
   # The host counts while the device computes.
   metrics = behaviour.measure(groups, by_group, version)
-  without_grads = sums.replace(grads=None)
+  without_grads = sums.without_grads()
 
   def wait_and_check() -> None:
     """Completes the metrics, and lets the gate stop the step."""
@@ -269,6 +269,8 @@ def update(
     metrics.update(_of_sums(on_host, scale, options.replay))
     metrics['microbatches'] = len(scores)
     _check_finite('loss', metrics, version)
+    if 'mtp_loss' in metrics:
+      _check_finite('mtp_loss', metrics, version)
     metrics.update(hint_counts)
     if hint_stats is not None:
       metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
@@ -313,6 +315,8 @@ def _of_sums(
     'expert_load': sums.load_ME.tolist(),
     'sampled_tokens': tokens,
   }
+  if sums.heads is not None:
+    metrics |= mtp.metrics(sums.heads)
   if replay:
     num_routed = float(sums.num_routed)
     agreement_M = np.float64(sums.replay_agreement_M) / num_routed
@@ -326,7 +330,7 @@ def _of_sums(
 
 def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
   """Raises a FloatingPointError with the step and its statistics."""
-  if not math.isfinite(metrics[name]):
+  if not np.isfinite(metrics[name]).all():
     shown = {k: v for k, v in metrics.items() if k != 'expert_load'}
     raise FloatingPointError(
       f'rl step {version}: {name} is {metrics[name]}; statistics: {shown}. '

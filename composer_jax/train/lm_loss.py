@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, head
+from composer_jax.models import decoder, head, mtp
 from composer_jax.parallel import exchange
 from composer_jax.train import state as train_state
 
@@ -49,6 +49,7 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
       measured.
     rounds_M: int32 rounds of each MoE layer's exchange, over microbatches the
       most; None where no token travels.
+    heads: sums of the heads for multi-token prediction; None if not trained.
   """
 
   loss: jax.Array
@@ -59,6 +60,7 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
   load_ME: jax.Array
   max_logits_LN: jax.Array | None = None
   rounds_M: jax.Array | None = None
+  heads: mtp.HeadStats | None = None
 
 
 def summed(stats: LossStats) -> LossStats:
@@ -92,7 +94,13 @@ def negative_logprob_sum(
   return -(batch.loss_weights_BT * logprobs_BT).sum(), output
 
 
-def loss(
+def loss(*args: Any, **options: Any) -> tuple[jax.Array, LossStats]:
+  """Returns what `loss_and_states` does, without the hidden states."""
+  total_loss, (stats, _) = loss_and_states(*args, **options)
+  return total_loss, stats
+
+
+def loss_and_states(
   values: Any,
   selection_bias: Any,
   batch: batches.LMBatch,
@@ -103,8 +111,10 @@ def loss(
   whole: Totals | None = None,
   base: Any = None,
   beside: Any = None,
-) -> tuple[jax.Array, LossStats]:
+) -> tuple[jax.Array, tuple[LossStats, jax.Array]]:
   """Returns the training loss, with the routers' losses, and statistics.
+
+  Beside these, hidden_BTD of the decoder, for `models.mtp`.
 
   For a microbatch both are its share of the batch's. The routers' losses are
   means over a microbatch, weighted by its tokens: the z-loss adds up to that of
@@ -127,8 +137,8 @@ def loss(
     plan=plan,
     with_max_logits=with_max_logits,
   )
-  stats, part = output.stats, totals(batch)
-  aux_loss, z_loss = stats.aux_loss_M.sum(), stats.z_loss_M.sum()
+  routes, part = output.stats, totals(batch)
+  aux_loss, z_loss = routes.aux_loss_M.sum(), routes.z_loss_M.sum()
   if whole is None:
     whole = part
   else:
@@ -143,16 +153,17 @@ def loss(
     # XLA keeps 0 * x, here and in the gradient: a zero weight leaves it out.
     if weight:
       total_loss += weight * value
-  return total_loss, LossStats(
+  stats = LossStats(
     loss=mean,
     aux_loss=aux_loss,
     z_loss=z_loss,
     loss_weight=part.loss_weight,
     num_tokens=part.num_tokens,
-    load_ME=stats.load_ME,
+    load_ME=routes.load_ME,
     max_logits_LN=output.max_logits_LN,
     rounds_M=output.rounds_M,
   )
+  return total_loss, (stats, output.hidden_BTD)
 
 
 def heldout_sums(

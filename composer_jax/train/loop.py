@@ -24,6 +24,7 @@ from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
 from composer_jax.telemetry import writer as writers
 from composer_jax.train import compiler_options, lm_loss, reporting
+from composer_jax.train import heads as train_heads
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -77,12 +78,14 @@ class LoopOptions(TrainingOptions):
     stage: name in metrics and folders ('cpt', 'sft').
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     seed: seed of initial weights that are not given.
+    heads: training of heads for multi-token prediction; None trains none.
   """
 
   stage: str
   optimizer: groups.OptimizerOptions
   bias_rate: float
   seed: int
+  heads: train_heads.HeadTraining | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,9 +205,18 @@ def make_programs(
     options.optimizer, total_steps=options.steps, **described
   )
 
+  heads = train_heads.program(
+    options.heads, model, options.steps, placement.variables
+  )
+
   def create(variables):
     dtype = options.optimizer.masters
-    return train_state.create(variables, optimizer, dtype=dtype)
+    return train_state.create(
+      variables,
+      optimizer,
+      dtype=dtype,
+      heads=heads.optimizer if heads else None,
+    )
 
   shapes = jax.eval_shape(create, abstract)
   variable_places, mesh = placement.variables, placement.mesh
@@ -231,6 +243,7 @@ def make_programs(
     clips_logits=options.optimizer.clips_logits,
     accumulate=options.accumulate,
     places=variable_places[trained],
+    heads=heads,
   )
   return _Programs(
     first_state=first_state,
@@ -269,11 +282,22 @@ def _reporter(
     options.stage,
     writer=writer,
     bar=bar,
-    speed=reporting.Speed(flops.train_per_token(model, options.seq_len)),
+    speed=reporting.Speed(_flops(options, model)),
     learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
     log_every=options.log_every,
     expert_shards=placement.expert_shards,
   )
+
+
+def _flops(options: LoopOptions, model: model_config.ModelConfig) -> float:
+  """Counts the operations of a step per token."""
+  heads, seq_len = options.heads, options.seq_len
+  policy = flops.train_per_token(model, seq_len)
+  if heads is None:
+    return policy
+  if heads.is_alone:
+    policy = flops.forward_per_token(model, seq_len)
+  return policy + flops.heads_per_token(model, seq_len)
 
 
 def _next_batch(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from composer_jax.models import mtp
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.telemetry import mfu, progress
 from composer_jax.telemetry import writer as writers
@@ -98,6 +99,8 @@ class Reporter:
       'grad_norm': float(update.grad_norm),
       'update_norm': float(update.update_norm),
     }
+    if metrics.heads is not None:
+      values['mtp_grad_norm'] = float(metrics.heads.grad_norm)
     self._check_finite(step, values, loss)
     self.speed.add(int(loss.num_tokens))
     self.bar.update(step, loss=values['loss'])
@@ -118,6 +121,7 @@ class Reporter:
       expert_load=loss.load_ME.tolist(),
       **self._experts(loss.load_ME, loss.rounds_M),
       **attention,
+      **(mtp.metrics(loss.heads) if loss.heads is not None else {}),
       **self.speed.read(),
     )
 

@@ -26,6 +26,7 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
       for softmax routers.
     teacher: moving average of the masters; {} without one.
     base: frozen bfloat16 parameters of a model with adapters; else {}.
+    heads: TrainState of the heads for multi-token prediction; {} without any.
   """
 
   step: jax.Array
@@ -34,9 +35,11 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
   opt_state: Any
   teacher: Any = dataclasses.field(default_factory=dict)
   base: Any = dataclasses.field(default_factory=dict)
+  heads: Any = dataclasses.field(default_factory=dict)
 
   def variables(self) -> dict[str, Any]:
-    return variables(self.params, self.selection_bias, self.base)
+    own = variables(self.params, self.selection_bias, self.base)
+    return own | ({'mtp': self.heads.variables()} if self.heads else {})
 
   def trained(self) -> dict[str, Any]:
     """Returns what an export has: float32 masters, and nothing frozen."""
@@ -102,16 +105,23 @@ def for_backward(
   return {'backward': made}
 
 
+def head_values(params: Any, config: model_config.ModelConfig) -> Any:
+  """Rounds masters of heads, whose experts have no format of few bits."""
+  return policy_values(params, config.precise())
+
+
 def create(
   model_variables: dict[str, Any],
   optimizer: optax.GradientTransformation,
   *,
   with_teacher: bool = False,
   dtype: str = 'float32',
+  heads: optax.GradientTransformation | None = None,
 ) -> TrainState:
   """Makes the first state; it has the frozen parameters that are given.
 
-  `dtype` is that of the masters.
+  `dtype` is that of the masters, and `heads` the optimizer of heads that are
+  trained; None carries them along.
   """
   name = decoder.trained(model_variables)
   wide = model_variables[name]
@@ -124,6 +134,9 @@ def create(
     # Copies, since a step donates each buffer of its state once.
     teacher=jax.tree.map(jnp.copy, wide) if with_teacher else {},
     base={} if name == 'params' else model_variables.get('params', {}),
+    heads=create(model_variables['mtp'], heads or optax.identity())
+    if 'mtp' in model_variables
+    else {},
   )
 
 
@@ -188,4 +201,7 @@ def shardings(
     opt_state=trees.map_names(place, abstract.opt_state),
     teacher=trained if abstract.teacher else {},
     base=variable_shardings['params'] if abstract.base else {},
+    heads=shardings(abstract.heads, variable_shardings['mtp'], mesh)
+    if abstract.heads
+    else {},
   )

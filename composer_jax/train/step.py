@@ -5,6 +5,7 @@ their devices. A mean over the batch is the sum of the microbatches' shares
 (`lm_loss.Totals`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from composer_jax.models import config as model_config
 from composer_jax.models import router
 from composer_jax.optim import groups, layerwise
 from composer_jax.parallel import exchange, shardings, shards
+from composer_jax.train import heads as train_heads
 from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
@@ -36,6 +38,7 @@ class StepMetrics(flax.struct.PyTreeNode, kw_only=True):
 
   loss: lm_loss.LossStats
   update: UpdateStats
+  heads: UpdateStats | None = None
 
 
 StepFunction = Callable[
@@ -47,7 +50,7 @@ StepFunction = Callable[
 def apply_gradients(
   state: train_state.TrainState,
   gradients: Any,
-  load_ME: jax.Array,
+  load_ME: Any,
   *,
   optimizer: optax.GradientTransformation,
   bias_rate: float,
@@ -55,9 +58,10 @@ def apply_gradients(
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
-  `load_ME` is the number of tokens sent to each expert over the global batch,
-  `bias_rate` the step of the selection bias (DeepSeek-V3: 0.001; 0 freezes it).
-  An optimizer that clips by attention logits needs `max_logits_LN`.
+  `load_ME` is the number of tokens sent to each expert over the global batch
+  (None without experts), `bias_rate` the step of the selection bias
+  (DeepSeek-V3: 0.001; 0 freezes it). An optimizer that clips by attention
+  logits needs `max_logits_LN`.
   """
   gradients = optax.tree.cast(gradients, jnp.float32)
   update = optax.with_extra_args_support(optimizer).update
@@ -92,20 +96,23 @@ def make(
   clips_logits: bool = False,
   accumulate: int = 1,
   places: Any = None,
+  heads: train_heads.HeadProgram | None = None,
 ) -> StepFunction:
   """Returns the language-model step; it traces under any mesh.
 
   Args:
     clips_logits: true if the optimizer needs the largest attention logits.
     places: shardings in which gradients add up; None leaves them to XLA.
+    heads: training of heads for multi-token prediction; None for none.
   """
+  is_alone = heads is not None and heads.is_alone
 
-  def gradient(values, beside, state, batch, whole=None):
-    function = jax.value_and_grad(lm_loss.loss, has_aux=True)
-    (_, stats), gradients = function(
-      values,
-      state.selection_bias,
-      batch,
+  def gradient(trained, beside, state, batch, whole=None):
+    values, head_values = trained
+    loss = functools.partial(
+      lm_loss.loss_and_states,
+      selection_bias=state.selection_bias,
+      batch=batch,
       model=model,
       plan=plan,
       with_max_logits=clips_logits,
@@ -113,33 +120,75 @@ def make(
       base=state.base,
       beside=beside,
     )
-    return gradients, stats
+    if is_alone:
+      (_, (stats, hidden_BTD)), gradients = loss(values), {}
+    else:
+      function = jax.value_and_grad(loss, has_aux=True)
+      (_, (stats, hidden_BTD)), gradients = function(values)
+    if heads is None:
+      return (gradients, {}), stats
+    bias = state.selection_bias
+    head_gradients, head_stats = train_heads.gradient(
+      head_values,
+      state.heads.selection_bias,
+      train_state.variables(values, bias, state.base),
+      hidden_BTD,
+      batch,
+      config=model,
+      plan=plan,
+      options=heads.loss,
+      weight=(whole or lm_loss.totals(batch)).loss_weight,
+    )
+    return (gradients, head_gradients), stats.replace(heads=head_stats)
 
   def step(state, batch):
     # Once a step. The gradient of the rounding is 1.
     values = train_state.policy_values(state.params, model)
     beside = train_state.for_backward(state.params, model, state.step)
+    head_values = {}
+    if heads is not None:
+      head_values = train_state.head_values(state.heads.params, model)
+    trained = (values, head_values)
     if accumulate == 1:
-      gradients, loss_stats = gradient(values, beside, state, batch)
+      gradients, loss_stats = gradient(trained, beside, state, batch)
     else:
       whole = lm_loss.totals(batch)
       gradients, stats = _sum_gradients(
-        lambda values, piece: gradient(values, beside, state, piece, whole),
-        values,
+        lambda piece: gradient(trained, beside, state, piece, whole),
+        ({} if is_alone else values, head_values),
         split(batch, accumulate, plan),
-        places,
+        places and ({} if is_alone else places, heads.places if heads else {}),
       )
       loss_stats = lm_loss.summed(stats)
     with jax.named_scope('update'):
-      after, update_stats = apply_gradients(
-        state,
-        gradients,
-        loss_stats.load_ME,
-        optimizer=optimizer,
-        bias_rate=bias_rate,
-        max_logits_LN=loss_stats.max_logits_LN,
-      )
-    return after, StepMetrics(loss=loss_stats, update=update_stats)
+      head_update = None
+      if is_alone:
+        after = state.replace(step=state.step + 1)
+        update_stats = UpdateStats(
+          grad_norm=jnp.float32(0), update_norm=jnp.float32(0)
+        )
+      else:
+        after, update_stats = apply_gradients(
+          state,
+          gradients[0],
+          loss_stats.load_ME,
+          optimizer=optimizer,
+          bias_rate=bias_rate,
+          max_logits_LN=loss_stats.max_logits_LN,
+        )
+      if heads is not None:
+        assert loss_stats.heads is not None
+        after_heads, head_update = apply_gradients(
+          state.heads,
+          gradients[1],
+          loss_stats.heads.load_KE,
+          optimizer=heads.optimizer,
+          bias_rate=bias_rate,
+        )
+        after = after.replace(heads=after_heads)
+    return after, StepMetrics(
+      loss=loss_stats, update=update_stats, heads=head_update
+    )
 
   return step
 
@@ -169,8 +218,11 @@ def split(
   return jax.tree.map(divide, batch)
 
 
-def _sum_gradients(function, params, microbatches, places):
-  """Returns the sum of gradients, in float32, and the stacked statistics."""
+def _sum_gradients(function, like, microbatches, places):
+  """Returns the sum of gradients, in float32, and the stacked statistics.
+
+  Gradients have the shapes of `like`.
+  """
 
   def placed(tree):
     if places is None:
@@ -178,11 +230,11 @@ def _sum_gradients(function, params, microbatches, places):
     return jax.lax.with_sharding_constraint(tree, places)
 
   def add(sums, microbatch):
-    gradients, stats = function(params, microbatch)
+    gradients, stats = function(microbatch)
     return placed(jax.tree.map(jnp.add, sums, gradients)), stats
 
   with jax.named_scope('accumulate'):
-    zeros = placed(optax.tree.zeros_like(params, dtype=jnp.float32))
+    zeros = placed(optax.tree.zeros_like(like, dtype=jnp.float32))
     return jax.lax.scan(add, zeros, microbatches)
 
 

@@ -80,4 +80,6 @@ def _model(folder: str) -> ml_collections.ConfigDict:
   # Ranks above 0 train adapters beside the frozen weights.
   roles = ('attention', 'dense', 'shared', 'routed', 'router')
   fields.setdefault('adapters', {**dict.fromkeys(roles, 0), 'alpha': 32.0})
+  # Heads of the import (--mtp), or those that the run makes.
+  fields['mtp'] = fields.get('mtp') or {}
   return ml_collections.ConfigDict(fields)

@@ -2,8 +2,9 @@
 
 671.03B parameters, 37.55B of them active, both untied tables included: the 671B
 and 37B of the paper, whose active count leaves out the embedding (36.63B). Its
-multi-token prediction layer (14B in the checkpoint) is not part of it. Latents
-of 70,272 bytes per token in bfloat16.
+multi-token prediction layer (14B in the checkpoint, whose tables are copies) is
+not part of it; --config.mtp.depth=1 adds it. Latents of
+70,272 bytes per token in bfloat16.
 """
 
 import ml_collections
@@ -52,6 +53,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       truncate=True,
     ),
   )
+  c.mtp = {}  # heads for further tokens
   c.moe = dict(
     num_experts=256,
     num_active=8,

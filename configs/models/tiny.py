@@ -34,6 +34,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     out_bias=False,
   )
   c.adapters = {}  # ranks by role, beside the frozen weights of an import
+  c.mtp = {}  # heads for further tokens: depth, and layer ('moe' or 'dense')
   c.precision = {}  # formats of few bits of the experts, 'bf16' of all if empty
   c.rope = dict(theta=10000.0, interleaved=False, yarn=None)
   c.moe = dict(

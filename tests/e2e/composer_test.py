@@ -93,8 +93,11 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
 
 # Metrics of meshes that shard experts, which is not the case in this run.
 ELSEWHERE = {
-  'cpt': 'transport shard_load_max exchange_rounds',
-  'rl': 'difficulty solved_labels mismatch_kl_afresh',
+  'cpt': (
+    'transport shard_load_max exchange_rounds '
+    'mtp_loss mtp_agreement mtp_grad_norm'
+  ),
+  'rl': ('difficulty solved_labels mismatch_kl_afresh mtp_loss mtp_agreement'),
 }
 ELSEWHERE['sft'] = ELSEWHERE['cpt']
 

@@ -126,9 +126,13 @@ _FAMILIES['kimi_k2'] = _FAMILIES['deepseek_v3']
 
 
 def from_hf(
-  config_json: dict[str, Any],
+  config_json: dict[str, Any], *, mtp: bool = False
 ) -> tuple[model_config.ModelConfig, str, str]:
-  """Reads config.json: the config, its family, the prefix of tensor names."""
+  """Reads config.json: the config, its family, the prefix of tensor names.
+
+  With `mtp` the config has the heads for multi-token prediction that are told
+  of; otherwise none.
+  """
   if not isinstance(config_json, dict):
     raise ValueError(
       f'config.json: it holds a {type(config_json).__name__}; it must be an '
@@ -143,7 +147,10 @@ def from_hf(
     )
   family = _FAMILIES[name]
   try:
-    config = model_config.ModelConfig.from_dict(_values(fields, family))
+    values = _values(fields, family)
+    if mtp:
+      values['mtp'] = {'depth': _heads(fields)}
+    config = model_config.ModelConfig.from_dict(values)
   except ValueError as error:
     # Errors of ModelConfig name its fields; the keys are added.
     pairs = [
@@ -155,6 +162,16 @@ def from_hf(
     keys = f' Here {", ".join(pairs)}.' if pairs else ''
     raise ValueError(f'config.json: {error}{keys}') from error
   return config, name, prefix
+
+
+def _heads(fields: dict[str, Any]) -> int:
+  count = hf_keys.take(fields, 'num_nextn_predict_layers', int, 0)
+  if count < 1:
+    raise ValueError(
+      f"'num_nextn_predict_layers' is {count}: there are no heads for "
+      'multi-token prediction to import. Leave out --mtp.'
+    )
+  return count
 
 
 def positions(config_json: dict[str, Any]) -> int | None:
@@ -263,7 +280,8 @@ def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
   if config.attention.kind == differing['attention.kind']:
     fields = _fields(config, known)
     # A value that the file cannot hold is read back as another one.
-    as_read = files.flatten(from_hf(fields)[0].to_dict())
+    has_heads = bool(fields.get('num_nextn_predict_layers'))
+    as_read = files.flatten(from_hf(fields, mtp=has_heads)[0].to_dict())
     differing = {
       name: as_read.get(name)
       for name, value in flat.items()
@@ -298,7 +316,8 @@ def _fields(
   }
   if config.attention.kind == 'mla':
     fields['num_key_value_heads'] = config.attention.num_heads
-    fields['num_nextn_predict_layers'] = 0
+    heads = config.mtp.depth if config.mtp else 0
+    fields['num_nextn_predict_layers'] = heads
   elif family.model_type == 'qwen3_moe':
     fields['mlp_only_layers'] = list(range(config.num_dense_layers))
   return fields

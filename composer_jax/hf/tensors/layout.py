@@ -23,6 +23,7 @@ INT4 = 'int4'
 # DeepSeek's checkpoints store it in float32; rounding would change choices.
 _FLOAT32_ALWAYS = 'selection_bias/'
 FILE_BYTES = 5 * 10**9
+_ADDED = 'model-mtp.safetensors'  # what an import did not have
 
 _Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 
@@ -38,10 +39,15 @@ def dtypes(
   """
   if dtype in (SOURCE, INT4):
     assert record is not None
-    return {name: files.DTYPES[record['tensors'][name][1]] for name in table}
+    stored = record['tensors']
+    # Heads that the source has not are in the dtype of its embedding.
+    _, default = next(iter(stored.values()))
+    return {
+      name: files.DTYPES[stored.get(name, (None, default))[1]] for name in table
+    }
   exact, plain = DTYPES['float32'], DTYPES[dtype]
   return {
-    name: exact if t.parts[0].array.startswith(_FLOAT32_ALWAYS) else plain
+    name: exact if _FLOAT32_ALWAYS in t.parts[0].array else plain
     for name, t in table.items()
   }
 
@@ -89,6 +95,10 @@ def headers(
     # A file that held nothing but scales has no tensor left to write.
     if group or not header.keys() - {files.METADATA}:
       exported[file] = header if _content(header) == _content(new) else new
+  placed = {name for header in exported.values() for name in header}
+  # Heads that the source has not.
+  if added := [entry for name, entry in entries.items() if name not in placed]:
+    exported[_ADDED] = files.new_header(added, {'format': 'pt'})
   return exported
 
 

@@ -19,6 +19,11 @@ from composer_jax.models import config as model_config
 FAMILIES = ('qwen3_moe', 'deepseek_v3', 'kimi_k2', 'olmoe')
 
 _ALL = slice(None)
+# Tensors that a layer for multi-token prediction repeats.
+_COPIES = {
+  'embed_tokens.weight': 'model.embed_tokens.weight',
+  'shared_head.head.weight': 'lm_head.weight',
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +89,33 @@ def tensors(
       _add(table, dense, start, 'params/dense_layers/', (layer,))
     else:
       _add(table, attention, start, 'params/moe_layers/', (index,))
-      _add_moe(table, c, start, (index,))
+      _add_moe(table, c, start, ('', 'moe_layers/'), (index,))
+  if c.mtp is None:
+    return table
+  for head in range(c.mtp.depth):
+    start = f'{prefix}model.layers.{c.num_layers + head}.'
+    rows = _head_rows(D) + (dense if c.mtp.layer == 'dense' else attention)
+    _add(table, rows, start, 'mtp/params/layers/', (head,))
+    if c.mtp.layer == 'moe':
+      _add_moe(table, c, start, ('mtp/', 'layers/'), (head,))
+    for end, original in _COPIES.items():
+      tied = prefix + 'model.embed_tokens.weight'
+      tensor = table.get(prefix + original, table[tied])
+      table[start + end] = dataclasses.replace(tensor, name=start + end)
   return table
+
+
+def original(name: str, table: Table) -> str | None:
+  """Returns the tensor of which another is a copy beside a head, or None.
+
+  DeepSeek's checkpoints repeat embedding and unembedding, which heads share.
+  """
+  for end, of in _COPIES.items():
+    if re.search(rf'model\.layers\.\d+\.{re.escape(end)}$', name):
+      prefix = name[: name.index('model.layers.')]
+      is_there = prefix + of in table
+      return prefix + (of if is_there else 'model.embed_tokens.weight')
+  return None
 
 
 def contradicting(
@@ -99,8 +129,9 @@ def contradicting(
 
   A bias that the config denies, an expert or a layer too many, and a head
   beside tied embeddings change what the model computes. Towers beside the
-  language model, layers for multi-token prediction (those past the last, with
-  an `eh_proj`) and rotary tables do not, and are carried along unchanged.
+  language model, layers for multi-token prediction of a config without heads
+  (those past the last, with an `eh_proj`) and rotary tables do not, and are
+  carried along unchanged.
 
   Args:
     names: names of all tensors, a quantised one once, without its scales.
@@ -174,6 +205,21 @@ def _add(
         for part in parts
       ),
     )
+
+
+def _head_rows(D: int) -> list[_Row]:
+  norms = {
+    'enorm': 'embedding_norm',
+    'hnorm': 'hidden_norm',
+    'shared_head.norm': 'final_norm',
+  }
+  return [
+    _row('eh_proj.weight', 'projection', (D, 2 * D), (1, 0)),
+    *(
+      _row(f'{theirs}.weight', f'{ours}/scale', (D,), (0,))
+      for theirs, ours in norms.items()
+    ),
+  ]
 
 
 def _attention_rows(c: model_config.ModelConfig) -> list[_Row]:
@@ -272,10 +318,12 @@ def _add_moe(
   table: Table,
   c: model_config.ModelConfig,
   start: str,
+  within: tuple[str, str],
   index: tuple[int],
 ) -> None:
   D, E, F = c.embed_dim, c.moe.num_experts, c.moe.ffw_dim
-  stack = 'params/moe_layers/'
+  tree, layers = within
+  stack = f'{tree}params/{layers}'
   rows = [_row('mlp.gate.weight', 'moe/router', (E, D), (1, 0))]
   if c.moe.num_shared:
     width = F * c.moe.num_shared
@@ -284,7 +332,7 @@ def _add_moe(
   if c.moe.router == 'sigmoid':
     name = 'mlp.gate.e_score_correction_bias'
     bias = _row(name, 'moe/bias', (E,), (0,))
-    _add(table, [bias], start, 'selection_bias/moe_layers/', index)
+    _add(table, [bias], start, f'{tree}selection_bias/{layers}', index)
   rows = _mlp_rows('', 'moe', F, D)
   for expert in range(E):
     name = f'{start}mlp.experts.{expert}'

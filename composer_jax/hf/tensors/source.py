@@ -73,8 +73,14 @@ class SourceCheckpoint:
     self.folder.close()
 
 
-def open_source(path: str | os.PathLike) -> SourceCheckpoint:
-  """Opens and checks a checkpoint; a ValueError names the key or tensor."""
+def open_source(
+  path: str | os.PathLike, *, mtp: bool = False
+) -> SourceCheckpoint:
+  """Opens and checks a checkpoint; a ValueError names the key or tensor.
+
+  Layers for multi-token prediction are heads of the model with `mtp`, and else
+  carried.
+  """
   path = pathlib.Path(path)
   if not (path / CONFIG).is_file():
     raise ValueError(
@@ -83,7 +89,7 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
     )
   fields = files.read_json(path / CONFIG)
   try:
-    config, family, prefix = hf_config.from_hf(fields)
+    config, family, prefix = hf_config.from_hf(fields, mtp=mtp)
     quantized.scheme(fields)
   except ValueError as error:
     text = str(error).removeprefix(f'{CONFIG}: ')
@@ -91,6 +97,12 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
   folder = hf_io.Folder(path)
   table = names.tensors(config, family, prefix=prefix)
   stored = quantized.tensors(folder, fields, table)
+  # Whether a checkpoint repeats what heads share is its own choice.
+  table = {
+    name: tensor
+    for name, tensor in table.items()
+    if name in stored or not names.original(name, table)
+  }
   _check(path, stored, table, config, prefix)
   tensors = {name: t for name, t in stored.items() if name in table}
   used = {raw.name for t in tensors.values() for raw in t.raws}
