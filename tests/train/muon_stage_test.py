@@ -30,9 +30,11 @@ VARIANTS = groups.MuonChoices(
 )
 PLAIN = groups.MuonChoices()
 
-CASES = itertools.product(
-  (PLAIN, VARIANTS), ((2, 2, 2), (1, 4, 2)), ('hsdp', 'data_parallel')
-)
+CASES = [
+  *itertools.product(
+    (PLAIN, VARIANTS), ((2, 2, 2), (1, 4, 2)), ('hsdp', 'data_parallel')
+  )
+]
 
 
 def batch(seed):
