@@ -8,6 +8,7 @@ windows (`agent.summarize`): one Trajectory for each, one reward for all.
 
 import contextlib
 import dataclasses
+import logging
 from typing import Any
 
 from composer_jax.agent import environment, rewards, summarize, window
@@ -84,7 +85,7 @@ def run(
     with contextlib.closing(chain):
       if not env.drive(chain, options):
         moments = _interact(env, chain, tokenizer, options, summary)
-    verdict = env.verdict(bool(moments) and moments[-1].is_final)
+    verdict = judged(env, bool(moments) and moments[-1].is_final)
     flags = env.flags
     earned, terms = rewards.score(
       verdict,
@@ -119,6 +120,25 @@ def run(
       reward_terms=terms,
       summary_trigger=summary.trigger or None,
       open_todos=env.open_todos,
+    )
+
+
+def judged(env: environment.Environment, finished: bool) -> records.Verdict:
+  """Returns a verdict; one that raises has the status INFRASTRUCTURE.
+
+  A fault of a family is counted and never ends a run or an evaluation.
+  """
+  try:
+    return env.verdict(finished)
+  except Exception as error:
+    logging.exception('The verdict on %s failed', env.task_id)
+    return records.Verdict(
+      passed=False,
+      num_passed=0,
+      num_tests=0,
+      status=records.INFRASTRUCTURE,
+      sandbox_level='',
+      detail=f'{type(error).__name__}: {error}',
     )
 
 

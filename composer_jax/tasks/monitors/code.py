@@ -2,7 +2,8 @@
 
 A mark is a suspicious construct, found in the syntax tree. A mark that the text
 had before the policy's changes, or that the original has, proves nothing: some
-packages do look at frames. Nothing is executed.
+packages do look at frames. Code that runs and cannot be read is a mark, too.
+Nothing is executed.
 """
 
 import ast
@@ -131,12 +132,14 @@ def _marks(text: str) -> Iterator[tuple[str, int]]:
   """Yields the marks of a module and their lines."""
   try:
     tree = _Spelled().visit(_parse(text))
-  except (ValueError, RecursionError):
-    return
-  foreign = frozenset(_foreign_names(tree))
-  for node in ast.walk(tree):
-    for mark in (*_of_node(node), *_of_patch(node, foreign)):
-      yield mark, node.lineno  # pyrefly: ignore
+    foreign = frozenset(_foreign_names(tree))
+    for node in ast.walk(tree):
+      for mark in (*_of_node(node), *_of_patch(node, foreign)):
+        yield mark, node.lineno  # pyrefly: ignore
+  except (ValueError, RecursionError) as error:
+    # What is no Python does not run, either.
+    if not isinstance(error.__cause__, SyntaxError):
+      yield 'unreadable: code too long or nested too deeply', 1
 
 
 class _Spelled(ast.NodeTransformer):

@@ -161,14 +161,14 @@ class Conversation:
         while not self._is_over():
           place = len(self._answers)
           self._take(ask(self._sent, functions, seed=seed + place, **sampling))
-        self.verdict = env.verdict(self.ended == 'finish')
+        self.verdict = episode.judged(env, self.ended == 'finish')
       except EndpointError as error:
         said = f'{error.code} {error}'.lower()
         is_full = error.status in (400, 413, 422) and _NO_ROOM.search(said)
         self.ended = 'context' if is_full else 'endpoint'
         self.transcript.append({'role': 'endpoint', 'content': str(error)})
         self.verdict = (
-          env.verdict(False)
+          episode.judged(env, False)
           if is_full
           else calls.broken_verdict(0, '', str(error))
         )
