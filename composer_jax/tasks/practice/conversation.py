@@ -22,7 +22,6 @@ from composer_jax.text import tool_calls
 # What a model has to read again to go on thinking where it stopped.
 _KEPT = ('content', 'reasoning', 'reasoning_content', 'reasoning_details')
 _THOUGHT_END = '</think>'
-_BLOCK = re.compile(r'^```[^\n]*\n(.*?)^```[ \t]*$', re.M | re.S)
 USAGE = '\n\nEach of your messages is one call of a tool. The tools:'
 BLOCKS = (
   '\n\nA message may hold several calls, and text around them, if each call '
@@ -330,7 +329,16 @@ def _earlier(
 def _texts(content: str) -> list[str]:
   """Returns the calls in a message: its blocks, or all of it without one."""
   said = content.rpartition(_THOUGHT_END)[2].strip()
-  blocks = [block.rstrip('\n') for block in _BLOCK.findall(said)]
+  blocks: list[str] = []
+  block: list[str] | None = None
+  for line in said.split('\n'):
+    if block is None:
+      block = [] if line.startswith('```') else None
+    elif line.rstrip(' \t') == '```':
+      blocks.append('\n'.join(block).rstrip('\n'))
+      block = None
+    else:
+      block.append(line)
   return blocks or [said] * bool(said)
 
 

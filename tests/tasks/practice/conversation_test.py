@@ -142,6 +142,17 @@ def test_blocks_of_a_message_are_calls_in_order(content):
   assert messages[2]['content'] == 'answer 1:\nat 1\n\nanswer 2:\nat 2'
 
 
+def test_blocks_that_never_close_are_read_once():
+  # In the square of these lines, they would take an hour.
+  content = '```x\n' * 100_000
+  env = Counter()
+  played = play(Script(content, FINISH), env)
+  assert env.texts == [content.strip(), FINISH] and played.ended == 'finish'
+  env = Counter()
+  play(Script(f'```\n```x\n{ADD}\n```\n\n```a\n\n```\nb', FINISH), env)
+  assert env.texts == [f'```x\n{ADD}', '', FINISH]
+
+
 def test_parallel_native_calls_are_each_answered_in_order():
   thought = {'reasoning_content': 'Two are needed.', 'index': 7}
   calls = ('x', 'add', '{}'), ('x', 'add', ''), ('', 'add', '[1]')
