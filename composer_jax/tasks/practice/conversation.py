@@ -32,6 +32,7 @@ _NO_ROOM = re.compile(r'context.?(length|window|size)|too (long|many)|no_room')
 _CUT = 'error: your message was cut off at its limit; no call was carried out'
 _NO_CALL = 'error: no call of a tool; the episode ends with a call of finish'
 _OVER = 'not carried out: the episode has ended'
+_MOST = 10**12  # tokens or USD that an endpoint may count
 
 
 class EndpointError(RuntimeError):
@@ -53,7 +54,7 @@ class ModelMessage:
   Attributes:
     message: the message as the endpoint gave it.
     finish: the endpoint's `finish_reason`.
-    usage: the endpoint's counts of tokens; empty if it counts none.
+    usage: the endpoint's counts of tokens, unchecked; empty if it counts none.
     seconds: time of the attempt that succeeded.
     first_s: time until a stream began; None without a stream.
     attempts: number of attempts.
@@ -191,7 +192,7 @@ class Conversation:
     read = sum(_count(u, 'prompt_tokens') for u in given)
     written = sum(_count(u, 'completion_tokens') for u in given)
     priced = (read * options.price_in + written * options.price_out) / 1e6
-    named = [u['cost'] for u in given if isinstance(u.get('cost'), float | int)]
+    named = [u['cost'] for u in given if _is_count(u.get('cost'))]
     return {
       'ended': self.ended,
       'tokens_in': read,
@@ -352,8 +353,14 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def _count(usage: Mapping[str, Any], name: str) -> int:
+  """Returns a count; 0 for what can be none."""
   value = usage.get(name)
-  return value if isinstance(value, int) else 0
+  return value if isinstance(value, int) and _is_count(value) else 0
+
+
+def _is_count(value: Any) -> bool:
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return is_number and 0 <= value <= _MOST
 
 
 def _length(message: Mapping[str, Any]) -> int:

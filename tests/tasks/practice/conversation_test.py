@@ -328,6 +328,24 @@ def test_tokens_cost_and_time_are_added_up():
   assert play(Script(odd)).usage()['tokens_in'] == 0
 
 
+@pytest.mark.parametrize(
+  'value',
+  [-5, -500, 10**400, 10**13, float('nan'), float('inf'), True, '9', None, []],
+)
+def test_what_counts_nothing_is_not_counted(value):
+  names = ('prompt_tokens', 'completion_tokens', 'cost')
+  bad = answer(ADD, usage=dict.fromkeys(names, value))
+  script = Script(bad, answer(ADD, usage=dict.fromkeys(names, 3)), FINISH)
+  talk = conversation.Conversation(Counter(), conversation.ChatOptions(), 1)
+  prices = rewards.RewardOptions(effort_coefficient=0.1)
+  talk.play(script, (), prices, seed=1)
+  counted = talk.usage()
+  assert [counted[n] for n in ('tokens_in', 'tokens_out', 'cost_usd')] == [
+    3
+  ] * 3
+  assert talk.verdict.passed and 0 < talk.reward <= 1
+
+
 def test_a_transcript_has_everything_that_was_said_and_its_facts():
   usage = {'prompt_tokens': 3, 'completion_details': {'reasoning_tokens': 2}}
   first = answer('I add.', ('1', 'add', '{}'), reasoning='Hm.', usage=usage)
