@@ -132,14 +132,7 @@ def judged(env: environment.Environment, finished: bool) -> records.Verdict:
     return env.verdict(finished)
   except Exception as error:
     logging.exception('The verdict on %s failed', env.task_id)
-    return records.Verdict(
-      passed=False,
-      num_passed=0,
-      num_tests=0,
-      status=records.INFRASTRUCTURE,
-      sandbox_level='',
-      detail=f'{type(error).__name__}: {error}',
-    )
+    return records.broken(0, '', f'{type(error).__name__}: {error}')
 
 
 def _interact(

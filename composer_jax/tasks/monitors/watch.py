@@ -155,12 +155,11 @@ def scan(evidence: Evidence) -> tuple[Finding, ...]:
   findings: list[Finding] = []
   for monitor in (_leaked, _history, _shell, _code, _graded):
     try:
-      for kind, turn, detail in monitor(evidence):
-        findings.append(Finding(kind=kind, turn=turn, detail=detail))
+      found = [*monitor(evidence)]
     except Exception as error:
       logging.exception('A monitor failed')
-      detail = f'{monitor.__name__} failed: {type(error).__name__}: {error}'
-      findings.append(Finding(kind='forging_code', turn=None, detail=detail))
+      found = [('forging_code', None, f'{monitor.__name__} failed: {error!r}')]
+    findings += [Finding(kind=k, turn=t, detail=d) for k, t, d in found]
   return tuple(sorted(findings, key=lambda f: (f.turn is None, f.turn or 0)))
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer_jax.agent import environment, episode, rewards
-from composer_jax.core import checks, turns
-from composer_jax.tasks import calls
+from composer_jax.core import checks, records, turns
 from composer_jax.text import tool_calls
 
 # What a model has to read again to go on thinking where it stopped.
@@ -170,7 +169,7 @@ class Conversation:
         self.verdict = (
           episode.judged(env, False)
           if is_full
-          else calls.broken_verdict(0, '', str(error))
+          else records.broken(0, '', str(error))
         )
       self.flags, self.sandbox_seconds = env.flags, env.sandbox_seconds
       self.open_todos = env.open_todos
@@ -335,11 +334,11 @@ def _texts(content: str) -> list[str]:
   for line in said.split('\n'):
     if block is None:
       block = [] if line.startswith('```') else None
-    elif line.rstrip(' \t') == '```':
+    elif line.rstrip(' \t') != '```':
+      block.append(line)
+    else:
       blocks.append('\n'.join(block).rstrip('\n'))
       block = None
-    else:
-      block.append(line)
   return blocks or [said] * bool(said)
 
 
@@ -359,8 +358,7 @@ def _count(usage: Mapping[str, Any], name: str) -> int:
 
 
 def _is_count(value: Any) -> bool:
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  return is_number and 0 <= value <= _MOST
+  return type(value) in (int, float) and 0 <= value <= _MOST
 
 
 def _length(message: Mapping[str, Any]) -> int:
