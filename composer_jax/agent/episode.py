@@ -124,10 +124,7 @@ def run(
 
 
 def judged(env: environment.Environment, finished: bool) -> records.Verdict:
-  """Returns a verdict; one that raises has the status INFRASTRUCTURE.
-
-  A fault of a family is counted and never ends a run or an evaluation.
-  """
+  """Returns a verdict, INFRASTRUCTURE for one that raises: no run ends so."""
   try:
     return env.verdict(finished)
   except Exception as error:

@@ -114,10 +114,7 @@ def _text(content: Any) -> Any:
 
 
 def _in_form(chunk: Any, ids: dict[str, int]) -> None:
-  """Joins a chunk's content, and adds the indices of calls that have none.
-
-  A part of a call has the index of its id, or without one of the last call.
-  """
+  """Joins content; a call's part without index has its id's or the last."""
   for choice in chunk.choices:
     choice.delta.content = _text(getattr(choice.delta, 'content', None))
     for call in choice.delta.tool_calls or ():

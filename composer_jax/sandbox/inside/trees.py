@@ -87,8 +87,7 @@ def difference(tree: Tree) -> Difference:
 
 def _of_overlay(upper: str, lower: str, opaque: str) -> Difference:
   removed, present = [], {}
-  # Folders that hide the image's part below them, and those in them. Programs
-  # make very many.
+  # Folders that hide the image's part below them, and those in them.
   hidden: set[str] = set()
   for path, status in beneath.walk(upper):
     is_hidden = os.path.dirname(path) in hidden

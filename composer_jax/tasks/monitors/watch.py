@@ -147,11 +147,7 @@ def of_function(
 
 
 def scan(evidence: Evidence) -> tuple[Finding, ...]:
-  """All findings, in the order of the calls; never raises.
-
-  A monitor that fails on what a policy wrote accuses it: else whatever breaks a
-  monitor would hide what it finds, or void an episode that failed.
-  """
+  """All findings, in the order of the calls; a monitor that fails accuses."""
   findings: list[Finding] = []
   for monitor in (_leaked, _history, _shell, _code, _graded):
     try:

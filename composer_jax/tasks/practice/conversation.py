@@ -166,11 +166,9 @@ class Conversation:
         is_full = error.status in (400, 413, 422) and _NO_ROOM.search(said)
         self.ended = 'context' if is_full else 'endpoint'
         self.transcript.append({'role': 'endpoint', 'content': str(error)})
-        self.verdict = (
-          episode.judged(env, False)
-          if is_full
-          else records.broken(0, '', str(error))
-        )
+        self.verdict = records.broken(0, '', str(error))
+        if is_full:
+          self.verdict = episode.judged(env, False)
       self.flags, self.sandbox_seconds = env.flags, env.sandbox_seconds
       self.open_todos = env.open_todos
       self.reward, self.reward_terms = rewards.score(
@@ -352,7 +350,6 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def _count(usage: Mapping[str, Any], name: str) -> int:
-  """Returns a count; 0 for what can be none."""
   value = usage.get(name)
   return value if isinstance(value, int) and _is_count(value) else 0
 
