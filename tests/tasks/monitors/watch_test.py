@@ -226,18 +226,14 @@ def test_a_pattern_of_linear_time_finds_what_its_plain_form_does(plain):
   assert 100 < found < 1900
 
 
-@pytest.mark.parametrize('part', [
-  '\n', 'curl ', 'cfr ', 'pip show ', 'metadata ', '-/usr', 'git stash ',
+@pytest.mark.parametrize('part, pattern', [
+  ('\n', shell._CONNECTS), ('curl ', shell._DOWNLOAD), ('cfr ', shell._CLASSES),
+  ('pip show ', shell._INSTALLED), ('metadata ', shell._INSTALLED),
+  ('-/usr', shell._OUTSIDE),
 ])  # fmt: skip
-def test_patterns_take_linear_time(part):
-  # In the square of these characters, they would take minutes.
-  text = part * (100_000 // len(part))
-  patterns = [v for v in vars(shell).values() if isinstance(v, re.Pattern)]
-  patterns += [p for _, _, p in shell._COMMANDS] + [p for _, p in shell._PATHS]
-  assert len(patterns) > 20
-  for pattern in patterns:
-    pattern.search(text)
-  assert not [*shell.of_call('write', {'text': text}, 'larder', '')]
+def test_patterns_take_linear_time(part, pattern):
+  # In the square of these characters, they would take many minutes.
+  assert not re.search(pattern, part * (800_000 // len(part)) + '%')
 
 
 def test_findings_tell_the_turn():
