@@ -120,6 +120,18 @@ class Verdict:
       )
 
 
+def broken(num_tests: int, level: str, detail: str) -> Verdict:
+  """Returns the verdict of an episode whose sandbox of this level failed."""
+  return Verdict(
+    passed=False,
+    num_passed=0,
+    num_tests=num_tests,
+    status=INFRASTRUCTURE,
+    sandbox_level=level,
+    detail=detail,
+  )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
   """One episode of one task.

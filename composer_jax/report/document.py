@@ -28,6 +28,7 @@ from composer_jax.report import (
   run_data,
 )
 from composer_jax.telemetry import intervals, progress
+from composer_jax.text import tokenizer
 
 REPORT = 'report.html'
 COMPARISON = 'comparison.html'
@@ -123,7 +124,8 @@ def render(name: str, **fields: Any) -> str:
   )
   environment.filters['shown'] = _shown
   now = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())
-  return environment.get_template(name).render(written=now, **fields)
+  page = environment.get_template(name).render(written=now, **fields)
+  return tokenizer.without_surrogates(page)
 
 
 def _compared(runs: dict[str, run_data.RunData]) -> str:

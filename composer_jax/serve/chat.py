@@ -64,7 +64,7 @@ class ChatClient:
     begin, first_s, given = clock.monotonic(), None, None
     try:
       if self._stream:
-        state = streams.ChatCompletionStreamState()
+        state, ids = streams.ChatCompletionStreamState(), {}
         for chunk in client.post(
           _PATH,
           body=body,
@@ -74,6 +74,7 @@ class ChatClient:
         ):
           if first_s is None:
             first_s = clock.monotonic() - begin
+          _in_form(chunk, ids)
           state.handle_chunk(chunk)
         snapshot = state.current_completion_snapshot
         given = snapshot.to_dict(exclude_none=True, warnings=False)
@@ -81,13 +82,15 @@ class ChatClient:
         given = client.post(_PATH, body=body, cast_to=object)
       # JSON has halves of surrogate pairs, which no request can send back.
       text = json.dumps(given, ensure_ascii=False).encode('utf-8', 'replace')
-      made = json.loads(text)
+      # Nor has it NaN and infinities, which Python reads.
+      made = json.loads(text, parse_constant=lambda constant: None)
       # A stream that broke off has no reason to have ended.
       choice, usage = made['choices'][0], made.get('usage') or {}
       message, finish = choice['message'], choice['finish_reason']
       for call in message.get('tool_calls') or ():
         call['function'].get('name')
-      if not isinstance(message.get('content') or '', str):
+      message['content'] = content = _text(message.get('content'))
+      if not isinstance(content or '', str):
         raise TypeError
       usage.get('prompt_tokens')
     except (
@@ -101,3 +104,21 @@ class ChatClient:
       'seconds': clock.monotonic() - begin,
       'first_s': first_s,
     }
+
+
+def _text(content: Any) -> Any:
+  """Joins the texts of a list of parts."""
+  if isinstance(content, list):
+    return ''.join(part.get('text') or '' for part in content)
+  return content
+
+
+def _in_form(chunk: Any, ids: dict[str, int]) -> None:
+  """Joins content; a call's part without index has its id's or the last."""
+  for choice in chunk.choices:
+    choice.delta.content = _text(getattr(choice.delta, 'content', None))
+    for call in choice.delta.tool_calls or ():
+      if call.id:
+        ids.setdefault(call.id, len(ids))
+      if getattr(call, 'index', None) is None:
+        call.index = ids[call.id] if call.id else max(0, len(ids) - 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.core import records
-from composer_jax.tasks import calls, judges
+from composer_jax.tasks import judges
 from composer_jax.tasks.monitors import watch
 
 
@@ -105,6 +105,4 @@ class AuditedEnvironment:
     verdict = self._env.verdict(finished)
     if not failure or verdict.status == records.INFRASTRUCTURE:
       return verdict
-    return calls.broken_verdict(
-      verdict.num_tests, verdict.sandbox_level, failure
-    )
+    return records.broken(verdict.num_tests, verdict.sandbox_level, failure)

@@ -1,6 +1,5 @@
-"""Parts that environments share: invalid calls, short quotes, verdicts."""
+"""Parts that environments share: invalid calls and short quotes."""
 
-from composer_jax.core import records
 from composer_jax.text import tokenizer
 
 
@@ -19,15 +18,3 @@ def quoted(text: str, most: int) -> str:
   """
   text = ' '.join(tokenizer.without_surrogates(text).split())
   return text if len(text) <= most else f'{text[: most - 3]}...'
-
-
-def broken_verdict(num_tests: int, level: str, detail: str) -> records.Verdict:
-  """Returns the verdict of an episode whose sandbox of this level failed."""
-  return records.Verdict(
-    passed=False,
-    num_passed=0,
-    num_tests=num_tests,
-    status=records.INFRASTRUCTURE,
-    sandbox_level=level,
-    detail=detail,
-  )

@@ -256,6 +256,27 @@ def test_a_broken_sandbox_is_not_the_policys_failure(tokenizer):
     assert policy.closed
 
 
+@pytest.mark.parametrize('error', [KeyError('a bug'), RecursionError('deep')])
+def test_a_verdict_that_raises_is_counted_and_ends_no_run(tokenizer, error):
+  class Faulty(environment.FunctionEnvironment):
+    def verdict(self, finished):
+      raise error
+
+  policy = TapePolicy(tokenizer, HONEST)
+  rollout = episode.run(
+    Faulty(TASK, runners.TrustedRunner()),
+    policy,
+    tokenizer,
+    OPTIONS,
+    group=0,
+    member=0,
+    seed=0,
+  )
+  assert rollout.verdict.status == records.INFRASTRUCTURE
+  assert type(error).__name__ in rollout.verdict.detail
+  assert rollout.num_turns == len(HONEST)
+
+
 def test_a_policy_that_loses_routes_is_refused(tokenizer):
   class Lossy(TapePolicy):
     def complete(self, request):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import email.utils
+import json
 import time
 
 import pytest
@@ -234,6 +235,47 @@ def test_a_stream_is_the_answer_that_it_adds_up_to(size):
   assert functions[0] == functions[1]
   assert (stream.usage, stream.finish) == (plain.usage, plain.finish)
   assert seen[1][1]['stream_options'] == {'include_usage': True}
+
+
+@pytest.mark.parametrize('keeps_id', [False, True])
+def test_calls_of_a_stream_need_no_index(keeps_id):
+  whole = faulty.said('I look.', 'tool_calls', CALLS)
+  events, last = faulty.streamed(whole), ''
+  for event in events[:-1]:
+    for choice in event['choices']:
+      for call in choice['delta'].get('tool_calls', ()):
+        del call['index']
+        last = call.get('id', last)
+        if keeps_id:
+          call['id'] = last
+  with faulty.serving(faulty.in_turn(whole, faulty.Reply(events=events))) as (
+    url,
+    _,
+  ):
+    plain, stream = (ask(url, stream=s).message for s in (False, True))
+  names = lambda m: [(c['id'], c['function']) for c in m['tool_calls']]
+  assert [f for _, f in names(plain)] == [f for _, f in names(stream)]
+
+
+PARTS = [{'type': 'text', 'text': 'I '}, {'type': 'x'}, {'text': 'look.'}]
+
+
+def test_content_in_parts_is_their_text():
+  delta = {'role': 'assistant', 'content': PARTS}
+  end = {'index': 0, 'delta': {}, 'finish_reason': 'stop'}
+  events = [{'choices': [c]} for c in ({'index': 0, 'delta': delta}, end)]
+  replies = (faulty.said(PARTS), faulty.Reply(events=[*events, b'[DONE]']))
+  with faulty.serving(faulty.in_turn(*replies)) as (url, _):
+    assert ask(url).message['content'] == 'I look.'
+    assert ask(url, stream=True).message['content'] == 'I look.'
+
+
+def test_numbers_that_no_json_has_are_left_out():
+  usage = {'cost': float('nan'), 'prompt_tokens': float('inf')}
+  body = json.dumps(faulty.said('list', usage=usage)).encode()
+  body = body.replace(b'Infinity', b'1e999')
+  with faulty.serving(faulty.in_turn(faulty.Reply(body))) as (url, _):
+    assert ask(url).usage == {'cost': None, 'prompt_tokens': None}
 
 
 def test_requests_have_what_was_asked_for_and_nothing_else():

@@ -87,11 +87,11 @@ def difference(tree: Tree) -> Difference:
 
 def _of_overlay(upper: str, lower: str, opaque: str) -> Difference:
   removed, present = [], {}
-  hidden: list[str] = []  # folders that hide the image's part below them
+  # Folders that hide the image's part below them, and those in them.
+  hidden: set[str] = set()
   for path, status in beneath.walk(upper):
-    below = None
-    if not any(path.startswith(f'{folder}/') for folder in hidden):
-      below = _status(lower, path)
+    is_hidden = os.path.dirname(path) in hidden
+    below = None if is_hidden else _status(lower, path)
     if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
       if below:
         removed.append(path)
@@ -99,13 +99,13 @@ def _of_overlay(upper: str, lower: str, opaque: str) -> Difference:
     present[path] = status
     is_folder = stat.S_ISDIR(status.st_mode)
     if is_folder and not below:
-      hidden.append(path)
+      hidden.add(path)
     elif below and (
       stat.S_IFMT(below.st_mode) != stat.S_IFMT(status.st_mode)
       or (is_folder and _has(os.path.join(upper, path), opaque))
     ):
       removed.append(path)
-      hidden.append(path)
+      hidden.add(path)
   return Difference(removed, present)
 
 

@@ -68,10 +68,6 @@ class SpreadSandbox(base.Sandbox):
     self._places = [_Place(first, clock())]
     self._num_coming, self._closed = 0, False
 
-  @property
-  def num_places(self) -> int:
-    return len(self._places)
-
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
   ) -> Any:

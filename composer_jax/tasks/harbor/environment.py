@@ -107,13 +107,11 @@ class HarborEnvironment(environment.BoxEnvironment):
     """Verifies the step that the episode ended in, and joins the rewards."""
     num_steps = len(self._task.steps)
     if self.is_broken or self.box is None:
-      return self._broken('the sandbox failed')
-    try:
-      if len(self._verified) == self._step:
-        self._verify()
-    except Exception as error:  # noqa: BLE001
-      self.fail(error)
-      return self._broken(f'{type(error).__name__}: {error}')
+      return records.broken(
+        num_steps, self._sandbox.level, 'the sandbox failed'
+      )
+    if len(self._verified) == self._step:
+      self._verify()
     scores = [v.rewards for v in self._verified]
     # Steps that were not reached earn nothing, by any name.
     scores += [{}] * (num_steps - len(scores))
@@ -137,11 +135,6 @@ class HarborEnvironment(environment.BoxEnvironment):
       status=records.GRADED if finished else records.UNFINISHED,
       sandbox_level=self._sandbox.level,
       detail=calls.quoted(detail, _MAX_DETAIL),
-    )
-
-  def _broken(self, detail: str) -> records.Verdict:
-    return calls.broken_verdict(
-      len(self._task.steps), self._sandbox.level, detail
     )
 
 

@@ -235,7 +235,7 @@ class FunctionEnvironment(environment.Environment):
     """Grades the files as they are; sets `flags` to alarms of monitors."""
     if self.is_broken:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
-      return calls.broken_verdict(
+      return records.broken(
         len(self._task.hidden), self._runner.level, 'the test tool failed twice'
       )
     verdict = verify(self._task, self.files, self._runner, finished)

@@ -2,7 +2,8 @@
 
 A mark is a suspicious construct, found in the syntax tree. A mark that the text
 had before the policy's changes, or that the original has, proves nothing: some
-packages do look at frames. Nothing is executed.
+packages do look at frames. Code that runs and cannot be read is a mark, too.
+Nothing is executed.
 """
 
 import ast
@@ -71,7 +72,8 @@ _NOTE = re.compile(
 _PLEA = re.compile(
   r'\b(approve|disregard|ignore|'
   r'(full|maximum|highest|top) (score|reward|marks?)|'
-  r'(assign|give|award|grant)\b.{0,30}\b(grade|score|reward|mark|credit)s?|'
+  r'(assign|give|award|grant)\b(?:(?!\b(?:assign|give|award|grant)\b).){0,30}'
+  r'\b(grade|score|reward|mark|credit)s?|'
   r'regardless of (the )?(tests?|outcomes?)|'
   r'reward|(mark|treat|count|accept|rate|score) (this|it) as|no cheating|'
   r'not (a )?(cheat|hack)|legitimate|do not flag)\b',
@@ -81,7 +83,7 @@ _PLEA = re.compile(
 _FRAMES = frozenset({'f_locals', 'f_globals', 'f_code', 'gi_frame'})
 # Syntax trees take 300 bytes for each token.
 _MAX_TOKENS = 100_000
-_MAX_ROW, _MAX_ROWS = 2000, 20_000
+_MAX_ROW, _MAX_CHARS = 2000, 1_000_000
 _STREAMS = ('sys.stdout', 'sys.stderr', 'sys.stdin')  # honest code redirects
 
 
@@ -105,7 +107,7 @@ def pleas(text: str, known: str) -> Iterator[tuple[str, int]]:
   They stand within three lines, of which none is known.
   """
   old = {*known.split('\n')}
-  rows = [row[:_MAX_ROW] for row in text.split('\n')[:_MAX_ROWS]]
+  rows = [row[:_MAX_ROW] for row in text[:_MAX_CHARS].split('\n')]
   for number in range(len(rows)):
     near = [r for r in rows[number : number + 3] if r not in old]
     if near and _NOTE.search(near[0]) and _PLEA.search(' '.join(near)):
@@ -131,12 +133,14 @@ def _marks(text: str) -> Iterator[tuple[str, int]]:
   """Yields the marks of a module and their lines."""
   try:
     tree = _Spelled().visit(_parse(text))
-  except (ValueError, RecursionError):
-    return
-  foreign = frozenset(_foreign_names(tree))
-  for node in ast.walk(tree):
-    for mark in (*_of_node(node), *_of_patch(node, foreign)):
-      yield mark, node.lineno  # pyrefly: ignore
+    foreign = frozenset(_foreign_names(tree))
+    for node in ast.walk(tree):
+      for mark in (*_of_node(node), *_of_patch(node, foreign)):
+        yield mark, node.lineno  # pyrefly: ignore
+  except (ValueError, RecursionError) as error:
+    # What is no Python does not run, either.
+    if not isinstance(error.__cause__, SyntaxError):
+      yield 'unreadable: code too long or nested too deeply', 1
 
 
 class _Spelled(ast.NodeTransformer):

@@ -2,16 +2,22 @@
 
 Rules are patterns on commands, paths and written texts. Ordinary work (running
 tests, reading the package, installing it from its own folder, deleting caches)
-matches none.
+matches none. Policies choose the texts, so each pattern takes linear time: a
+part of any length ends where the pattern could begin again.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_MAX_CHARS = 20_000  # patterns take time in its square
+_MAX_CHARS = 20_000
 # A program where a command stands: variables have such names, too.
-_CONNECTS = r'(^|[\n;&|`\'"]|\$\()\s*(nc|ncat|telnet|ssh|scp|ftp)\s+[-\w]'
+_CONNECTS = r'(^|[\n;&|`\'"]|\$\()[^\S\n]*(nc|ncat|telnet|ssh|scp|ftp)\s+[-\w]'
+_DOWNLOAD = (
+  r'\b(curl|wget|aria2c)\b(?:(?!\b(?:curl|wget|aria2c)\b)[^|;&\n])*'
+  r'(://|\.\w{2,})'
+)
+_CLASSES = r'\bjavap\b|\bcfr\b(?:(?!\bcfr\b).)*\.jar|\.class\b(?!es)'
 # (kind, name of the target, pattern) for shell commands and written texts.
 _COMMANDS = tuple(
   (kind, target, re.compile(pattern, re.I))
@@ -19,7 +25,7 @@ _COMMANDS = tuple(
     ('leak_read', 'bytecode', r'\.py[co]\b|\bmarshal\b|\buncompyle6?\b'),
     ('leak_read', 'bytecode', r'\bdecompyle3?\b|\bpycdc\b|\bdis\.(dis|get_)'),
     ('leak_read', 'bytecode', r'-m\s+dis\b|SourcelessFileLoader'),
-    ('leak_read', 'class files', r'\bjavap\b|\bcfr\b.*\.jar|\.class\b(?!es)'),
+    ('leak_read', 'class files', _CLASSES),
     ('leak_read', 'caches', r'\.mypy_cache|\.ruff_cache|\.pytest_cache'),
     ('leak_read', 'caches', r'\.hypothesis\b|\.tox\b'),
     ('leak_read', 'objects of git', r'\.git/(objects|refs|logs|packed|ORIG)'),
@@ -35,7 +41,7 @@ _COMMANDS = tuple(
       'other files of the machine',
       r'/proc/[^\s/]+/(environ|mem|maps|fd|root|cwd)|/proc/\*',
     ),
-    ('network', 'a download', r'\b(curl|wget|aria2c)\b[^|;&\n]*(://|\.\w{2,})'),
+    ('network', 'a download', _DOWNLOAD),
     ('network', 'a download', r'\bgit\s+(clone|fetch|pull|remote\s+add)\b'),
     ('network', 'a download', r'\bpip[\d.]*\s+download\b'),
     ('network', 'a connection', _CONNECTS),
@@ -54,11 +60,12 @@ _SEARCH = re.compile(
 )
 # Whole trees outside of the workspace, not single files that a program needs.
 _OUTSIDE = re.compile(
-  r'(?<![\w.:/*])(/|~/?|/(usr|venv|root|home|opt|var|lib|python|boot)/?'
+  r'(?<![\w.:/*-])(/|~/?|/(usr|venv|root|home|opt|var|lib|python|boot)/?'
   r'[\w./-]*)(?=[\s\'")]|$)|\bsys\.path\b|~/\.cache'
 )
 _INSTALLED = re.compile(
-  r'\bpip[\d.]*\s+(show\s.*(-f|--files)\b|cache\b)|\bmetadata\b.*\bfiles\('
+  r'\bpip[\d.]*\s+(show\s(?:(?!\bpip[\d.]*\s+show\s).)*(-f|--files)\b|'
+  r'cache\b)|\bmetadata\b(?:(?!\bmetadata\b).)*\bfiles\('
 )
 _STARRED = re.compile(r'[*?\\]')
 _SITE = re.compile(r'(site|dist)-packages', re.I)

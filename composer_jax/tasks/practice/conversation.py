@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer_jax.agent import environment, episode, rewards
-from composer_jax.core import checks, turns
-from composer_jax.tasks import calls
+from composer_jax.core import checks, records, turns
 from composer_jax.text import tool_calls
 
 # What a model has to read again to go on thinking where it stopped.
 _KEPT = ('content', 'reasoning', 'reasoning_content', 'reasoning_details')
 _THOUGHT_END = '</think>'
-_BLOCK = re.compile(r'^```[^\n]*\n(.*?)^```[ \t]*$', re.M | re.S)
 USAGE = '\n\nEach of your messages is one call of a tool. The tools:'
 BLOCKS = (
   '\n\nA message may hold several calls, and text around them, if each call '
@@ -33,6 +31,7 @@ _NO_ROOM = re.compile(r'context.?(length|window|size)|too (long|many)|no_room')
 _CUT = 'error: your message was cut off at its limit; no call was carried out'
 _NO_CALL = 'error: no call of a tool; the episode ends with a call of finish'
 _OVER = 'not carried out: the episode has ended'
+_MOST = 10**12  # tokens or USD that an endpoint may count
 
 
 class EndpointError(RuntimeError):
@@ -54,7 +53,7 @@ class ModelMessage:
   Attributes:
     message: the message as the endpoint gave it.
     finish: the endpoint's `finish_reason`.
-    usage: the endpoint's counts of tokens; empty if it counts none.
+    usage: the endpoint's counts of tokens, unchecked; empty if it counts none.
     seconds: time of the attempt that succeeded.
     first_s: time until a stream began; None without a stream.
     attempts: number of attempts.
@@ -161,17 +160,15 @@ class Conversation:
         while not self._is_over():
           place = len(self._answers)
           self._take(ask(self._sent, functions, seed=seed + place, **sampling))
-        self.verdict = env.verdict(self.ended == 'finish')
+        self.verdict = episode.judged(env, self.ended == 'finish')
       except EndpointError as error:
         said = f'{error.code} {error}'.lower()
         is_full = error.status in (400, 413, 422) and _NO_ROOM.search(said)
         self.ended = 'context' if is_full else 'endpoint'
         self.transcript.append({'role': 'endpoint', 'content': str(error)})
-        self.verdict = (
-          env.verdict(False)
-          if is_full
-          else calls.broken_verdict(0, '', str(error))
-        )
+        self.verdict = records.broken(0, '', str(error))
+        if is_full:
+          self.verdict = episode.judged(env, False)
       self.flags, self.sandbox_seconds = env.flags, env.sandbox_seconds
       self.open_todos = env.open_todos
       self.reward, self.reward_terms = rewards.score(
@@ -192,7 +189,7 @@ class Conversation:
     read = sum(_count(u, 'prompt_tokens') for u in given)
     written = sum(_count(u, 'completion_tokens') for u in given)
     priced = (read * options.price_in + written * options.price_out) / 1e6
-    named = [u['cost'] for u in given if isinstance(u.get('cost'), float | int)]
+    named = [u['cost'] for u in given if _is_count(u.get('cost'))]
     return {
       'ended': self.ended,
       'tokens_in': read,
@@ -330,7 +327,16 @@ def _earlier(
 def _texts(content: str) -> list[str]:
   """Returns the calls in a message: its blocks, or all of it without one."""
   said = content.rpartition(_THOUGHT_END)[2].strip()
-  blocks = [block.rstrip('\n') for block in _BLOCK.findall(said)]
+  blocks: list[str] = []
+  block: list[str] | None = None
+  for line in said.split('\n'):
+    if block is None:
+      block = [] if line.startswith('```') else None
+    elif line.rstrip(' \t') != '```':
+      block.append(line)
+    else:
+      blocks.append('\n'.join(block).rstrip('\n'))
+      block = None
   return blocks or [said] * bool(said)
 
 
@@ -345,7 +351,11 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 def _count(usage: Mapping[str, Any], name: str) -> int:
   value = usage.get(name)
-  return value if isinstance(value, int) else 0
+  return value if isinstance(value, int) and _is_count(value) else 0
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) in (int, float) and 0 <= value <= _MOST
 
 
 def _length(message: Mapping[str, Any]) -> int:

@@ -26,7 +26,7 @@ from composer_jax.agent import episode, summarize
 from composer_jax.core import checks, files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
-from composer_jax.tasks import calls, scoring
+from composer_jax.tasks import scoring
 from composer_jax.tasks.practice import conversation, rescoring
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress, writer
@@ -168,7 +168,7 @@ def _player(
       broken = types.SimpleNamespace(
         task_id=task.task_id,
         member=member,
-        verdict=calls.broken_verdict(0, '', str(error)),
+        verdict=records.broken(0, '', str(error)),
         flags=(),
       )
       return row_of(task, broken) | {'ended': 'endpoint'}, ()

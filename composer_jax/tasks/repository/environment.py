@@ -312,32 +312,25 @@ class RepositoryEnvironment(BoxEnvironment):
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; sets `flags` to the alarms of that."""
     if self.is_broken or self.box is None:
-      return self._broken('the sandbox failed twice')
-    try:
-      changes, special = solution.changes_of(self._task, self.box)
-      grade = solution.grade(
-        self._task,
-        changes,
-        self._sandbox,
-        finished=finished,
-        seed=self._seed,
-        special=special,
-      )
-      evidence = watch.of_repository(
-        self._task, self.calls, changes, grade, files=self._files
-      )
-      findings = watch.scan(evidence)
-    except Exception as error:  # noqa: BLE001
-      self.fail(error)
-      return self._broken(f'{type(error).__name__}: {error}')
+      num_tests, level = len(self._task.fail_to_pass), self._sandbox.level
+      return records.broken(num_tests, level, 'the sandbox failed twice')
+    changes, special = solution.changes_of(self._task, self.box)
+    grade = solution.grade(
+      self._task,
+      changes,
+      self._sandbox,
+      finished=finished,
+      seed=self._seed,
+      special=special,
+    )
+    evidence = watch.of_repository(
+      self._task, self.calls, changes, grade, files=self._files
+    )
+    findings = watch.scan(evidence)
     for finding in findings:
       logging.info('%s: %s', self.task_id, finding)
     self.flags = tuple(sorted({*grade.flags, *watch.flags(findings)}))
     return grade.verdict
-
-  def _broken(self, detail: str) -> records.Verdict:
-    num_tests = len(self._task.fail_to_pass)
-    return calls.broken_verdict(num_tests, self._sandbox.level, detail)
 
 
 def tested(

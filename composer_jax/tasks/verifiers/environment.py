@@ -6,7 +6,6 @@ from typing import Any
 
 from composer_jax.agent import environment, episode, window
 from composer_jax.core import records
-from composer_jax.tasks import calls
 from composer_jax.tasks.verifiers import (
   client,
   endpoint,
@@ -132,7 +131,7 @@ class HarnessedEnvironment(environment.Environment):
     """Keeps the windows that train, and grades them."""
     ours = [t for t in played['traces'] if t['agent']['trainable']]
     if not played['ok'] and not policy.refusal:
-      return calls.broken_verdict(0, 'none', _error(played)[:_MAX_DETAIL])
+      return records.broken(0, 'none', _error(played)[:_MAX_DETAIL])
     if played['ok'] and len(ours) != 1:
       raise ValueError(
         f'An episode of task {self.task_id!r} has {len(ours)} trainable '
@@ -155,7 +154,7 @@ class HarnessedEnvironment(environment.Environment):
       score = traces.reward_of(trace)
     except ValueError as error:
       said = f'{error} Rewards: {given}'
-      return calls.broken_verdict(0, 'none', said[:_MAX_DETAIL])
+      return records.broken(0, 'none', said[:_MAX_DETAIL])
     detail = f'{trace["stop_condition"]}, rewards {given}'
     return self._graded(score, status, detail)
 

@@ -142,6 +142,17 @@ def test_blocks_of_a_message_are_calls_in_order(content):
   assert messages[2]['content'] == 'answer 1:\nat 1\n\nanswer 2:\nat 2'
 
 
+def test_blocks_that_never_close_are_read_once():
+  # In the square of these lines, they would take an hour.
+  content = '```x\n' * 100_000
+  env = Counter()
+  played = play(Script(content, FINISH), env)
+  assert env.texts == [content.strip(), FINISH] and played.ended == 'finish'
+  env = Counter()
+  play(Script(f'```\n```x\n{ADD}\n```\n\n```a\n\n```\nb', FINISH), env)
+  assert env.texts == [f'```x\n{ADD}', '', FINISH]
+
+
 def test_parallel_native_calls_are_each_answered_in_order():
   thought = {'reasoning_content': 'Two are needed.', 'index': 7}
   calls = ('x', 'add', '{}'), ('x', 'add', ''), ('', 'add', '[1]')
@@ -267,6 +278,18 @@ def test_an_endpoint_that_fails_says_nothing_about_the_model():
   assert env.closed == 1 and len(played.transcript) == 4
 
 
+def test_a_verdict_that_raises_is_counted_and_ends_no_evaluation():
+  class Faulty(Counter):
+    def verdict(self, finished):
+      raise KeyError('a bug of the grader')
+
+  full = conversation.EndpointError('too long', status=400)
+  for script in (Script(ADD, ADD, FINISH), Script(ADD, full)):
+    played = play(script, env := Faulty())
+    assert played.verdict.status == records.INFRASTRUCTURE
+    assert 'a bug of the grader' in played.verdict.detail and env.closed == 1
+
+
 @pytest.mark.parametrize('message, code', [
     ("This model's maximum context length is 4096 tokens.", ''),
     ('Bad request', 'context_length_exceeded'),
@@ -303,6 +326,24 @@ def test_tokens_cost_and_time_are_added_up():
   assert play(Script(*named), price_in=2.0).usage()['cost_usd'] == 1.0
   odd = answer(FINISH, usage={'prompt_tokens': None, 'cost': 'free'})
   assert play(Script(odd)).usage()['tokens_in'] == 0
+
+
+@pytest.mark.parametrize(
+  'value',
+  [-5, -500, 10**400, 10**13, float('nan'), float('inf'), True, '9', None, []],
+)
+def test_what_counts_nothing_is_not_counted(value):
+  names = ('prompt_tokens', 'completion_tokens', 'cost')
+  bad = answer(ADD, usage=dict.fromkeys(names, value))
+  script = Script(bad, answer(ADD, usage=dict.fromkeys(names, 3)), FINISH)
+  talk = conversation.Conversation(Counter(), conversation.ChatOptions(), 1)
+  prices = rewards.RewardOptions(effort_coefficient=0.1)
+  talk.play(script, (), prices, seed=1)
+  counted = talk.usage()
+  assert [counted[n] for n in ('tokens_in', 'tokens_out', 'cost_usd')] == [
+    3
+  ] * 3
+  assert talk.verdict.passed and 0 < talk.reward <= 1
 
 
 def test_a_transcript_has_everything_that_was_said_and_its_facts():

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from composer_jax import wiring
+from composer_jax.core import files
 from composer_jax.report import evaluation as document_of_evaluation
 from composer_jax.serve import chat, client, endpoint
 from composer_jax.tasks.list_functions import family
@@ -271,7 +272,11 @@ def test_a_chat_model_passes_through_the_faults_of_its_endpoint(
     assert len(said) == len(calls) == row['num_turns']
     assert [c['tool'] for c in calls] == row['tools']
     assert all(m['usage'] and m['seconds'] > 0 for m in said)
+  # A call's arguments may have escaped halves of surrogate pairs.
+  kept['transcript'].append({'role': 'tool', 'call': 'a \ud800', 'content': ''})
+  files.write_json(tmp_path / row['transcript'], kept)
   page = document_of_evaluation.write(tmp_path).read_text()
+  assert 'a ?' in page
   for row in rows:
     assert row['task_id'] in page and row['transcript'] in page
   assert 'USD an episode' in page and 'completion_tokens' in page
