@@ -101,9 +101,8 @@ def prepare(
   hints = spec.hints
   options = spec.rl.optimizer_options()
   training = spec.mtp.training('rl', placement.model, options)
-  num_steps = max(spec.rl.steps, 1)
   optimizer, heads, functions = _programs(
-    placement, options, num_steps, spec.rl.loss, hints, training
+    placement, options, max(spec.rl.steps, 1), spec.rl.loss, hints, training
   )
   create = functools.partial(
     train_state.create,
@@ -122,9 +121,8 @@ def prepare(
   state = train_state.place(create, variables, places)
   teaches = bool(hints.weight) and hints.teacher == 'frozen'
   # The policy that it began with, even if the state is of a later step.
-  first = None
-  if spec.rl.kl_coefficient or teaches:
-    first = functions.policy(state)
+  is_needed = spec.rl.kl_coefficient or teaches
+  first = functions.policy(state) if is_needed else None
   latest = checkpoints.latest_step()
   if latest is not None:
     restored, _ = checkpoints.restore(latest, state.own())

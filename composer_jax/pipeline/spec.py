@@ -372,8 +372,17 @@ class Spec:
       )
     dtypes = {self.model.compute_dtype, self.rollout.compute_dtype}
     is_bitwise = self.model.numerics == 'batch_invariant' and len(dtypes) == 1
-    is_rough = 'bfloat16' in dtypes or self.rollout.cache_dtype
-    if not is_rough or is_bitwise or gate.action != 'stop':
+    if is_bitwise or gate.action != 'stop':
+      return
+    few_bits = self.model.precision.experts
+    if few_bits not in ('bf16', 'int4') and gate.max_kl_exact < 1e-6:
+      raise ValueError(
+        f'--config.rl.gate.max_kl_exact={gate.max_kl_exact:g} would stop '
+        f'honest records: with --config.model.precision.experts={few_bits} a '
+        'last bit of an activation can change its code. Set it to 1e-6, or '
+        '--config.model.numerics=batch_invariant, where no bit differs.'
+      )
+    if 'bfloat16' not in dtypes and not self.rollout.cache_dtype:
       return
     for name, value, is_tight in (
       ('max_kl_exact', gate.max_kl_exact, gate.max_kl_exact < 1e-6),

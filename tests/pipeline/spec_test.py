@@ -71,6 +71,10 @@ def make(**changes):
       'max_kl_exact=1e-09 is a band for float32.*cache in float8',
     ),
     (
+      {'model__precision': {'experts': 'fp8'}},
+      'max_kl_exact=1e-09 would stop honest.*experts=fp8.*Set it to 1e-6',
+    ),
+    (
       {'model__precision': {'codes': True}},
       "codes.* be false, since precision.experts is 'bf16'",
     ),
