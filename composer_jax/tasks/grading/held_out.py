@@ -339,7 +339,15 @@ def _key(outcome: list) -> str:
 
 
 def _agree(outcome: list, wanted: list, tolerance: float) -> bool:
-  """True if values are equal, or errors of one class."""
+  """True if values are equal, or errors of the class or of one below it."""
+  match outcome, wanted:
+    case ['raised', str(name), _, above], ['raised', str(other), *_]:
+      return name == other or equality.is_below(name, above, other)
+    # Attributes of its own are no change.
+    case ['ok', value, after, before], ['ok', _, None] if equality.same(
+      after, before
+    ):
+      outcome = ['ok', value, None]
   kept = 3 if wanted[0] == 'ok' else 2
   return equality.same(outcome[:kept], wanted[:kept], tolerance)
 
@@ -374,7 +382,7 @@ def _is_required(outcome: list, is_recorded: bool) -> bool:
     return is_recorded and outcome[1] not in _REPLAYED
   if outcome[0] != 'ok':
     return False
-  _, value, after = outcome
+  _, value, after, *_ = outcome
   return after is not None or (value is not None and equality.shows(value))
 
 
@@ -439,6 +447,8 @@ def _deleted_classes(task: task_set.RepositoryTask) -> set[str]:
 def _is_outcome(outcome: list) -> bool:
   match outcome:
     case ['ok', _, list() | None] | ['raised', str(), list() | None]:
+      return True
+    case ['ok', _, list(), list()] | ['raised', str(), list() | None, list()]:
       return True
   return outcome == ['missing']
 
