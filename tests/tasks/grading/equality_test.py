@@ -243,7 +243,7 @@ PLUS_ONE = functools.partial(operator.add, 1)
 def test_a_function_may_be_any_callable():
   outcome = call_plugin.call(plain, [__name__, 'PLUS_ONE', None, [[2], {}]], [])
   assert outcome == ['ok', 3, None]
-  asked = [__name__, 'Rates.size', None, [[{'a': 1}], {}]]
+  asked = [__name__, 'Rates.size', None, [[{'set': [1]}], {}]]
   assert call_plugin.call(plain, asked, []) == ['ok', 1, None]  # a property
 
 
