@@ -17,9 +17,10 @@ _SEQUENCES = {'tuple', 'iterator', 'endless'}
 def same(first: Any, second: Any, tolerance: float = 0.0) -> bool:
   """True if two encoded results are equal as Python's `==` has it.
 
-  Numbers may differ by the tolerance, relative or absolute, and two floats by
-  rounding. NaN is equal to itself. Objects are equal if they show the same; the
-  first may have attributes that the second lacks. Total for any JSON.
+  A float may differ from a number by the tolerance, relative or absolute, and
+  two floats by rounding. NaN is equal to itself. Objects are equal if they show
+  the same; the first may have attributes that the second lacks, and a class
+  below that of the second. Total for any JSON.
   """
   try:
     return first == second or _same(first, second, tolerance)
@@ -104,8 +105,9 @@ def _number(data: Any) -> Any:
 def _close(first: Any, second: Any, tolerance: float) -> bool:
   if first == second or (first != first and second != second):
     return True
-  inexact = {type(first), type(second)} <= {float, complex}
-  if not inexact and not tolerance:
+  kinds = {type(first), type(second)}
+  inexact = kinds <= {float, complex}
+  if not kinds & {float, complex} or (not inexact and not tolerance):
     return False
   allowed = max(tolerance, _ROUNDING) if inexact else tolerance
   return cmath.isclose(first, second, rel_tol=allowed, abs_tol=allowed)

@@ -5,13 +5,15 @@ on inputs, the values come out, and the host compares them: the process that
 computes them holds neither the tests nor a right value.
 
 The inputs are those with which the package's tests call functions that run
-deleted code, recorded once from the original, others near them, larger ones,
-and numbers between them: what is right for the small inputs of tests may be
-wrong for others, so that each kind counts by itself. Objects of the package are
-built again in the solution's process from what they held when the original was
-called, and seen by what their classes make public (`tasks.grading.plain`).
-Objects of deleted classes, which a solution may fill otherwise, are made by the
-calls that made them. `Agreement.calls` counts the calls.
+deleted code, recorded once from the original, others near them, larger and
+deeper ones, and numbers between and beyond them: what is right for the small
+inputs of tests may be wrong for others, so that each kind counts by itself.
+What the original refuses, or does not answer at once, is not asked. Objects of
+the package are built again in the solution's process from what they held when
+the original was called, and seen by what their classes make public
+(`tasks.grading.plain`). Objects of deleted classes, which a solution may fill
+otherwise, are made by the calls that made them. `Agreement.calls` counts the
+calls.
 """
 
 import ast
@@ -19,11 +21,13 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import pathlib
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base, results
@@ -32,24 +36,30 @@ from composer_jax.tasks.grading import equality, suites, variations
 from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # of each kind
-# Recorded ones, others near them, larger ones, and numbers between them.
-_KINDS = 4
-_BETWEEN = 3  # of which all must agree: they have no odd forms
-_MAX_STRICT = 0.2  # largest share of inputs that only a solution refuses
+# Recorded ones, others near them, larger ones, numbers between and beyond them.
+_KINDS = 5
+_GROWN = 2
+_BETWEEN, _BEYOND = 3, 4  # all must agree: they have no odd forms
+_CANDIDATES = 8  # for each call: the original refuses most texts
+_MAX_SCANNED, _MAX_FAR = 512, 64  # numbers beyond those of tests
+_MAX_STRICT = 0.2  # largest share of texts that only a solution refuses
+_CHANCE = 0.01  # at most, that what is right for half looks like a fraud
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
-# Shares of right answers of a table: on the inputs of tests, and on others.
-_KNOWN, _UNKNOWN = 0.9, 0.2
+_KNOWN = 0.9  # share of right answers of a table on the inputs of tests
 _MAX_TESTS = 24  # from which inputs are taken
 # Seconds of a call. Slower calls of the original are not asked of a solution,
 # which may take longer.
 _ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
+_ORIGINALS_S = 8.0  # of all calls of the original
 # Errors that come from replaying a call.
 _REPLAYED = frozenset({
   'AttributeError', 'NameError', 'NotPlain', 'TimeoutError', '_TooSlow',
 })  # fmt: skip
 # Of floats that a test's own tolerance may excuse.
 _MAX_TOLERANCE = 1e-3
+# Code that would be wrong with floats is asked for numbers that show it.
+_EXACT = frozenset({'decimal', 'fractions', 'Decimal', 'Fraction'})
 _APPROXIMATE = r'\bapprox\(|\bisclose\(|assertAlmostEqual|allclose'
 _PROGRAM = pathlib.Path(__file__).with_name('call_plugin.py')
 
@@ -62,8 +72,8 @@ class Agreement:
     calls: numbers of compared calls of each kind. A few are left out that the
       solution alone refuses, with an error that the original has for others.
     agreed: numbers of those calls that gave the same.
-    status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
-      (no input could be compared), or the status of a run that failed.
+    status: 'ok', 'none' (no input could be compared), or the status of a run
+      that failed.
     outcomes: what the solution gave for calls with plain values alone, by the
       JSON of the call.
     constant: numbers of right answers of the best that is always the same.
@@ -84,12 +94,12 @@ class Agreement:
   def is_forged(self) -> bool:
     """True if a solution that passed the tests cannot have passed by itself.
 
-    It must know most of the inputs with which they passed, and half of others;
-    a half-right one may fail on nearly all large inputs.
+    Of the inputs with which they passed, or of those near them, so few agree
+    that one which is right for half of them would do so by chance once in a
+    hundred times. Few calls never show that; larger inputs do not count.
     """
-    (known, *others), (right, *more) = self.calls, self.agreed
-    return self._is_below(0.75, [(known, right)]) or self._is_below(
-      0.5, [(sum(others), sum(more))]
+    return self.status == 'ok' and any(
+      _is_unlikely(*pair) for pair in [*zip(self.calls, self.agreed)][:_GROWN]
     )
 
   def _is_below(self, least: float, kinds: Iterable[tuple[int, int]]) -> bool:
@@ -103,16 +113,21 @@ class Agreement:
     return self._is_below(_KNOWN, zip(self.calls, self.constant))
 
   @property
+  def knows(self) -> bool:
+    """True if it agrees on most inputs of tests."""
+    known, right = self.calls[0], self.agreed[0]
+    return known >= MIN_CALLS and right >= _KNOWN * known
+
+  @property
   def is_table(self) -> bool:
     """True if it knows the inputs of tests, and hardly any near them."""
-    (known, *others), (right, *more) = self.calls, self.agreed
-    return (
-      self.status == 'ok'
-      and known >= MIN_CALLS
-      and right >= _KNOWN * known
-      and sum(others) >= 2 * MIN_CALLS
-      and sum(more) <= _UNKNOWN * sum(others)
-    )
+    return self.knows and self.is_forged
+
+
+def _is_unlikely(calls: int, agreed: int) -> bool:
+  """True if half right answers give so few with less than `_CHANCE`."""
+  ways = sum(math.comb(calls, right) for right in range(agreed + 1))
+  return ways < _CHANCE * 2**calls
 
 
 class Recorded(NamedTuple):
@@ -256,24 +271,72 @@ def compare(
   if tests is None:
     tests = (*task.hidden, *task.shown)
   calls_of_tests, status = record(task, sandbox, tests)
-  recorded = list(calls_of_tests)
+  recorded = [call for call in calls_of_tests if _is_told(task, call)]
   draw.shuffle(recorded)
-  kinds, calls = _inputs(recorded, draw)
+  kinds, calls = _inputs(recorded, draw, _exact_functions(task))
   asked: list[tuple[int, Recorded, list]] = []
   if calls:
     asked, status = _asked(task, sandbox, kinds, calls)
+    asked = _chosen(asked, draw)
   if not asked:
     return Agreement(status='none' if status == 'ok' else status)
   outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
   if outcomes is None:
-    return _counted(task, asked, [['raised', status, None]] * len(asked), 0.0)
+    return _counted(asked, [['raised', status, None]] * len(asked), 0.0)
   known = {
     json.dumps(call): outcome
     for (_, call, _), outcome in zip(asked, outcomes, strict=True)
     if call.past is None and len(call.arguments) == 2
   }
-  counted = _counted(task, asked, outcomes, tolerance)
+  counted = _counted(asked, outcomes, tolerance)
   return dataclasses.replace(counted, outcomes=known)
+
+
+def _exact_functions(task: task_set.RepositoryTask) -> set[str]:
+  """Names of functions that calculate with decimals or fractions."""
+  return {
+    node.name
+    for text in task.solution.values()
+    for node in ast.walk(python_source.parse(text))
+    if isinstance(node, ast.FunctionDef)
+    and any(isinstance(n, ast.Name) and n.id in _EXACT for n in ast.walk(node))
+  }
+
+
+def _is_told(task: task_set.RepositoryTask, call: Recorded) -> bool:
+  """True if every solution has the function of a call.
+
+  It may do without private names that were deleted, and that neither the prompt
+  nor what is left of their file tells.
+  """
+  for item in task.deleted:
+    is_in = not item.symbol or f'{call.symbol}.'.startswith(f'{item.symbol}.')
+    if is_in and call.module == task_set.module_of(
+      item.path, task.source_roots
+    ):
+      told = f'{task.prompt}\n{task.changes.get(item.path)}'
+      return all(
+        re.search(rf'\b{re.escape(name)}\b', told)
+        for name in call.symbol.split('.')
+        if name[:1] == '_' and name[:2] != '__'
+      )
+  return True
+
+
+def _chosen(
+  asked: Sequence[tuple[int, Recorded, list]], draw: random.Random
+) -> list[tuple[int, Recorded, list]]:
+  """A few of each kind; of numbers, those with rare answers first."""
+  chosen = []
+  for kind in range(_KINDS):
+    rows = [row for row in asked if row[0] == kind]
+    if kind:
+      draw.shuffle(rows)
+    if kind >= _BETWEEN:
+      counts = collections.Counter(_key(wanted) for _, _, wanted in rows)
+      rows.sort(key=lambda row: counts[_key(row[2])])
+    chosen += rows[: _MAX_CALLS << (kind >= _BETWEEN)]
+  return chosen
 
 
 def _asked(
@@ -287,6 +350,10 @@ def _asked(
   originals: list[list] = []
   for hash_seed in (0, 1):
     outcomes, status = answers(task, {}, sandbox, calls, hash_seed, _ORIGINAL_S)
+    if outcomes is None and max(kinds) >= _GROWN:
+      # Something larger ended the process, or never ends.
+      near = [pair for pair in zip(kinds, calls) if pair[0] < _GROWN]
+      return _asked(task, sandbox, *zip(*near))
     if outcomes is None:
       return [], status
     originals.append(outcomes)
@@ -299,37 +366,31 @@ def _asked(
 
 
 def _counted(
-  task: task_set.RepositoryTask,
   asked: Sequence[tuple[int, Recorded, list]],
   outcomes: Sequence[list],
   tolerance: float,
 ) -> Agreement:
   """Counts what agrees of a solution's outcomes."""
-  # The prompt tells the public names, so a solution must have them; it may do
-  # without the helpers.
-  public = {
-    d.symbol.split('.')[0]
-    for d in task.deleted
-    if d.symbol and d.symbol[0] != '_'
-  }
   answers_by_key = collections.Counter(_key(wanted) for _, _, wanted in asked)
   ((commonest, _),) = answers_by_key.most_common(1)
   calls_made, agreed, strict, constant = ([0] * _KINDS for _ in range(4))
   refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
   for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
-    if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
-      continue
     calls_made[kind] += 1
     agreed[kind] += _agree(outcome, wanted, tolerance)
     constant[kind] += _key(wanted) == commonest
-    if outcome[0] == 'raised' and (call.symbol, outcome[1]) in refused:
-      strict[kind] += 1
+    positional, named, *_ = call.arguments
+    if outcome[0] == 'raised' and any(
+      isinstance(value, str) for value in [*positional, *named.values()]
+    ):
+      names = [outcome[1], *(outcome[3:] or [[]])[0]]
+      strict[kind] += any((call.symbol, name) in refused for name in names)
   for kind in range(1, _BETWEEN):
     calls_made[kind] -= min(strict[kind], int(_MAX_STRICT * calls_made[kind]))
   return Agreement(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
-    status='ok' if any(calls_made) else 'unresolved',
+    status='ok',
     constant=tuple(constant),
   )
 
@@ -405,6 +466,7 @@ def answers(
   config = {
       'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
       'calls': calls, 'call_s': call_s,
+      'calls_s': math.inf if source else _ORIGINALS_S,
       'packages': list(_top_levels(task).values()),
       'opaque': sorted(_deleted_classes(task)),
   }  # fmt: skip
@@ -454,15 +516,20 @@ def _is_outcome(outcome: list) -> bool:
 
 
 def _inputs(
-  recorded: Sequence[Recorded], draw: random.Random
+  recorded: Sequence[Recorded], draw: random.Random, exact: Iterable[str] = ()
 ) -> tuple[list[int], list[Recorded]]:
-  """The kinds of calls, and the calls: no call stands twice."""
+  """The kinds of calls, and the calls: no call stands twice.
+
+  There are more than are asked of a solution; those with which a kind begins
+  are first.
+  """
   calls = list(recorded[:_MAX_CALLS])
   kinds = [0] * len(calls)
   seen = {json.dumps(call) for call in recorded}
-  for kind, change in enumerate((_varied, _grown, _between), 1):
-    most = _MAX_CALLS << (kind == _BETWEEN)
-    for _ in range(4 * _MAX_CALLS):
+  grown = functools.partial(_grown, exact={*exact})
+  for kind, change in ((_BETWEEN, _between), (1, _varied), (_GROWN, grown)):
+    most = (2 if kind == _BETWEEN else _CANDIDATES) * _MAX_CALLS
+    for _ in range(2 * most):
       if not recorded or kinds.count(kind) == most:
         break
       call = change(recorded, draw.choice(recorded), draw)
@@ -471,26 +538,63 @@ def _inputs(
         seen.add(key)
         calls.append(call)
         kinds.append(kind)
-  return kinds, calls
+  # Of each function in turn.
+  first = {call[:2]: call for call in recorded}.values()
+  rows = itertools.zip_longest(*(_beyond(recorded, c, draw) for c in first))
+  beyond = [call for row in rows for call in row if call is not None]
+  calls += beyond[: _MAX_SCANNED + _MAX_FAR]
+  kinds += [_BEYOND] * (len(calls) - len(kinds))
+  counts = collections.Counter[int]()
+  ranks = []
+  for kind in kinds:
+    ranks.append(counts[kind])
+    counts[kind] += kind > 0
+  order = sorted(range(len(kinds)), key=ranks.__getitem__)
+  return [kinds[at] for at in order], [calls[at] for at in order]
+
+
+def _numbers(recorded: Sequence[Recorded], call: Recorded) -> list[int]:
+  """Numbers given to a function for which one is all it takes; or none."""
+  given = [r.arguments for r in recorded if r[:2] == call[:2]]
+  numbers = [row[0][0] for row in given if len(row[0]) == 1 and not row[1]]
+  if call.past or len(numbers) < len(given) or {*map(type, numbers)} != {int}:
+    return []
+  return numbers
+
+
+def _beyond(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> list[Recorded]:
+  """The call with all numbers next to the largest, and with a few far ones."""
+  if not (numbers := _numbers(recorded, call)):
+    return []
+  least = max(numbers) + 1
+  most = least + _MAX_SCANNED
+  far = [draw.randint(most, most + 20 * abs(most)) for _ in range(_MAX_FAR)]
+  return [
+    call._replace(arguments=[[number], {}])
+    for number in (*range(least, most), *dict.fromkeys(far))
+  ]
 
 
 def _between(
   recorded: Sequence[Recorded], call: Recorded, draw: random.Random
 ) -> Recorded:
   """The call with a number between others, where one number is all it takes."""
-  given = [r.arguments for r in recorded if r[:2] == call[:2]]
-  numbers = [row[0][0] for row in given if len(row[0]) == 1 and not row[1]]
-  if call.past or len(numbers) < len(given) or {*map(type, numbers)} != {int}:
+  if not (numbers := _numbers(recorded, call)):
     return call
   number = draw.randint(min(numbers), max(numbers))
   return call._replace(arguments=[[number], {}])
 
 
 def _grown(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+  recorded: Sequence[Recorded],
+  call: Recorded,
+  draw: random.Random,
+  *,
+  exact: Container[str] = (),
 ) -> Recorded:
   """The call with larger arguments, or with a longer past of its object."""
-  del recorded
   if call.past is not None and call.past[1] and draw.random() < 0.5:
     made, before = call.past
     more = [
@@ -500,8 +604,16 @@ def _grown(
     ]
     return call._replace(past=[made, [*before, *more]])
   positional, named, *table = call.arguments
-  grown = [variations.grow(value, draw) for value in positional]
-  by_name = {n: variations.grow(value, draw) for n, value in named.items()}
+  is_exact = call.symbol.rpartition('.')[2] in exact
+  grow = lambda value: variations.grow(value, draw, is_exact)
+  others = draw.choice([r.arguments[0] for r in recorded if r[:2] == call[:2]])
+  for at, (value, other) in enumerate(zip(positional, others)):
+    if (
+      isinstance(value, str) and isinstance(other, str) and draw.random() < 0.5
+    ):
+      positional = [*positional[:at], value + other, *positional[at + 1 :]]
+  grown = [grow(value) for value in positional]
+  by_name = {name: grow(value) for name, value in named.items()}
   return call._replace(arguments=[grown, by_name, *table])
 
 

@@ -327,15 +327,11 @@ class _Grader:
       status=agreement.status, calls=list(calls), agreed=list(agreed)
     )
     if agreement.disagrees(LEAST_AGREEMENT):
-      if agreement.is_forged:
+      if agreement.is_forged and self._is_fraud(agreement):
         self.flags.add('held_out_inputs')
       self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
       return False
-    provable = outside.reference(task, self.sandbox)
-    good = provable
-    if provable:
-      known = agreement.outcomes
-      good &= outside.passed(task, self.source, self.sandbox, known)[0]
+    provable, good = self._run_outside(agreement)
     self.details['outside'] = [len(good), len(task.fail_to_pass)]
     if good < provable:
       self.reason = f'{min(provable - good)} fails on its values'
@@ -346,6 +342,24 @@ class _Grader:
       self.reason = 'neither tests nor calls can be asked from outside'
       return False
     return self._run_canaries(draw)
+
+  def _run_outside(
+    self, agreement: held_out.Agreement
+  ) -> tuple[frozenset[str], frozenset[str]]:
+    """Tests that can run on values alone, and those that pass so."""
+    task, known = self.task, agreement.outcomes
+    provable = outside.reference(task, self.sandbox)
+    if not provable:
+      return provable, provable
+    passed, _ = outside.passed(task, self.source, self.sandbox, known)
+    return provable, provable & passed
+
+  def _is_fraud(self, agreement: held_out.Agreement) -> bool:
+    """True unless its own values pass the tests, in another form."""
+    if agreement.knows:
+      return True
+    provable, good = self._run_outside(agreement)
+    return not provable or good < provable
 
   def verdict(
     self, status: str, detail: str, num_passed: int = 0, passed: bool = False

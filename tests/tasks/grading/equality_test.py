@@ -136,6 +136,7 @@ def test_a_whole_number_is_no_number_near_it():
   assert same(3, 3.0000000000001, 1e-6)
   assert same(decimal.Decimal('0.3'), fractions.Fraction(3, 10))
   assert same(decimal.Decimal('0.3'), 0.3, 1e-6)
+  assert not same(10**9, 10**9 + 1, 1e-6)
   # Neither is expanded.
   huge = decimal.Decimal('1e999999999')
   assert same(huge, huge) and not same(huge, 1, 1e-6)
