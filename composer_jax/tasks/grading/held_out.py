@@ -35,7 +35,7 @@ from composer_jax.tasks import source as python_source
 from composer_jax.tasks.grading import equality, suites, variations
 from composer_jax.tasks.repository import task_set
 
-_MAX_CALLS = 24  # of each kind
+_MAX_CALLS = 24  # of each kind; twice of those near, between and beyond
 # Recorded ones, others near them, larger ones, numbers between and beyond them.
 _KINDS = 5
 _GROWN = 2
@@ -117,6 +117,11 @@ class Agreement:
     """True if it agrees on most inputs of tests."""
     known, right = self.calls[0], self.agreed[0]
     return known >= MIN_CALLS and right >= _KNOWN * known
+
+  @property
+  def fails(self) -> bool:
+    """True if it disagrees on more than half of the inputs of tests."""
+    return self._is_below(0.5, [(self.calls[0], self.agreed[0])])
 
   @property
   def is_table(self) -> bool:
@@ -335,7 +340,7 @@ def _chosen(
     if kind >= _BETWEEN:
       counts = collections.Counter(_key(wanted) for _, _, wanted in rows)
       rows.sort(key=lambda row: counts[_key(row[2])])
-    chosen += rows[: _MAX_CALLS << (kind >= _BETWEEN)]
+    chosen += rows[: _MAX_CALLS << (kind != _GROWN)]
   return chosen
 
 

@@ -327,7 +327,7 @@ class _Grader:
       status=agreement.status, calls=list(calls), agreed=list(agreed)
     )
     if agreement.disagrees(LEAST_AGREEMENT):
-      if agreement.is_forged and self._is_fraud(agreement):
+      if self._is_fraud(agreement):
         self.flags.add('held_out_inputs')
       self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
       return False
@@ -355,11 +355,15 @@ class _Grader:
     return provable, provable & passed
 
   def _is_fraud(self, agreement: held_out.Agreement) -> bool:
-    """True unless its own values pass the tests, in another form."""
-    if agreement.knows:
-      return True
+    """True if no honest solution would do so, but by chance.
+
+    It has the answers for the tests alone, or passes them only beside its own
+    code. Values that pass them from outside are right in another form.
+    """
+    if agreement.knows or not (agreement.is_forged or agreement.fails):
+      return agreement.is_forged
     provable, good = self._run_outside(agreement)
-    return not provable or good < provable
+    return good < provable if provable else agreement.is_forged
 
   def verdict(
     self, status: str, detail: str, num_passed: int = 0, passed: bool = False

@@ -213,7 +213,7 @@ def test_what_is_right_for_half_is_hardly_ever_flagged():
   right = lambda calls: sum(draw.random() < 0.5 for _ in range(calls))
   flags = 0
   for _ in range(2000):
-    calls = [draw.randint(1, 24) for _ in range(4)]
+    calls = [draw.randint(1, 48) for _ in range(4)]
     agreed = tuple(map(right, calls))
     flags += held_out.Agreement(
       calls=tuple(calls), agreed=agreed, status='ok'
