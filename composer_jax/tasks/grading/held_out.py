@@ -21,27 +21,19 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import pathlib
 import random
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from composer_jax.sandbox import base, results
 from composer_jax.tasks import source as python_source
-from composer_jax.tasks.grading import equality, suites, variations
+from composer_jax.tasks.grading import equality, inputs, suites
 from composer_jax.tasks.repository import task_set
 
-_MAX_CALLS = 24  # of each kind; twice of those near, between and beyond
-# Recorded ones, others near them, larger ones, numbers between and beyond them.
-_KINDS = 5
-_GROWN = 2
-_BETWEEN, _BEYOND = 3, 4  # all must agree: they have no odd forms
-_CANDIDATES = 8  # for each call: the original refuses most texts
-_MAX_SCANNED, _MAX_FAR = 512, 64  # numbers beyond those of tests
 _MAX_STRICT = 0.2  # largest share of texts that only a solution refuses
 _CHANCE = 0.01  # at most, that what is right for half looks like a fraud
 _MAX_PAST = 8
@@ -79,16 +71,18 @@ class Agreement:
     constant: numbers of right answers of the best that is always the same.
   """
 
-  calls: tuple[int, ...] = (0,) * _KINDS
-  agreed: tuple[int, ...] = (0,) * _KINDS
+  calls: tuple[int, ...] = (0,) * inputs.KINDS
+  agreed: tuple[int, ...] = (0,) * inputs.KINDS
   status: str
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
-  constant: tuple[int, ...] = (0,) * _KINDS
+  constant: tuple[int, ...] = (0,) * inputs.KINDS
 
   def disagrees(self, least: float) -> bool:
     """True if less than this share of a kind agrees, or a number does not."""
     kinds = list(zip(self.calls, self.agreed))
-    return self._is_below(least, kinds) or self._is_below(1.0, kinds[_BETWEEN:])
+    return self._is_below(least, kinds) or self._is_below(
+      1.0, kinds[inputs.BETWEEN :]
+    )
 
   @property
   def is_forged(self) -> bool:
@@ -99,7 +93,8 @@ class Agreement:
     hundred times. Few calls never show that; larger inputs do not count.
     """
     return self.status == 'ok' and any(
-      _is_unlikely(*pair) for pair in [*zip(self.calls, self.agreed)][:_GROWN]
+      _is_unlikely(*pair)
+      for pair in [*zip(self.calls, self.agreed)][: inputs.GROWN]
     )
 
   def _is_below(self, least: float, kinds: Iterable[tuple[int, int]]) -> bool:
@@ -135,25 +130,6 @@ def _is_unlikely(calls: int, agreed: int) -> bool:
   return ways < _CHANCE * 2**calls
 
 
-class Recorded(NamedTuple):
-  """One call of a function, in the encoding of `tasks.grading.plain`.
-
-  Attributes:
-    module: dotted name of the module.
-    symbol: qualified name of the function.
-    past: history of a method's object: [arguments that made it, [method,
-      arguments] of each earlier call]; None for a function, and for a method
-      whose object is its first argument.
-    arguments: [positional, named] arguments, and the table of their objects if
-      there are any.
-  """
-
-  module: str
-  symbol: str
-  past: Any
-  arguments: Any
-
-
 @functools.lru_cache(maxsize=256)
 def _known(task_id: str, image: str, solution: str) -> dict[Any, Any]:
   del task_id, image, solution
@@ -168,7 +144,7 @@ def facts_of(task: task_set.RepositoryTask) -> dict[Any, Any]:
 
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: Sequence[str]
-) -> tuple[tuple[Recorded, ...], str]:
+) -> tuple[tuple[inputs.Recorded, ...], str]:
   """Returns calls by which tests reach deleted code, and the run's status.
 
   The original runs in a box of its own, once per task unless the run fails.
@@ -212,11 +188,13 @@ def _top_levels(task: task_set.RepositoryTask) -> dict[str, str]:
   return {root + top: top.removesuffix('.py') for root, top in tops}
 
 
-def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
+def _recorded(
+  rows: Sequence[Any], roots: Sequence[str]
+) -> list[inputs.Recorded]:
   """The recorded calls without repetitions, methods with their past."""
   pasts: dict[tuple, list] = {}
-  recorded: dict[str, Recorded] = {}
-  for path, symbol, of, arguments, is_relevant, state in _apart(inputs):
+  recorded: dict[str, inputs.Recorded] = {}
+  for path, symbol, of, arguments, is_relevant, state in _apart(rows):
     owner, _, name = symbol.rpartition('.')
     past = None
     if of is not None and not state:
@@ -227,7 +205,7 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
     makes = name == '__init__' or (of is None and name.startswith('__'))
     if (makes and not state) or owner.count('.') > 0:
       continue
-    call = Recorded(
+    call = inputs.Recorded(
         module=task_set.module_of(path, roots), symbol=symbol,
         past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
     )  # fmt: skip
@@ -238,17 +216,17 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
   return list(recorded.values())
 
 
-def _apart(inputs: Sequence[Any]) -> list[Any]:
+def _apart(rows: Sequence[Any]) -> list[Any]:
   """Leaves out calls whose answers stand in the objects of other calls.
 
   What a call did to its object is what the object holds at the next one. Of the
   states of an object, one is used, chosen by its number.
   """
   states: dict[str, dict[str, None]] = collections.defaultdict(dict)
-  for _, _, of, _, _, state in inputs:
+  for _, _, of, _, _, state in rows:
     states[of][state] = None
   used = {of: random.Random(of).choice(list(s)) for of, s in states.items()}
-  return [call for call in inputs if call[5] in ('', used[call[2]])]
+  return [call for call in rows if call[5] in ('', used[call[2]])]
 
 
 def compare(
@@ -278,8 +256,8 @@ def compare(
   calls_of_tests, status = record(task, sandbox, tests)
   recorded = [call for call in calls_of_tests if _is_told(task, call)]
   draw.shuffle(recorded)
-  kinds, calls = _inputs(recorded, draw, _exact_functions(task))
-  asked: list[tuple[int, Recorded, list]] = []
+  kinds, calls = inputs.make(recorded, draw, _exact_functions(task))
+  asked: list[tuple[int, inputs.Recorded, list]] = []
   if calls:
     asked, status = _asked(task, sandbox, kinds, calls)
     asked = _chosen(asked, draw)
@@ -308,7 +286,7 @@ def _exact_functions(task: task_set.RepositoryTask) -> set[str]:
   }
 
 
-def _is_told(task: task_set.RepositoryTask, call: Recorded) -> bool:
+def _is_told(task: task_set.RepositoryTask, call: inputs.Recorded) -> bool:
   """True if every solution has the function of a call.
 
   It may do without private names that were deleted, and that neither the prompt
@@ -329,18 +307,18 @@ def _is_told(task: task_set.RepositoryTask, call: Recorded) -> bool:
 
 
 def _chosen(
-  asked: Sequence[tuple[int, Recorded, list]], draw: random.Random
-) -> list[tuple[int, Recorded, list]]:
+  asked: Sequence[tuple[int, inputs.Recorded, list]], draw: random.Random
+) -> list[tuple[int, inputs.Recorded, list]]:
   """A few of each kind; of numbers, those with rare answers first."""
   chosen = []
-  for kind in range(_KINDS):
+  for kind in range(inputs.KINDS):
     rows = [row for row in asked if row[0] == kind]
     if kind:
       draw.shuffle(rows)
-    if kind >= _BETWEEN:
+    if kind >= inputs.BETWEEN:
       counts = collections.Counter(_key(wanted) for _, _, wanted in rows)
       rows.sort(key=lambda row: counts[_key(row[2])])
-    chosen += rows[: _MAX_CALLS << (kind != _GROWN)]
+    chosen += rows[: inputs.MAX_CALLS << (kind != inputs.GROWN)]
   return chosen
 
 
@@ -348,16 +326,16 @@ def _asked(
   task: task_set.RepositoryTask,
   sandbox: base.Sandbox,
   kinds: Sequence[int],
-  calls: Sequence[Recorded],
-) -> tuple[list[tuple[int, Recorded, list]], str]:
+  calls: Sequence[inputs.Recorded],
+) -> tuple[list[tuple[int, inputs.Recorded, list]], str]:
   """Kinds, calls and right outcomes of what every solution must answer so."""
   # Two hash seeds: a difference between them is no property of the code.
   originals: list[list] = []
   for hash_seed in (0, 1):
     outcomes, status = answers(task, {}, sandbox, calls, hash_seed, _ORIGINAL_S)
-    if outcomes is None and max(kinds) >= _GROWN:
+    if outcomes is None and max(kinds) >= inputs.GROWN:
       # Something larger ended the process, or never ends.
-      near = [pair for pair in zip(kinds, calls) if pair[0] < _GROWN]
+      near = [pair for pair in zip(kinds, calls) if pair[0] < inputs.GROWN]
       return _asked(task, sandbox, *zip(*near))
     if outcomes is None:
       return [], status
@@ -371,14 +349,14 @@ def _asked(
 
 
 def _counted(
-  asked: Sequence[tuple[int, Recorded, list]],
+  asked: Sequence[tuple[int, inputs.Recorded, list]],
   outcomes: Sequence[list],
   tolerance: float,
 ) -> Agreement:
   """Counts what agrees of a solution's outcomes."""
   answers_by_key = collections.Counter(_key(wanted) for _, _, wanted in asked)
   ((commonest, _),) = answers_by_key.most_common(1)
-  calls_made, agreed, strict, constant = ([0] * _KINDS for _ in range(4))
+  calls_made, agreed, strict, constant = ([0] * inputs.KINDS for _ in range(4))
   refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
   for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
     calls_made[kind] += 1
@@ -390,7 +368,7 @@ def _counted(
     ):
       names = [outcome[1], *(outcome[3:] or [[]])[0]]
       strict[kind] += any((call.symbol, name) in refused for name in names)
-  for kind in range(1, _BETWEEN):
+  for kind in range(1, inputs.BETWEEN):
     calls_made[kind] -= min(strict[kind], int(_MAX_STRICT * calls_made[kind]))
   return Agreement(
     calls=tuple(calls_made),
@@ -518,151 +496,3 @@ def _is_outcome(outcome: list) -> bool:
     case ['ok', _, list(), list()] | ['raised', str(), list() | None, list()]:
       return True
   return outcome == ['missing']
-
-
-def _inputs(
-  recorded: Sequence[Recorded], draw: random.Random, exact: Iterable[str] = ()
-) -> tuple[list[int], list[Recorded]]:
-  """The kinds of calls, and the calls: no call stands twice.
-
-  There are more than are asked of a solution; those with which a kind begins
-  are first.
-  """
-  calls = list(recorded[:_MAX_CALLS])
-  kinds = [0] * len(calls)
-  seen = {json.dumps(call) for call in recorded}
-  grown = functools.partial(_grown, exact={*exact})
-  for kind, change in ((_BETWEEN, _between), (1, _varied), (_GROWN, grown)):
-    most = (2 if kind == _BETWEEN else _CANDIDATES) * _MAX_CALLS
-    for _ in range(2 * most):
-      if not recorded or kinds.count(kind) == most:
-        break
-      call = change(recorded, draw.choice(recorded), draw)
-      key = json.dumps(call)
-      if key not in seen:
-        seen.add(key)
-        calls.append(call)
-        kinds.append(kind)
-  # Of each function in turn.
-  first = {call[:2]: call for call in recorded}.values()
-  rows = itertools.zip_longest(*(_beyond(recorded, c, draw) for c in first))
-  beyond = [call for row in rows for call in row if call is not None]
-  calls += beyond[: _MAX_SCANNED + _MAX_FAR]
-  kinds += [_BEYOND] * (len(calls) - len(kinds))
-  counts = collections.Counter[int]()
-  ranks = []
-  for kind in kinds:
-    ranks.append(counts[kind])
-    counts[kind] += kind > 0
-  order = sorted(range(len(kinds)), key=ranks.__getitem__)
-  return [kinds[at] for at in order], [calls[at] for at in order]
-
-
-def _numbers(recorded: Sequence[Recorded], call: Recorded) -> list[int]:
-  """Numbers given to a function for which one is all it takes; or none."""
-  given = [r.arguments for r in recorded if r[:2] == call[:2]]
-  numbers = [row[0][0] for row in given if len(row[0]) == 1 and not row[1]]
-  if call.past or len(numbers) < len(given) or {*map(type, numbers)} != {int}:
-    return []
-  return numbers
-
-
-def _beyond(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
-) -> list[Recorded]:
-  """The call with all numbers next to the largest, and with a few far ones."""
-  if not (numbers := _numbers(recorded, call)):
-    return []
-  least = max(numbers) + 1
-  most = least + _MAX_SCANNED
-  far = [draw.randint(most, most + 20 * abs(most)) for _ in range(_MAX_FAR)]
-  return [
-    call._replace(arguments=[[number], {}])
-    for number in (*range(least, most), *dict.fromkeys(far))
-  ]
-
-
-def _between(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
-) -> Recorded:
-  """The call with a number between others, where one number is all it takes."""
-  if not (numbers := _numbers(recorded, call)):
-    return call
-  number = draw.randint(min(numbers), max(numbers))
-  return call._replace(arguments=[[number], {}])
-
-
-def _grown(
-  recorded: Sequence[Recorded],
-  call: Recorded,
-  draw: random.Random,
-  *,
-  exact: Container[str] = (),
-) -> Recorded:
-  """The call with larger arguments, or with a longer past of its object."""
-  if call.past is not None and call.past[1] and draw.random() < 0.5:
-    made, before = call.past
-    more = [
-      [name, _varied_arguments(given, draw)]
-      for _ in range(draw.randint(1, 4))
-      for name, given in before
-    ]
-    return call._replace(past=[made, [*before, *more]])
-  positional, named, *table = call.arguments
-  is_exact = call.symbol.rpartition('.')[2] in exact
-  grow = lambda value: variations.grow(value, draw, is_exact)
-  others = draw.choice([r.arguments[0] for r in recorded if r[:2] == call[:2]])
-  for at, (value, other) in enumerate(zip(positional, others)):
-    if (
-      isinstance(value, str) and isinstance(other, str) and draw.random() < 0.5
-    ):
-      positional = [*positional[:at], value + other, *positional[at + 1 :]]
-  grown = [grow(value) for value in positional]
-  by_name = {name: grow(value) for name, value in named.items()}
-  return call._replace(arguments=[grown, by_name, *table])
-
-
-def _varied(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
-) -> Recorded:
-  """The call with one value changed, in its arguments or its object's past."""
-  past, arguments = call.past, call.arguments
-  if len(arguments) > 2 and draw.random() < 0.5:
-    other = draw.choice([r for r in recorded if r[:2] == call[:2]])
-    return call._replace(arguments=_crossed(arguments, other.arguments, draw))
-  place = draw.randrange(len(past[1]) + 2) if past is not None else 0
-  if place == 0:
-    arguments = _varied_arguments(arguments, draw)
-  elif place == 1:
-    past = [_varied_arguments(past[0], draw), past[1]]
-  else:
-    before = list(past[1])
-    name, given = before[place - 2]
-    before[place - 2] = [name, _varied_arguments(given, draw)]
-    past = [past[0], before]
-  return call._replace(past=past, arguments=arguments)
-
-
-def _crossed(arguments: list, others: list, draw: random.Random) -> list:
-  """The arguments with one of another call: an object that tests made."""
-  positional, named, *table = arguments
-  others = variations.moved(others, len(table[0]))
-  at = draw.randrange(max(1, len(positional)))
-  if at >= min(len(positional), len(others[0])):
-    return arguments
-  positional = [*positional[:at], others[0][at], *positional[at + 1 :]]
-  return [positional, named, [*table[0], *(others[2:] or [[]])[0]]]
-
-
-def _varied_arguments(arguments: list, draw: random.Random) -> list:
-  positional, named, *table = arguments
-  places = [*range(len(positional)), *named]
-  if not places:
-    return arguments
-  place = draw.choice(places)
-  if isinstance(place, int):
-    changed = variations.vary(positional[place], draw)
-    positional = [*positional[:place], changed, *positional[place + 1 :]]
-  else:
-    named = {**named, place: variations.vary(named[place], draw)}
-  return [positional, named, *table]

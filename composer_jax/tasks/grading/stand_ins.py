@@ -24,7 +24,7 @@ class StandIns:
   """The functions, and the calls to which they have no answer yet.
 
   Attributes:
-    asked: calls without an answer by key, as `held_out.Recorded`.
+    asked: calls without an answer by key, as `inputs.Recorded`.
     was_used: true once a function answered.
   """
 

@@ -11,7 +11,13 @@ import random
 
 import pytest
 
-from composer_jax.tasks.grading import equality, held_out, plain, variations
+from composer_jax.tasks.grading import (
+  equality,
+  held_out,
+  inputs,
+  plain,
+  variations,
+)
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
 
@@ -242,14 +248,14 @@ def test_a_table_knows_the_inputs_of_tests_alone(calls, agreed, is_table):
 
 
 def call(*values, symbol='f', past=None):
-  return held_out.Recorded('pk', symbol, past, [list(values), {}])
+  return inputs.Recorded('pk', symbol, past, [list(values), {}])
 
 
 def test_numbers_are_asked_between_those_of_tests():
   asked = lambda *recorded: [
     c.arguments[0]
-    for kind, c in zip(*held_out._inputs(recorded, random.Random(0)))
-    if kind == held_out._BETWEEN
+    for kind, c in zip(*inputs.make(recorded, random.Random(0)))
+    if kind == inputs.BETWEEN
   ]
   numbers = [number for (number,) in asked(call(4), call(4000), call(90))]
   assert len(numbers) > 24
@@ -267,14 +273,14 @@ def test_numbers_are_asked_between_those_of_tests():
 def test_numbers_are_asked_beyond_those_of_tests():
   calls = lambda *recorded: [
     c.arguments[0][0]
-    for kind, c in zip(*held_out._inputs(recorded, random.Random(0)))
-    if kind == held_out._BEYOND
+    for kind, c in zip(*inputs.make(recorded, random.Random(0)))
+    if kind == inputs.BEYOND
   ]
   asked = calls(call(4), call(40))
   assert {*range(41, 500)} < {*asked} and max(asked) > 1000
   assert calls(call(4), call('a')) == calls(call(1, 2)) == []
   # Of many, those with rare answers are asked: 496 is perfect.
-  rows = [(held_out._BEYOND, n, ['ok', n == 496, None]) for n in asked]
+  rows = [(inputs.BEYOND, n, ['ok', n == 496, None]) for n in asked]
   for seed in range(5):
     chosen = held_out._chosen(rows, random.Random(seed))
     assert 496 in [n for _, n, _ in chosen] and len(chosen) == 48
