@@ -40,8 +40,8 @@ _PROSE = re.compile(
   rb'[rbuRBU]{0,2}("""|' + rb"''')" + rb'.*?\1|(?:^|(?<=\s))#[^\n]*', re.S
 )
 _SIGNATURE = re.compile(rb'\b(?:def|class)\s+\w+[^:\n]*')
-_ESCAPE = re.compile(rb'\\(.)', re.S)
-_BASE64 = re.compile(rb'(?:[A-Za-z0-9+/_-]{4}[\r\n]{0,2}){10,}[A-Za-z0-9+/_-]*')
+_BASE64 = re.compile(rb'(?:[A-Za-z0-9+/_-]{20,}+\r?\n?)+[A-Za-z0-9+/_-]*={0,2}')
+_PACKED = (b'\x1f\x8b', b'BZh', b'\xfd7zXZ', b'PK\x03\x04', b'\x78')
 _NEAR = 512  # bytes around the names of a compiled function
 _MAX_DEPTH = 3
 _MAX_PART, _MAX_BYTES = 4 << 20, 16 << 20  # of one file, unpacked
@@ -84,8 +84,10 @@ def _streams(data: bytes) -> Iterator[bytes]:
   yield _stream_of(data)
   yield _tokens(data, is_code=False)
   if b'\\' in data:
-    char = lambda found: b' ' if found[1] in b'nrt' else found[1]
-    yield _tokens(_ESCAPE.sub(char, data), is_code=False)
+    data = data.replace(b'\\\\', b'\0')
+    for escape in (b'\\n', b'\\r', b'\\t'):
+      data = data.replace(escape, b' ')
+    yield _tokens(data.replace(b'\0', b'\\'), is_code=False)
 
 
 def _tokens(data: bytes, is_code: bool = True) -> bytes:
@@ -221,9 +223,11 @@ def _layers(data: bytes) -> Iterator[bytes]:
 
 def _based(data: bytes) -> Iterator[bytes]:
   for match in itertools.islice(_BASE64.finditer(data), _MAX_STREAMS):
-    run = match[0].translate(bytes.maketrans(b'-_', b'+/'), b'\r\n')
+    run = match[0].translate(bytes.maketrans(b'-_', b'+/'), b'\r\n=')
     run = run[: len(run) - (len(run) % 4 == 1)]
-    yield binascii.a2b_base64(run + b'=' * (-len(run) % 4))
+    part = binascii.a2b_base64(run + b'=' * (-len(run) % 4))
+    if part.startswith(_PACKED) or _is_text(part):
+      yield part
 
 
 def _sqlite(data: bytes) -> Iterator[bytes]:
