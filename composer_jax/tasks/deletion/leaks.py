@@ -26,6 +26,8 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
+from composer_jax.tasks import source as python_source
+
 _WINDOW = 16  # tokens in a row that are no coincidence
 _FEW = 6  # tokens that suffice where the code has no more
 _DISTINCT = 5
@@ -119,7 +121,7 @@ def _names(text: str) -> set[bytes]:
   names: set[str] = set()
   for source in (text, f'def f():\n{textwrap.indent(text, " ")}'):
     with contextlib.suppress(SyntaxError, ValueError):
-      for node in ast.walk(ast.parse(source)):
+      for node in ast.walk(python_source.parse(source)):
         for field in ('id', 'attr', 'arg'):
           names.add(getattr(node, field, None) or '')
       break
