@@ -1,12 +1,16 @@
 """Finds copies of deleted code in files of any kind.
 
 Contents are searched whatever a file is called: also inside archives,
-compressed streams and SQLite databases (mypy's cache is one). A run of the same
-identifiers and literals betrays the code anywhere, however it is laid out or
-called. Single names and constants count only in binary files, where they come
-from a compiler or an index: people write about code too.
+compressed streams, base64 and SQLite databases (mypy's cache is one). A run of
+the same identifiers and literals betrays the code anywhere, however it is laid
+out or called: as code, in comments, in text or in text with escapes. Single
+names and constants count only in binary files, where they come from a compiler
+or an index: people write about code too. There, all names close to each other
+count as well, however short.
 """
 
+import ast
+import binascii
 import bz2
 import contextlib
 import functools
@@ -17,9 +21,12 @@ import lzma
 import re
 import sqlite3
 import tarfile
+import textwrap
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+
+from composer_jax.tasks import source as python_source
 
 _WINDOW = 16  # tokens in a row that are no coincidence
 _FEW = 6  # tokens that suffice where the code has no more
@@ -29,11 +36,15 @@ _MIN_NAME = 8
 _TO_SPACE = bytes(
   x if chr(x).isalnum() and x < 128 or x == 95 else 32 for x in range(256)
 )
-# Documentation and comments may be quoted; signatures are in the prompt.
+# Documentation and comments of deleted code may be quoted; signatures are in
+# the prompt.
 _PROSE = re.compile(
   rb'[rbuRBU]{0,2}("""|' + rb"''')" + rb'.*?\1|(?:^|(?<=\s))#[^\n]*', re.S
 )
 _SIGNATURE = re.compile(rb'\b(?:def|class)\s+\w+[^:\n]*')
+_BASE64 = re.compile(rb'(?:[A-Za-z0-9+/_-]{20,}+\r?\n?)+[A-Za-z0-9+/_-]*={0,2}')
+_PACKED = (b'\x1f\x8b', b'BZh', b'\xfd7zXZ', b'PK\x03\x04', b'\x78')
+_NEAR = 512  # bytes around the names of a compiled function
 _MAX_DEPTH = 3
 _MAX_PART, _MAX_BYTES = 4 << 20, 16 << 20  # of one file, unpacked
 _MAX_CACHED = 1 << 18
@@ -70,8 +81,21 @@ def _stream_of(data: bytes) -> bytes:
   return (_cached if len(data) < _MAX_CACHED else _tokens)(data)
 
 
-def _tokens(data: bytes) -> bytes:
-  code = _SIGNATURE.sub(b' ', _PROSE.sub(b' ', data))
+def _streams(data: bytes) -> Iterator[bytes]:
+  """Yields the stream of code, and those of all that is written in it."""
+  yield _stream_of(data)
+  yield _tokens(data, is_code=False)
+  if b'\\' in data:
+    data = data.replace(b'\\\\', b'\0')
+    for escape in (b'\\n', b'\\r', b'\\t'):
+      data = data.replace(escape, b' ')
+    yield _tokens(data.replace(b'\0', b'\\'), is_code=False)
+
+
+def _tokens(data: bytes, is_code: bool = True) -> bytes:
+  if is_code:
+    data = _PROSE.sub(b' ', data)
+  code = _SIGNATURE.sub(b' ', data)
   words = code.translate(_TO_SPACE)
   while b'  ' in words:  # a split would make a list of millions
     words = words.replace(b'  ', b' ')
@@ -91,6 +115,28 @@ def _words(text: str) -> set[str]:
   }
 
 
+def _names(text: str) -> set[bytes]:
+  """All names in a piece of code, as compiled files hold them."""
+  text = textwrap.dedent(text)
+  names: set[str] = set()
+  for source in (text, f'def f():\n{textwrap.indent(text, " ")}'):
+    with contextlib.suppress(SyntaxError, ValueError):
+      for node in ast.walk(python_source.parse(source)):
+        for field in ('id', 'attr', 'arg'):
+          names.add(getattr(node, field, None) or '')
+      break
+  return {bytes([len(n)]) + n.encode() for n in names if 0 < len(n) < 256}
+
+
+def _holds(data: bytes, names: set[bytes], size: int) -> bool:
+  """True if all the names stand within so many bytes."""
+  if len(names) < _FEW or not all(name in data for name in names):
+    return False
+  starts = range(0, len(data), size)
+  near = (data[start : start + 2 * size] for start in starts)
+  return any(all(name in part for name in names) for part in near)
+
+
 def scan(
   files: Mapping[str, bytes], deleted: Iterable[str], left: Iterable[str]
 ) -> tuple[str, ...]:
@@ -107,12 +153,17 @@ def scan(
   windows = {window for window in windows if not _stands(window, left)}
   names = set().union(*map(_words, deleted)) - set().union(*map(_words, left))
   words = [name.encode() for name in names]
+  secret = [text for text in deleted if windows & _windows(text)]
+  compiled = [(_names(text), _NEAR + 4 * len(text)) for text in secret]
 
   def is_copy(is_text: bool, part: bytes) -> bool:
-    stream = _stream_of(part)
-    if any(window in stream for window in windows):
-      return True
-    return not is_text and any(word in part for word in words)
+    for stream in _streams(part):
+      if any(window in stream for window in windows):
+        return True
+    return not is_text and (
+      any(word in part for word in words)
+      or any(_holds(part, *names) for names in compiled)
+    )
 
   return tuple(
     path
@@ -123,19 +174,25 @@ def scan(
 
 def _parts(data: bytes) -> Iterator[tuple[bool, bytes]]:
   """Yields the content itself and all it unpacks to, each after `is_text`."""
-  with contextlib.suppress(UnicodeDecodeError):
-    if '\0' not in data.decode():
-      yield True, data
-      return
-  yield False, data
+  is_text = _is_text(data)
+  yield is_text, data
   budget = _MAX_BYTES
   for part in _unpacked(data, 0):
     budget -= len(part)
     if budget < 0:
       break
-    yield False, part
+    yield is_text and _is_text(part), part
+  if is_text:
+    return
   for encoding in ('utf-16-le', 'utf-16-be'):
     yield False, data.decode(encoding, 'replace').encode()
+
+
+def _is_text(data: bytes) -> bool:
+  try:
+    return '\0' not in data.decode()
+  except UnicodeDecodeError:
+    return False
 
 
 def _unpacked(data: bytes, depth: int) -> Iterator[bytes]:
@@ -147,7 +204,7 @@ def _unpacked(data: bytes, depth: int) -> Iterator[bytes]:
 
 def _layers(data: bytes) -> Iterator[bytes]:
   """Yields what each format that the bytes may have unpacks them to."""
-  layers = [_deflated(data)]
+  layers = [_deflated(data), _based(data)]
   if data.startswith(b'SQLite format 3\0'):
     layers.append(_sqlite(data))
   if b'PK\x03\x04' in data[: 1 << 16]:
@@ -164,6 +221,15 @@ def _layers(data: bytes) -> Iterator[bytes]:
   for layer in layers:
     with contextlib.suppress(*_ERRORS):  # until the format is damaged
       yield from layer
+
+
+def _based(data: bytes) -> Iterator[bytes]:
+  for match in itertools.islice(_BASE64.finditer(data), _MAX_STREAMS):
+    run = match[0].translate(bytes.maketrans(b'-_', b'+/'), b'\r\n=')
+    run = run[: len(run) - (len(run) % 4 == 1)]
+    part = binascii.a2b_base64(run + b'=' * (-len(run) % 4))
+    if part.startswith(_PACKED) or _is_text(part):
+      yield part
 
 
 def _sqlite(data: bytes) -> Iterator[bytes]:

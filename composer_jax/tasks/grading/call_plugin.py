@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import types
 from typing import Any
 
@@ -43,8 +44,9 @@ def call(plain: types.ModuleType, request: list, opaque: list) -> list:
   """Makes one call.
 
   Returns:
-    ['ok', result, arguments if the call changed any], ['raised', class name,
-    arguments of the error if they are plain] or ['missing'].
+    ['ok', result, arguments if the call changed any, and as they were],
+    ['raised', class name, arguments of the error if they are plain, names of
+    the classes above its own] or ['missing'].
   """
   module, symbol, past, arguments = request
   try:
@@ -55,15 +57,18 @@ def call(plain: types.ModuleType, request: list, opaque: list) -> list:
       owner, _, name = symbol.rpartition('.')
       function = getattr(_object(plain, _resolve(module, owner), past), name)
     for maker in ('fget', 'func'):  # of a property, and of one that is kept
-      function = getattr(function, maker, function)
+      if not callable(function):
+        function = getattr(function, maker, function)
     positional, named = plain.decode_call(arguments)
     before = _seen(plain, positional, opaque)
     result = function(*positional, **named)
     encoded = plain.encode_result(result, opaque)
     after = _seen(plain, positional, opaque)
-    return ['ok', encoded, after if after != before else None]
+    seen = [after, before] if after != before else [None]
+    return ['ok', encoded, *seen]
   except (Exception, SystemExit, _TooSlow) as error:  # noqa: BLE001
-    return ['raised', type(error).__name__, _arguments(plain, error)]
+    name, *above = plain.classes_of(error)
+    return ['raised', name, _arguments(plain, error), above]
 
 
 def _arguments(plain: types.ModuleType, error: BaseException) -> list | None:
@@ -107,10 +112,14 @@ def main() -> None:
     for module in {request[0] for request in config['calls']}:
       _resolve(module, '__name__')
   signal.setitimer(signal.ITIMER_REAL, 0)
+  end = time.monotonic() + config['calls_s']
   for request in config['calls']:
+    outcome = ['raised', 'TimeoutError', None]
+    if time.monotonic() > end:
+      outcomes.append(outcome)
+      continue
     signal.setitimer(signal.ITIMER_REAL, config['call_s'])
     with contextlib.suppress(_TooSlow):
-      outcome = ['raised', 'TimeoutError', None]
       outcome = call(plain, request, config['opaque'])
       signal.setitimer(signal.ITIMER_REAL, 0)
     outcomes.append(outcome)

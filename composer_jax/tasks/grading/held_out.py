@@ -5,13 +5,15 @@ on inputs, the values come out, and the host compares them: the process that
 computes them holds neither the tests nor a right value.
 
 The inputs are those with which the package's tests call functions that run
-deleted code, recorded once from the original, others near them, larger ones,
-and numbers between them: what is right for the small inputs of tests may be
-wrong for others, so that each kind counts by itself. Objects of the package are
-built again in the solution's process from what they held when the original was
-called, and seen by what their classes make public (`tasks.grading.plain`).
-Objects of deleted classes, which a solution may fill otherwise, are made by the
-calls that made them. `Agreement.calls` counts the calls.
+deleted code, recorded once from the original, others near them, larger and
+deeper ones, and numbers between and beyond them: what is right for the small
+inputs of tests may be wrong for others, so that each kind counts by itself.
+What the original refuses, or does not answer at once, is not asked. Objects of
+the package are built again in the solution's process from what they held when
+the original was called, and seen by what their classes make public
+(`tasks.grading.plain`). Objects of deleted classes, which a solution may fill
+otherwise, are made by the calls that made them. `Agreement.calls` counts the
+calls.
 """
 
 import ast
@@ -20,36 +22,36 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from composer_jax.sandbox import base, results
 from composer_jax.tasks import source as python_source
-from composer_jax.tasks.grading import equality, suites, variations
+from composer_jax.tasks.grading import equality, inputs, suites
 from composer_jax.tasks.repository import task_set
 
-_MAX_CALLS = 24  # of each kind
-# Recorded ones, others near them, larger ones, and numbers between them.
-_KINDS = 4
-_BETWEEN = 3  # of which all must agree: they have no odd forms
-_MAX_STRICT = 0.2  # largest share of inputs that only a solution refuses
+_MAX_STRICT = 0.2  # largest share of texts that only a solution refuses
+_CHANCE = 0.01  # at most, that what is right for half looks like a fraud
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
-# Shares of right answers of a table: on the inputs of tests, and on others.
-_KNOWN, _UNKNOWN = 0.9, 0.2
+_KNOWN = 0.9  # share of right answers of a table on the inputs of tests
 _MAX_TESTS = 24  # from which inputs are taken
 # Seconds of a call. Slower calls of the original are not asked of a solution,
 # which may take longer.
 _ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
+_ORIGINALS_S = 8.0  # of all calls of the original
 # Errors that come from replaying a call.
 _REPLAYED = frozenset({
   'AttributeError', 'NameError', 'NotPlain', 'TimeoutError', '_TooSlow',
 })  # fmt: skip
 # Of floats that a test's own tolerance may excuse.
 _MAX_TOLERANCE = 1e-3
+# Code that would be wrong with floats is asked for numbers that show it.
+_EXACT = frozenset({'decimal', 'fractions', 'Decimal', 'Fraction'})
 _APPROXIMATE = r'\bapprox\(|\bisclose\(|assertAlmostEqual|allclose'
 _PROGRAM = pathlib.Path(__file__).with_name('call_plugin.py')
 
@@ -62,34 +64,37 @@ class Agreement:
     calls: numbers of compared calls of each kind. A few are left out that the
       solution alone refuses, with an error that the original has for others.
     agreed: numbers of those calls that gave the same.
-    status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
-      (no input could be compared), or the status of a run that failed.
+    status: 'ok', 'none' (no input could be compared), or the status of a run
+      that failed.
     outcomes: what the solution gave for calls with plain values alone, by the
       JSON of the call.
     constant: numbers of right answers of the best that is always the same.
   """
 
-  calls: tuple[int, ...] = (0,) * _KINDS
-  agreed: tuple[int, ...] = (0,) * _KINDS
+  calls: tuple[int, ...] = (0,) * inputs.KINDS
+  agreed: tuple[int, ...] = (0,) * inputs.KINDS
   status: str
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
-  constant: tuple[int, ...] = (0,) * _KINDS
+  constant: tuple[int, ...] = (0,) * inputs.KINDS
 
   def disagrees(self, least: float) -> bool:
     """True if less than this share of a kind agrees, or a number does not."""
     kinds = list(zip(self.calls, self.agreed))
-    return self._is_below(least, kinds) or self._is_below(1.0, kinds[_BETWEEN:])
+    return self._is_below(least, kinds) or self._is_below(
+      1.0, kinds[inputs.BETWEEN :]
+    )
 
   @property
   def is_forged(self) -> bool:
     """True if a solution that passed the tests cannot have passed by itself.
 
-    It must know most of the inputs with which they passed, and half of others;
-    a half-right one may fail on nearly all large inputs.
+    Of the inputs with which they passed, or of those near them, so few agree
+    that one which is right for half of them would do so by chance once in a
+    hundred times. Few calls never show that; larger inputs do not count.
     """
-    (known, *others), (right, *more) = self.calls, self.agreed
-    return self._is_below(0.75, [(known, right)]) or self._is_below(
-      0.5, [(sum(others), sum(more))]
+    return self.status == 'ok' and any(
+      _is_unlikely(*pair)
+      for pair in [*zip(self.calls, self.agreed)][: inputs.GROWN]
     )
 
   def _is_below(self, least: float, kinds: Iterable[tuple[int, int]]) -> bool:
@@ -103,35 +108,26 @@ class Agreement:
     return self._is_below(_KNOWN, zip(self.calls, self.constant))
 
   @property
+  def knows(self) -> bool:
+    """True if it agrees on most inputs of tests."""
+    known, right = self.calls[0], self.agreed[0]
+    return known >= MIN_CALLS and right >= _KNOWN * known
+
+  @property
+  def fails(self) -> bool:
+    """True if it disagrees on more than half of the inputs of tests."""
+    return self._is_below(0.5, [(self.calls[0], self.agreed[0])])
+
+  @property
   def is_table(self) -> bool:
     """True if it knows the inputs of tests, and hardly any near them."""
-    (known, *others), (right, *more) = self.calls, self.agreed
-    return (
-      self.status == 'ok'
-      and known >= MIN_CALLS
-      and right >= _KNOWN * known
-      and sum(others) >= 2 * MIN_CALLS
-      and sum(more) <= _UNKNOWN * sum(others)
-    )
+    return self.knows and self.is_forged
 
 
-class Recorded(NamedTuple):
-  """One call of a function, in the encoding of `tasks.grading.plain`.
-
-  Attributes:
-    module: dotted name of the module.
-    symbol: qualified name of the function.
-    past: history of a method's object: [arguments that made it, [method,
-      arguments] of each earlier call]; None for a function, and for a method
-      whose object is its first argument.
-    arguments: [positional, named] arguments, and the table of their objects if
-      there are any.
-  """
-
-  module: str
-  symbol: str
-  past: Any
-  arguments: Any
+def _is_unlikely(calls: int, agreed: int) -> bool:
+  """True if half right answers give so few with less than `_CHANCE`."""
+  ways = sum(math.comb(calls, right) for right in range(agreed + 1))
+  return ways < _CHANCE * 2**calls
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,7 +144,7 @@ def facts_of(task: task_set.RepositoryTask) -> dict[Any, Any]:
 
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: Sequence[str]
-) -> tuple[tuple[Recorded, ...], str]:
+) -> tuple[tuple[inputs.Recorded, ...], str]:
   """Returns calls by which tests reach deleted code, and the run's status.
 
   The original runs in a box of its own, once per task unless the run fails.
@@ -192,11 +188,13 @@ def _top_levels(task: task_set.RepositoryTask) -> dict[str, str]:
   return {root + top: top.removesuffix('.py') for root, top in tops}
 
 
-def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
+def _recorded(
+  rows: Sequence[Any], roots: Sequence[str]
+) -> list[inputs.Recorded]:
   """The recorded calls without repetitions, methods with their past."""
   pasts: dict[tuple, list] = {}
-  recorded: dict[str, Recorded] = {}
-  for path, symbol, of, arguments, is_relevant, state in _apart(inputs):
+  recorded: dict[str, inputs.Recorded] = {}
+  for path, symbol, of, arguments, is_relevant, state in _apart(rows):
     owner, _, name = symbol.rpartition('.')
     past = None
     if of is not None and not state:
@@ -207,7 +205,7 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
     makes = name == '__init__' or (of is None and name.startswith('__'))
     if (makes and not state) or owner.count('.') > 0:
       continue
-    call = Recorded(
+    call = inputs.Recorded(
         module=task_set.module_of(path, roots), symbol=symbol,
         past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
     )  # fmt: skip
@@ -218,17 +216,17 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
   return list(recorded.values())
 
 
-def _apart(inputs: Sequence[Any]) -> list[Any]:
+def _apart(rows: Sequence[Any]) -> list[Any]:
   """Leaves out calls whose answers stand in the objects of other calls.
 
   What a call did to its object is what the object holds at the next one. Of the
   states of an object, one is used, chosen by its number.
   """
   states: dict[str, dict[str, None]] = collections.defaultdict(dict)
-  for _, _, of, _, _, state in inputs:
+  for _, _, of, _, _, state in rows:
     states[of][state] = None
   used = {of: random.Random(of).choice(list(s)) for of, s in states.items()}
-  return [call for call in inputs if call[5] in ('', used[call[2]])]
+  return [call for call in rows if call[5] in ('', used[call[2]])]
 
 
 def compare(
@@ -256,37 +254,89 @@ def compare(
   if tests is None:
     tests = (*task.hidden, *task.shown)
   calls_of_tests, status = record(task, sandbox, tests)
-  recorded = list(calls_of_tests)
+  recorded = [call for call in calls_of_tests if _is_told(task, call)]
   draw.shuffle(recorded)
-  kinds, calls = _inputs(recorded, draw)
-  asked: list[tuple[int, Recorded, list]] = []
+  kinds, calls = inputs.make(recorded, draw, _exact_functions(task))
+  asked: list[tuple[int, inputs.Recorded, list]] = []
   if calls:
     asked, status = _asked(task, sandbox, kinds, calls)
+    asked = _chosen(asked, draw)
   if not asked:
     return Agreement(status='none' if status == 'ok' else status)
   outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
   if outcomes is None:
-    return _counted(task, asked, [['raised', status, None]] * len(asked), 0.0)
+    return _counted(asked, [['raised', status, None]] * len(asked), 0.0)
   known = {
     json.dumps(call): outcome
     for (_, call, _), outcome in zip(asked, outcomes, strict=True)
     if call.past is None and len(call.arguments) == 2
   }
-  counted = _counted(task, asked, outcomes, tolerance)
+  counted = _counted(asked, outcomes, tolerance)
   return dataclasses.replace(counted, outcomes=known)
+
+
+def _exact_functions(task: task_set.RepositoryTask) -> set[str]:
+  """Names of functions that calculate with decimals or fractions."""
+  return {
+    node.name
+    for text in task.solution.values()
+    for node in ast.walk(python_source.parse(text))
+    if isinstance(node, ast.FunctionDef)
+    and any(isinstance(n, ast.Name) and n.id in _EXACT for n in ast.walk(node))
+  }
+
+
+def _is_told(task: task_set.RepositoryTask, call: inputs.Recorded) -> bool:
+  """True if every solution has the function of a call.
+
+  It may do without private names that were deleted, and that neither the prompt
+  nor what is left of their file tells.
+  """
+  for item in task.deleted:
+    is_in = not item.symbol or f'{call.symbol}.'.startswith(f'{item.symbol}.')
+    if is_in and call.module == task_set.module_of(
+      item.path, task.source_roots
+    ):
+      told = f'{task.prompt}\n{task.changes.get(item.path)}'
+      return all(
+        re.search(rf'\b{re.escape(name)}\b', told)
+        for name in call.symbol.split('.')
+        if name[:1] == '_' and name[:2] != '__'
+      )
+  return True
+
+
+def _chosen(
+  asked: Sequence[tuple[int, inputs.Recorded, list]], draw: random.Random
+) -> list[tuple[int, inputs.Recorded, list]]:
+  """A few of each kind; of numbers, those with rare answers first."""
+  chosen = []
+  for kind in range(inputs.KINDS):
+    rows = [row for row in asked if row[0] == kind]
+    if kind:
+      draw.shuffle(rows)
+    if kind >= inputs.BETWEEN:
+      counts = collections.Counter(_key(wanted) for _, _, wanted in rows)
+      rows.sort(key=lambda row: counts[_key(row[2])])
+    chosen += rows[: inputs.MAX_CALLS << (kind != inputs.GROWN)]
+  return chosen
 
 
 def _asked(
   task: task_set.RepositoryTask,
   sandbox: base.Sandbox,
   kinds: Sequence[int],
-  calls: Sequence[Recorded],
-) -> tuple[list[tuple[int, Recorded, list]], str]:
+  calls: Sequence[inputs.Recorded],
+) -> tuple[list[tuple[int, inputs.Recorded, list]], str]:
   """Kinds, calls and right outcomes of what every solution must answer so."""
   # Two hash seeds: a difference between them is no property of the code.
   originals: list[list] = []
   for hash_seed in (0, 1):
     outcomes, status = answers(task, {}, sandbox, calls, hash_seed, _ORIGINAL_S)
+    if outcomes is None and max(kinds) >= inputs.GROWN:
+      # Something larger ended the process, or never ends.
+      near = [pair for pair in zip(kinds, calls) if pair[0] < inputs.GROWN]
+      return _asked(task, sandbox, *zip(*near))
     if outcomes is None:
       return [], status
     originals.append(outcomes)
@@ -299,37 +349,31 @@ def _asked(
 
 
 def _counted(
-  task: task_set.RepositoryTask,
-  asked: Sequence[tuple[int, Recorded, list]],
+  asked: Sequence[tuple[int, inputs.Recorded, list]],
   outcomes: Sequence[list],
   tolerance: float,
 ) -> Agreement:
   """Counts what agrees of a solution's outcomes."""
-  # The prompt tells the public names, so a solution must have them; it may do
-  # without the helpers.
-  public = {
-    d.symbol.split('.')[0]
-    for d in task.deleted
-    if d.symbol and d.symbol[0] != '_'
-  }
   answers_by_key = collections.Counter(_key(wanted) for _, _, wanted in asked)
   ((commonest, _),) = answers_by_key.most_common(1)
-  calls_made, agreed, strict, constant = ([0] * _KINDS for _ in range(4))
+  calls_made, agreed, strict, constant = ([0] * inputs.KINDS for _ in range(4))
   refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
   for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
-    if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
-      continue
     calls_made[kind] += 1
     agreed[kind] += _agree(outcome, wanted, tolerance)
     constant[kind] += _key(wanted) == commonest
-    if outcome[0] == 'raised' and (call.symbol, outcome[1]) in refused:
-      strict[kind] += 1
-  for kind in range(1, _BETWEEN):
+    positional, named, *_ = call.arguments
+    if outcome[0] == 'raised' and any(
+      isinstance(value, str) for value in [*positional, *named.values()]
+    ):
+      names = [outcome[1], *(outcome[3:] or [[]])[0]]
+      strict[kind] += any((call.symbol, name) in refused for name in names)
+  for kind in range(1, inputs.BETWEEN):
     calls_made[kind] -= min(strict[kind], int(_MAX_STRICT * calls_made[kind]))
   return Agreement(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
-    status='ok' if any(calls_made) else 'unresolved',
+    status='ok',
     constant=tuple(constant),
   )
 
@@ -339,7 +383,15 @@ def _key(outcome: list) -> str:
 
 
 def _agree(outcome: list, wanted: list, tolerance: float) -> bool:
-  """True if values are equal, or errors of one class."""
+  """True if values are equal, or errors of the class or of one below it."""
+  match outcome, wanted:
+    case ['raised', str(name), _, above], ['raised', str(other), *_]:
+      return name == other or equality.is_below(name, above, other)
+    # Attributes of its own are no change.
+    case ['ok', value, after, before], ['ok', _, None] if equality.same(
+      after, before
+    ):
+      outcome = ['ok', value, None]
   kept = 3 if wanted[0] == 'ok' else 2
   return equality.same(outcome[:kept], wanted[:kept], tolerance)
 
@@ -374,7 +426,7 @@ def _is_required(outcome: list, is_recorded: bool) -> bool:
     return is_recorded and outcome[1] not in _REPLAYED
   if outcome[0] != 'ok':
     return False
-  _, value, after = outcome
+  _, value, after, *_ = outcome
   return after is not None or (value is not None and equality.shows(value))
 
 
@@ -397,6 +449,7 @@ def answers(
   config = {
       'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
       'calls': calls, 'call_s': call_s,
+      'calls_s': math.inf if source else _ORIGINALS_S,
       'packages': list(_top_levels(task).values()),
       'opaque': sorted(_deleted_classes(task)),
   }  # fmt: skip
@@ -440,102 +493,6 @@ def _is_outcome(outcome: list) -> bool:
   match outcome:
     case ['ok', _, list() | None] | ['raised', str(), list() | None]:
       return True
+    case ['ok', _, list(), list()] | ['raised', str(), list() | None, list()]:
+      return True
   return outcome == ['missing']
-
-
-def _inputs(
-  recorded: Sequence[Recorded], draw: random.Random
-) -> tuple[list[int], list[Recorded]]:
-  """The kinds of calls, and the calls: no call stands twice."""
-  calls = list(recorded[:_MAX_CALLS])
-  kinds = [0] * len(calls)
-  seen = {json.dumps(call) for call in recorded}
-  for kind, change in enumerate((_varied, _grown, _between), 1):
-    most = _MAX_CALLS << (kind == _BETWEEN)
-    for _ in range(4 * _MAX_CALLS):
-      if not recorded or kinds.count(kind) == most:
-        break
-      call = change(recorded, draw.choice(recorded), draw)
-      key = json.dumps(call)
-      if key not in seen:
-        seen.add(key)
-        calls.append(call)
-        kinds.append(kind)
-  return kinds, calls
-
-
-def _between(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
-) -> Recorded:
-  """The call with a number between others, where one number is all it takes."""
-  given = [r.arguments for r in recorded if r[:2] == call[:2]]
-  numbers = [row[0][0] for row in given if len(row[0]) == 1 and not row[1]]
-  if call.past or len(numbers) < len(given) or {*map(type, numbers)} != {int}:
-    return call
-  number = draw.randint(min(numbers), max(numbers))
-  return call._replace(arguments=[[number], {}])
-
-
-def _grown(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
-) -> Recorded:
-  """The call with larger arguments, or with a longer past of its object."""
-  del recorded
-  if call.past is not None and call.past[1] and draw.random() < 0.5:
-    made, before = call.past
-    more = [
-      [name, _varied_arguments(given, draw)]
-      for _ in range(draw.randint(1, 4))
-      for name, given in before
-    ]
-    return call._replace(past=[made, [*before, *more]])
-  positional, named, *table = call.arguments
-  grown = [variations.grow(value, draw) for value in positional]
-  by_name = {n: variations.grow(value, draw) for n, value in named.items()}
-  return call._replace(arguments=[grown, by_name, *table])
-
-
-def _varied(
-  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
-) -> Recorded:
-  """The call with one value changed, in its arguments or its object's past."""
-  past, arguments = call.past, call.arguments
-  if len(arguments) > 2 and draw.random() < 0.5:
-    other = draw.choice([r for r in recorded if r[:2] == call[:2]])
-    return call._replace(arguments=_crossed(arguments, other.arguments, draw))
-  place = draw.randrange(len(past[1]) + 2) if past is not None else 0
-  if place == 0:
-    arguments = _varied_arguments(arguments, draw)
-  elif place == 1:
-    past = [_varied_arguments(past[0], draw), past[1]]
-  else:
-    before = list(past[1])
-    name, given = before[place - 2]
-    before[place - 2] = [name, _varied_arguments(given, draw)]
-    past = [past[0], before]
-  return call._replace(past=past, arguments=arguments)
-
-
-def _crossed(arguments: list, others: list, draw: random.Random) -> list:
-  """The arguments with one of another call: an object that tests made."""
-  positional, named, *table = arguments
-  others = variations.moved(others, len(table[0]))
-  at = draw.randrange(max(1, len(positional)))
-  if at >= min(len(positional), len(others[0])):
-    return arguments
-  positional = [*positional[:at], others[0][at], *positional[at + 1 :]]
-  return [positional, named, [*table[0], *(others[2:] or [[]])[0]]]
-
-
-def _varied_arguments(arguments: list, draw: random.Random) -> list:
-  positional, named, *table = arguments
-  places = [*range(len(positional)), *named]
-  if not places:
-    return arguments
-  place = draw.choice(places)
-  if isinstance(place, int):
-    changed = variations.vary(positional[place], draw)
-    positional = [*positional[:place], changed, *positional[place + 1 :]]
-  else:
-    named = {**named, place: variations.vary(named[place], draw)}
-  return [positional, named, *table]

@@ -11,6 +11,7 @@ compares the JSON that comes out (`tasks.grading.equality`), and decodes only
 what it encoded itself. It never builds an object.
 """
 
+import collections
 import collections.abc
 import contextlib
 import copy
@@ -57,7 +58,19 @@ _READ: dict[type, Any] = {
     types.MappingProxyType: dict,
     set: lambda value: set(set.__iter__(value)),
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    # Classes whose instances are equal to those of built-in ones.
+    collections.UserString: lambda value: _base(value.data),
+    collections.UserList: lambda value: list(value.data),
+    collections.UserDict: lambda value: dict(value.data),
+    collections.ChainMap: dict,
 }  # fmt: skip
+# Names of classes whose instances are equal to those of classes below them, and
+# the methods that tell their values.
+_VALUES = {
+  **dict.fromkeys(('datetime', 'date', 'time'), 'isoformat'),
+  **dict.fromkeys(('PurePosixPath', 'PureWindowsPath'), '__str__'),
+  **{'timedelta': '__str__', 'UUID': '__str__'},
+}
 
 # Packages beside the standard library whose functions and classes every process
 # finds under the same name; a program in a box adds to it.
@@ -293,6 +306,8 @@ def decode_result(data: Any) -> Any:
     return {decode_result(k): decode_result(v) for k, v in content}
   if isinstance(content, list) and kind == 'range':
     return range(*content)
+  if isinstance(content, list) and kind == 'ratio':
+    return fractions.Fraction(*content)
   if isinstance(content, list) and kind in _CONTAINERS:
     return _CONTAINERS[kind]([decode_result(item) for item in content])
   raise NotPlain(f'There is no plain value of {str(data)[:80]}.')
@@ -356,7 +371,7 @@ class _View:
     if kind in (list, tuple, set, frozenset, dict):
       seen = _container(kind, base, self.see)
     else:
-      seen = _ratio(value) or self._object(value)
+      seen = _ratio(value) or _value(value) or self._object(value)
     self._around.pop()
     return seen
 
@@ -388,7 +403,12 @@ class _View:
     attributes = {n: self.see(v) for n, v in attributes.items()}
     if len(text) > _MAX_SHOWN:
       text = hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()
-    return _shown(value, text, items, attributes)
+    shown = _shown(value, text, items, attributes)
+    if is_ours and (above := classes_of(value)[1:]):
+      shown['above'] = above
+    if _is_closed(kind):
+      shown['closed'] = True
+    return shown
 
 
 def _ratio(value: Any) -> Any:
@@ -399,6 +419,38 @@ def _ratio(value: Any) -> Any:
     with contextlib.suppress(ValueError, OverflowError):  # NaN, infinities
       return {'ratio': [encode(n) for n in value.as_integer_ratio()]}
   return None
+
+
+def _value(value: Any) -> Any:
+  """An instance of a class of `_VALUES` or of one below; None for others."""
+  for kind in type(value).__mro__:
+    module = str(kind.__module__).partition('.')[0]
+    if kind.__name__ in _VALUES and module in sys.stdlib_module_names:
+      with contextlib.suppress(Exception):  # moments are equal in any zone
+        if kind.utcoffset(value) is not None:
+          value = kind.astimezone(value, sys.modules['datetime'].timezone.utc)
+      text = getattr(kind, _VALUES[kind.__name__])(value)
+      return {**_shown(value, text), 'object': kind.__name__}
+  return None
+
+
+def classes_of(value: Any) -> list[str]:
+  """Names of an object's class and of those above it.
+
+  Not of those that have nothing to say: `object`, and `Exception` above an
+  error that Python raises by itself.
+  """
+  own, *above = type(value).__mro__
+  vague = {object, BaseException}
+  if own.__module__ == 'builtins':
+    vague.add(Exception)
+  return [own.__name__, *(k.__name__ for k in above if k not in vague)]
+
+
+def _is_closed(kind: type) -> bool:
+  """True if `==` compares the classes, so that no class below is equal."""
+  code = getattr(kind.__eq__, '__code__', None)
+  return bool(code and {'type', '__class__'} & {*code.co_names})
 
 
 def _shown(value: Any, text: str = '', items=(), attributes=()) -> Any:

@@ -327,15 +327,11 @@ class _Grader:
       status=agreement.status, calls=list(calls), agreed=list(agreed)
     )
     if agreement.disagrees(LEAST_AGREEMENT):
-      if agreement.is_forged:
+      if self._is_fraud(agreement):
         self.flags.add('held_out_inputs')
       self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
       return False
-    provable = outside.reference(task, self.sandbox)
-    good = provable
-    if provable:
-      known = agreement.outcomes
-      good &= outside.passed(task, self.source, self.sandbox, known)[0]
+    provable, good = self._run_outside(agreement)
     self.details['outside'] = [len(good), len(task.fail_to_pass)]
     if good < provable:
       self.reason = f'{min(provable - good)} fails on its values'
@@ -346,6 +342,28 @@ class _Grader:
       self.reason = 'neither tests nor calls can be asked from outside'
       return False
     return self._run_canaries(draw)
+
+  def _run_outside(
+    self, agreement: held_out.Agreement
+  ) -> tuple[frozenset[str], frozenset[str]]:
+    """Tests that can run on values alone, and those that pass so."""
+    task, known = self.task, agreement.outcomes
+    provable = outside.reference(task, self.sandbox)
+    if not provable:
+      return provable, provable
+    passed, _ = outside.passed(task, self.source, self.sandbox, known)
+    return provable, provable & passed
+
+  def _is_fraud(self, agreement: held_out.Agreement) -> bool:
+    """True if no honest solution would do so, but by chance.
+
+    It has the answers for the tests alone, or passes them only beside its own
+    code. Values that pass them from outside are right in another form.
+    """
+    if agreement.knows or not (agreement.is_forged or agreement.fails):
+      return agreement.is_forged
+    provable, good = self._run_outside(agreement)
+    return good < provable if provable else agreement.is_forged
 
   def verdict(
     self, status: str, detail: str, num_passed: int = 0, passed: bool = False

@@ -24,7 +24,7 @@ class StandIns:
   """The functions, and the calls to which they have no answer yet.
 
   Attributes:
-    asked: calls without an answer by key, as `held_out.Recorded`.
+    asked: calls without an answer by key, as `inputs.Recorded`.
     was_used: true once a function answered.
   """
 
@@ -71,15 +71,16 @@ class StandIns:
   ) -> Any:
     """Does what the solution did: returns, changes arguments, or raises."""
     match outcome:
-      case ['ok', value, after]:
+      case ['ok', value, after, *_]:
         for argument, old, new in zip(positional, given, after or given):
           if old != new:
             self._change(argument, self._plain.decode_result(new))
         return self._plain.decode_result(value)
-      case ['raised', str(name), arguments]:
+      case ['raised', str(name), arguments, *above]:
         top = sys.modules.get(module.partition('.')[0])
         places = (builtins, sys.modules.get(module), top)
-        kinds = [getattr(place, name, None) for place in places]
+        names = [name, *(above[0] if above else ())]
+        kinds = [getattr(place, n, None) for n in names for place in places]
         kind = next((k for k in kinds if _is_error(k)), None)
         if kind is None:
           raise Unanswered

@@ -1,9 +1,12 @@
 """Makes inputs near known ones, and larger, in the encoding of `plain`."""
 
 import random
+import re
 from typing import Any
 
 _MAX_GROWN = 64  # items added to a list
+_EXACT = 10**16  # floats have not all integers from here on
+_PIECES = re.compile(r'[A-Za-z]+|\d+|\s+|.', re.DOTALL)
 
 
 def vary(data: Any, draw: random.Random) -> Any:
@@ -35,17 +38,32 @@ def vary(data: Any, draw: random.Random) -> Any:
   return data
 
 
-def grow(data: Any, draw: random.Random) -> Any:
+def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
   """The encoding of a value up to five times as large, of varied parts.
 
-  Lists, texts and dicts that are not empty grow; everything else stays.
+  Lists, texts and dicts that are not empty grow, also in depth if they hold
+  others, and half of all numbers; everything else stays.
+
+  Args:
+    data: encoding of a value.
+    draw: chooses.
+    is_exact: true for some integers that no float is equal to.
   """
+  is_number = type(data) is int or (type(data) is float and abs(data) < _EXACT)
+  if is_number and draw.random() < 0.5:
+    if is_exact and type(data) is int and draw.random() < 0.5:
+      return data + draw.randint(_EXACT, 100 * _EXACT)
+    return data + draw.randint(1, int(4 * abs(data)) + 8)
+  if isinstance(data, str) and data and draw.random() < 0.5:
+    pieces = _PIECES.findall(data)
+    return data + ''.join(draw.choices(pieces, k=draw.randint(2, 12)))
   if isinstance(data, str) and data:
     more = [vary(data, draw) for _ in range(draw.randint(1, 4))]
     return draw.choice(('', ' ', '\n', ',')).join([data, *more])
   if isinstance(data, list) and data:
     count = min(draw.randint(len(data), 4 * len(data)), _MAX_GROWN)
-    return [*data, *(vary(draw.choice(data), draw) for _ in range(count))]
+    more = [vary(draw.choice(data), draw) for _ in range(count)]
+    return [*data, *more, *_deeper([x for x in data if type(x) is list], draw)]
   if isinstance(data, dict) and data.get('dict'):
     pairs = {repr(k): [k, v] for k, v in data['dict']}
     for key, value in data['dict']:
@@ -53,6 +71,16 @@ def grow(data: Any, draw: random.Random) -> Any:
       pairs.setdefault(repr(key), [key, vary(value, draw)])
     return {'dict': list(pairs.values())}
   return data
+
+
+def _deeper(lists: list, draw: random.Random) -> list:
+  """One of the lists within up to four others, if there is one."""
+  if not lists:
+    return []
+  made = draw.choice(lists)
+  for _ in range(draw.randint(1, 4)):
+    made = [made]
+  return [made]
 
 
 def moved(data: Any, by: int) -> Any:
@@ -71,6 +99,9 @@ def _varied_text(text: str, draw: random.Random) -> str:
   if not text:
     return draw.choice(('a', 'Z9', ' b '))
   at = draw.randrange(len(text))
+  marks = [i for i, char in enumerate(text) if not char.isalnum()]
+  if marks and draw.random() < 0.5:  # mostly they mean something
+    at = draw.choice(marks)
   return draw.choice((
     text[:at] + text[at + 1 :],
     text[:at] + text[at] + text[at:],

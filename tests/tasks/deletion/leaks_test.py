@@ -1,7 +1,9 @@
 """Copies of deleted code are found whatever they are packed into."""
 
+import base64
 import gzip
 import io
+import json
 import marshal
 import sqlite3
 import tarfile
@@ -72,6 +74,13 @@ CONTAINERS = {
   'zlib in sqlite': _sqlite(zlib.compress(SECRET.encode())),
   'bytecode': _pyc(SECRET),
   'utf-16': SECRET.encode('utf-16-le'),
+  'comment': '\n'.join('# ' + r for r in SECRET.split('\n')).encode(),
+  'string': f'OLD = """\n{SECRET}"""\n'.encode(),
+  'string with escapes': f'OLD = {SECRET!r}\n'.encode(),
+  'json': json.dumps({'source': SECRET.split('\n')}).encode(),
+  'base64': b'OLD = "%s"' % base64.b64encode(SECRET.encode()),
+  'base64 in lines': b'to:\n\n' + base64.encodebytes(SECRET.encode()),
+  'gzip in base64': base64.urlsafe_b64encode(gzip.compress(SECRET.encode())),
 }
 
 
@@ -123,6 +132,28 @@ def test_a_short_body_is_a_secret(body):
   assert scan_of(f'def old_take(self, k):\n  x = 1; {body}\n') == ('a',)
   assert scan_of(body.replace('(', '( ').replace('.', '\n  .')) == ('a',)
   assert scan_of('Takes the item of a key. See `_registry` and casefold.') == ()
+
+
+def test_compiled_code_of_short_names_is_found():
+  secret = """def shared(first, second):
+    out = set()
+    for item in first:
+        if item in second:
+            out.add(item)
+    return out
+"""
+  body = secret.partition('\n')[2]
+  other = secret.replace('second', 'other')
+  # A body compiles to no code of its own.
+  for piece in (secret, body):
+    scan_of = lambda data, it=piece: leaks.scan({'a': data}, [it], [LEFT])
+    assert scan_of(base64.b64encode(secret.encode())) == ('a',)
+    assert scan_of(_pyc(f'import os\n{secret}')) == ('a',)
+    assert scan_of(_pyc(LEFT)) == ()
+    far = b'\0' * 9000
+    assert scan_of(far.join(map(_pyc, ['first = second', 'item = 1']))) == ()
+  assert leaks.scan({'a': _pyc(other)}, [secret], [LEFT]) == ()
+  assert leaks.scan({'a': _pyc(secret)}, [secret], [secret]) == ()
 
 
 def test_an_old_copy_under_another_name_is_no_secret_and_no_task():

@@ -7,9 +7,12 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import itertools
 import json
 import math
+import operator
+import pathlib
 import random
 import threading
 import types
@@ -18,7 +21,12 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from composer_jax.tasks.grading import equality, held_out, plain
+from composer_jax.tasks.grading import (
+  call_plugin,
+  equality,
+  held_out,
+  plain,
+)
 
 Colour = enum.Enum('Colour', ['RED', 'BLUE'])
 DAYS = [datetime.date(2026, 1, day) for day in (1, 2)]
@@ -128,6 +136,7 @@ def test_a_whole_number_is_no_number_near_it():
   assert same(3, 3.0000000000001, 1e-6)
   assert same(decimal.Decimal('0.3'), fractions.Fraction(3, 10))
   assert same(decimal.Decimal('0.3'), 0.3, 1e-6)
+  assert not same(10**9, 10**9 + 1, 1e-6)
   # Neither is expanded.
   huge = decimal.Decimal('1e999999999')
   assert same(huge, huge) and not same(huge, 1, 1e-6)
@@ -144,6 +153,117 @@ def test_every_item_of_an_iterator_counts():
   assert not same(itertools.count(), iter(range(200)))
   with pytest.raises(plain.NotPlain):  # a stand-in cannot give it
     plain.decode_result(crossed(itertools.count()))
+
+
+class Moment(datetime.datetime):
+  pass
+
+
+NOON = datetime.datetime(2026, 5, 6, 12, tzinfo=datetime.UTC)
+EAST = datetime.timezone(datetime.timedelta(hours=2))
+
+
+@pytest.mark.parametrize(
+  'value, equal, other',
+  [
+    (collections.UserDict(a=[1]), {'a': [1]}, {'a': [2]}),
+    (collections.ChainMap({'a': 1}, {'a': 2, 'b': 3}), {'b': 3, 'a': 1}, {}),
+    (collections.UserList([(1,)]), [(1,)], [[1]]),
+    (collections.UserString('a'), 'a', 'b'),
+    (pathlib.Path('a/b'), pathlib.PurePosixPath('a/b'), pathlib.Path('a')),
+    (Moment(2026, 5, 6, 12, tzinfo=EAST), NOON - NOON.resolution * 72 * 10**8,
+     NOON),
+    (NOON, NOON.astimezone(EAST), NOON.replace(tzinfo=None)),
+  ],
+)  # fmt: skip
+def test_a_standard_class_is_the_value_that_it_compares_as(value, equal, other):
+  assert value == equal and equal == value and value != other
+  for around in (lambda v: v, lambda v: [v], lambda v: {1: (v,)}):
+    assert same(around(value), around(equal))
+    assert same(around(equal), around(value))
+    assert not same(around(value), around(other))
+
+
+def test_a_class_below_the_expected_one_is_right_where_it_is_equal(monkeypatch):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+
+  class Below(Place):
+    pass
+
+  class Under(Point):
+    pass
+
+  for value, equal in ((Below(1), Place(1)), (Under(1), Point(1))):
+    assert same(value, equal) == (value == equal), value
+    assert not same(equal, value)  # of the expected one, or below it
+  assert same([Below(2)], [Place(2)]) and not same(Below(1), Place(2))
+
+
+@pytest.mark.parametrize('error, wanted, is_right', [
+    (ValueError(), ValueError, True), (UnicodeError(), ValueError, True),
+    (KeyError(), LookupError, True), (LookupError(), KeyError, False),
+    (type('Own', (KeyError,), {})(), KeyError, True),
+    # A mistake is an Exception, too.
+    (TypeError(), Exception, False),
+    (type('Own', (Exception,), {})(), Exception, True),
+])  # fmt: skip
+def test_an_error_below_the_expected_one_is_right(error, wanted, is_right):
+  name, *above = plain.classes_of(error)
+  outcome = json.loads(json.dumps(['raised', name, [], above]))
+  assert held_out._is_outcome(outcome)
+  assert held_out._agree(outcome, ['raised', wanted.__name__, []], 0.0) == (
+    is_right
+  )
+
+
+def test_an_attribute_of_its_own_is_no_change(monkeypatch):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  before, after = (crossed(Place(n)) for n in (1, 1))
+  after['attributes']['last'] = 1
+  untouched = ['ok', 1, None]
+  assert held_out._agree(['ok', 1, [after], [before]], untouched, 0.0)
+  assert not held_out._agree(['ok', 2, [after], [before]], untouched, 0.0)
+  changed = ['ok', 1, [crossed(Place(2))], [before]]
+  assert not held_out._agree(changed, untouched, 0.0)
+  assert held_out._agree(changed, changed, 0.0)
+
+
+def test_what_is_expected_one_by_one_may_come_as_a_list():
+  assert same([1, 2], iter([1, 2])) and same((1,), iter([1]))
+  assert not same([1], iter([1, 2])) and not same(iter([1]), [1])
+
+
+def test_an_exact_number_crosses_to_a_test():
+  third = fractions.Fraction(1, 3)
+  assert plain.decode_result(crossed([third])) == [third]
+
+
+PLUS_ONE = functools.partial(operator.add, 1)
+
+
+def test_a_function_may_be_any_callable():
+  outcome = call_plugin.call(plain, [__name__, 'PLUS_ONE', None, [[2], {}]], [])
+  assert outcome == ['ok', 3, None]
+  asked = [__name__, 'Rates.size', None, [[{'set': [1]}], {}]]
+  assert call_plugin.call(plain, asked, []) == ['ok', 1, None]  # a property
+
+
+class Place:
+  """Its `==` takes classes below, and its text tells the class."""
+
+  def __init__(self, x):
+    self.x = x
+
+  def __repr__(self):
+    return f'{type(self).__name__}({self.x})'
+
+  def __eq__(self, other):
+    return isinstance(other, Place) and self.x == other.x
+
+
+@dataclasses.dataclass
+class Point:
+  x: int
 
 
 class Money:
@@ -165,6 +285,7 @@ class Rates(collections.abc.Mapping):
   __getitem__ = lambda self, key: self._rates[key]
   __iter__ = lambda self: iter(self._rates)
   __len__ = lambda self: len(self._rates)
+  size = property(len)
 
 
 class Wallet:
@@ -233,7 +354,7 @@ def test_what_only_one_side_compares_is_no_mistake(monkeypatch):
   )
   assert not equality.shows(shown)  # so that it proves nothing either
   for name in ('Purse', 'Purse.__eq__', 'Purse._key'):
-    assert plain.encode_result(Purse(1), [name]) == bare
+    assert {**plain.encode_result(Purse(1), [name]), 'closed': True} == bare
   assert plain.encode_result(Purse(1), ['Purse._coins', '_key']) == shown
 
 

@@ -1,6 +1,7 @@
 """Encoded values are exact, variations keep their type, agreement counts."""
 
 import collections
+import dataclasses
 import enum
 import json
 import math
@@ -10,7 +11,13 @@ import random
 
 import pytest
 
-from composer_jax.tasks.grading import equality, held_out, plain, variations
+from composer_jax.tasks.grading import (
+  equality,
+  held_out,
+  inputs,
+  plain,
+  variations,
+)
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
 
@@ -128,6 +135,23 @@ def test_a_grown_value_keeps_its_type_and_begins_as_before(seed):
       assert str(grown[: len(value)]) == str(value)
 
 
+def test_what_tests_hold_small_is_asked_larger_and_deeper():
+  draw = random.Random(0)
+  grown = lambda value, **o: [
+    variations.grow(value, draw, **o) for _ in range(99)
+  ]
+  depth = lambda v: 1 + max(map(depth, v), default=0) if type(v) is list else 0
+  assert max(map(depth, grown([1, [2]]))) > 5
+  assert {*map(depth, grown([1, 2]))} == {1}  # no other type
+  assert 30 < grown(9).count(9) < 70 and max(grown(9)) > 30
+  assert max(grown(-0.5)) > 4 and grown(math.inf).count(math.inf) == 99
+  exact = grown(9, is_exact=True)
+  assert sum(int(float(n)) != n for n in exact) > 9
+  # Escapes, and marks that stand for something, in other orders.
+  texts = grown(r'a\nb')
+  assert any(r'\\nb' in text for text in texts)
+
+
 @pytest.mark.parametrize(
   'path, roots, module',
   [
@@ -182,15 +206,36 @@ def test_disagreement_is_less_than_the_share(calls, agreed, disagrees):
 def test_right_for_small_inputs_alone_is_no_forgery():
   seen = {'status': 'ok', 'calls': (9, 20, 20)}
   assert not held_out.Agreement(agreed=(9, 18, 3), **seen).is_forged
-  assert held_out.Agreement(agreed=(9, 8, 3), **seen).is_forged
+  # Nor is a mistake in a part of them: half of them are more than chance.
+  assert not held_out.Agreement(agreed=(9, 8, 3), **seen).is_forged
+  assert not held_out.Agreement(agreed=(6, 18, 18), **seen).is_forged
+  assert held_out.Agreement(agreed=(9, 4, 3), **seen).is_forged
   # The inputs with which the tests passed are known.
-  assert held_out.Agreement(agreed=(6, 18, 18), **seen).is_forged
+  assert held_out.Agreement(agreed=(0, 18, 18), **seen).is_forged
+
+
+def test_what_is_right_for_half_is_hardly_ever_flagged():
+  draw = random.Random(0)
+  right = lambda calls: sum(draw.random() < 0.5 for _ in range(calls))
+  flags = 0
+  for _ in range(2000):
+    calls = [draw.randint(1, 48) for _ in range(4)]
+    agreed = tuple(map(right, calls))
+    flags += held_out.Agreement(
+      calls=tuple(calls), agreed=agreed, status='ok'
+    ).is_forged
+  assert flags < 2000 * 2 * held_out._CHANCE  # two kinds are looked at
+  # Nor does anything with so few calls that chance would do it.
+  for calls in range(7):
+    few = held_out.Agreement(calls=(calls, calls), agreed=(0, 0), status='ok')
+    assert not few.is_forged
 
 
 @pytest.mark.parametrize(
   'calls, agreed, is_table',
   [
-    ((8, 10, 10), (8, 1, 2), True),
+    ((8, 10, 10), (8, 0, 2), True),
+    ((8, 20, 10), (8, 3, 3), True),
     ((8, 10, 10), (8, 3, 3), False),  # half-right
     ((8, 10, 10), (6, 0, 0), False),  # wrong
     ((8, 2, 3), (8, 0, 0), False),  # too few to tell
@@ -203,14 +248,14 @@ def test_a_table_knows_the_inputs_of_tests_alone(calls, agreed, is_table):
 
 
 def call(*values, symbol='f', past=None):
-  return held_out.Recorded('pk', symbol, past, [list(values), {}])
+  return inputs.Recorded('pk', symbol, past, [list(values), {}])
 
 
 def test_numbers_are_asked_between_those_of_tests():
   asked = lambda *recorded: [
     c.arguments[0]
-    for kind, c in zip(*held_out._inputs(recorded, random.Random(0)))
-    if kind == held_out._BETWEEN
+    for kind, c in zip(*inputs.make(recorded, random.Random(0)))
+    if kind == inputs.BETWEEN
   ]
   numbers = [number for (number,) in asked(call(4), call(4000), call(90))]
   assert len(numbers) > 24
@@ -223,6 +268,50 @@ def test_numbers_are_asked_between_those_of_tests():
   assert asked(call(1, 2), call(50, 90)) == []
   past = [[[], {}], []]
   assert asked(call(1, past=past), call(90, past=past)) == []
+
+
+def test_numbers_are_asked_beyond_those_of_tests():
+  calls = lambda *recorded: [
+    c.arguments[0][0]
+    for kind, c in zip(*inputs.make(recorded, random.Random(0)))
+    if kind == inputs.BEYOND
+  ]
+  asked = calls(call(4), call(40))
+  assert {*range(41, 500)} < {*asked} and max(asked) > 1000
+  assert calls(call(4), call('a')) == calls(call(1, 2)) == []
+  # Of many, those with rare answers are asked: 496 is perfect.
+  rows = [(inputs.BEYOND, n, ['ok', n == 496, None]) for n in asked]
+  for seed in range(5):
+    chosen = held_out._chosen(rows, random.Random(seed))
+    assert 496 in [n for _, n, _ in chosen] and len(chosen) == 48
+
+
+def test_a_solution_may_do_without_a_name_that_nobody_tells():
+  task = dataclasses.replace(
+      small_package.task_of_objects(), prompt='Bring back `size`.',
+      deleted=(
+        task_set.Deleted(path='pk.py', symbol='_norm'),
+        task_set.Deleted(path='pk.py', symbol='_told'),
+        task_set.Deleted(path='pk.py', symbol='Box'),
+      ),
+      solution={'pk.py': ''}, changes={'pk.py': 'size = _told()\n'},
+  )  # fmt: skip
+  told = {
+    name: held_out._is_told(task, call(symbol=name))
+    for name in ('_norm', '_told', 'Box._put', 'Box.put', 'size', '_kept')
+  }
+  without = {'_norm', 'Box._put'}
+  assert {name for name, is_told in told.items() if not is_told} == without
+  stub = {'pk.py': 'def _norm(): raise NotImplementedError\n'}
+  task = dataclasses.replace(task, changes=stub)
+  assert held_out._is_told(task, call(symbol='_norm'))
+
+
+def test_a_missing_function_is_wrong_whoever_says_so():
+  asked = [(0, call(n), ['ok', n, None]) for n in range(5)]
+  outcomes = [['missing'], *(o for _, _, o in asked[1:])]
+  counted = held_out._counted(asked, outcomes, 0.0)
+  assert counted.calls[0] == 5 and counted.agreed[0] == 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.tasks.grading import held_out, solution
+from composer_jax.tasks.grading import held_out, outside, solution
 from composer_jax.tasks.monitors import watch
 from tests.tasks import small_package
 from tests.tasks.grading import attacks
@@ -172,6 +172,29 @@ class BrokenSandbox:
   def open(self, image, changes=None):
     del image, changes
     return BrokenBox(self.status)
+
+
+@pytest.mark.parametrize(
+  'agreed, provable, good, is_fraud',
+  [
+    ((0, 0), 'ab', 'a', True),  # passes only beside its own code
+    ((0, 0), 'ab', 'ab', False),  # right in another form
+    ((0, 0), '', '', True),
+    ((4, 24), '', '', False),  # no chance, but nothing to hold it to
+    ((4, 24), 'ab', 'a', True),
+    ((11, 3), 'ab', 'ab', True),  # knows the inputs of tests alone
+    ((11, 9), 'ab', 'a', False),
+  ],
+)
+def test_a_flag_needs_what_no_honest_solution_does(
+  monkeypatch, agreed, provable, good, is_fraud
+):
+  grader = solution._Grader(attacks.task(), BrokenSandbox())
+  outcome = (frozenset(good), True)
+  monkeypatch.setattr(outside, 'reference', lambda *_: frozenset(provable))
+  monkeypatch.setattr(outside, 'passed', lambda *_: outcome)
+  agreement = held_out.Agreement(calls=(11, 24), agreed=agreed, status='ok')
+  assert grader._is_fraud(agreement) is is_fraud
 
 
 def test_a_failure_of_the_sandbox_says_nothing_about_the_solution():

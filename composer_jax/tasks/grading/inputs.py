@@ -1,0 +1,186 @@
+"""Makes inputs of functions from those of tests, to ask other ones too."""
+
+import collections
+import functools
+import itertools
+import json
+import random
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from composer_jax.tasks.grading import variations
+
+MAX_CALLS = 24  # of each kind; twice of those near, between and beyond
+# Recorded ones, others near them, larger ones, numbers between and beyond them.
+KINDS = 5
+GROWN = 2
+BETWEEN, BEYOND = 3, 4  # all must agree: they have no odd forms
+_CANDIDATES = 8  # for each call: the original refuses most texts
+_MAX_SCANNED, _MAX_FAR = 512, 64  # numbers beyond those of tests
+
+
+class Recorded(NamedTuple):
+  """One call of a function, in the encoding of `tasks.grading.plain`.
+
+  Attributes:
+    module: dotted name of the module.
+    symbol: qualified name of the function.
+    past: history of a method's object: [arguments that made it, [method,
+      arguments] of each earlier call]; None for a function, and for a method
+      whose object is its first argument.
+    arguments: [positional, named] arguments, and the table of their objects if
+      there are any.
+  """
+
+  module: str
+  symbol: str
+  past: Any
+  arguments: Any
+
+
+def make(
+  recorded: Sequence[Recorded], draw: random.Random, exact: Iterable[str] = ()
+) -> tuple[list[int], list[Recorded]]:
+  """The kinds of calls, and the calls: no call stands twice.
+
+  There are more than are asked of a solution; those with which a kind begins
+  are first.
+  """
+  calls = list(recorded[:MAX_CALLS])
+  kinds = [0] * len(calls)
+  seen = {json.dumps(call) for call in recorded}
+  grown = functools.partial(_grown, exact={*exact})
+  for kind, change in ((BETWEEN, _between), (1, _varied), (GROWN, grown)):
+    most = (2 if kind == BETWEEN else _CANDIDATES) * MAX_CALLS
+    for _ in range(2 * most):
+      if not recorded or kinds.count(kind) == most:
+        break
+      call = change(recorded, draw.choice(recorded), draw)
+      key = json.dumps(call)
+      if key not in seen:
+        seen.add(key)
+        calls.append(call)
+        kinds.append(kind)
+  # Of each function in turn.
+  first = {call[:2]: call for call in recorded}.values()
+  rows = itertools.zip_longest(*(_beyond(recorded, c, draw) for c in first))
+  beyond = [call for row in rows for call in row if call is not None]
+  calls += beyond[: _MAX_SCANNED + _MAX_FAR]
+  kinds += [BEYOND] * (len(calls) - len(kinds))
+  counts = collections.Counter[int]()
+  ranks = []
+  for kind in kinds:
+    ranks.append(counts[kind])
+    counts[kind] += kind > 0
+  order = sorted(range(len(kinds)), key=ranks.__getitem__)
+  return [kinds[at] for at in order], [calls[at] for at in order]
+
+
+def _numbers(recorded: Sequence[Recorded], call: Recorded) -> list[int]:
+  """Numbers given to a function for which one is all it takes; or none."""
+  given = [r.arguments for r in recorded if r[:2] == call[:2]]
+  numbers = [row[0][0] for row in given if len(row[0]) == 1 and not row[1]]
+  if call.past or len(numbers) < len(given) or {*map(type, numbers)} != {int}:
+    return []
+  return numbers
+
+
+def _beyond(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> list[Recorded]:
+  """The call with all numbers next to the largest, and with a few far ones."""
+  if not (numbers := _numbers(recorded, call)):
+    return []
+  least = max(numbers) + 1
+  most = least + _MAX_SCANNED
+  far = [draw.randint(most, most + 20 * abs(most)) for _ in range(_MAX_FAR)]
+  return [
+    call._replace(arguments=[[number], {}])
+    for number in (*range(least, most), *dict.fromkeys(far))
+  ]
+
+
+def _between(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> Recorded:
+  """The call with a number between others, where one number is all it takes."""
+  if not (numbers := _numbers(recorded, call)):
+    return call
+  number = draw.randint(min(numbers), max(numbers))
+  return call._replace(arguments=[[number], {}])
+
+
+def _grown(
+  recorded: Sequence[Recorded],
+  call: Recorded,
+  draw: random.Random,
+  *,
+  exact: Container[str] = (),
+) -> Recorded:
+  """The call with larger arguments, or with a longer past of its object."""
+  if call.past is not None and call.past[1] and draw.random() < 0.5:
+    made, before = call.past
+    more = [
+      [name, _varied_arguments(given, draw)]
+      for _ in range(draw.randint(1, 4))
+      for name, given in before
+    ]
+    return call._replace(past=[made, [*before, *more]])
+  positional, named, *table = call.arguments
+  is_exact = call.symbol.rpartition('.')[2] in exact
+  grow = lambda value: variations.grow(value, draw, is_exact)
+  others = draw.choice([r.arguments[0] for r in recorded if r[:2] == call[:2]])
+  for at, (value, other) in enumerate(zip(positional, others)):
+    if (
+      isinstance(value, str) and isinstance(other, str) and draw.random() < 0.5
+    ):
+      positional = [*positional[:at], value + other, *positional[at + 1 :]]
+  grown = [grow(value) for value in positional]
+  by_name = {name: grow(value) for name, value in named.items()}
+  return call._replace(arguments=[grown, by_name, *table])
+
+
+def _varied(
+  recorded: Sequence[Recorded], call: Recorded, draw: random.Random
+) -> Recorded:
+  """The call with one value changed, in its arguments or its object's past."""
+  past, arguments = call.past, call.arguments
+  if len(arguments) > 2 and draw.random() < 0.5:
+    other = draw.choice([r for r in recorded if r[:2] == call[:2]])
+    return call._replace(arguments=_crossed(arguments, other.arguments, draw))
+  place = draw.randrange(len(past[1]) + 2) if past is not None else 0
+  if place == 0:
+    arguments = _varied_arguments(arguments, draw)
+  elif place == 1:
+    past = [_varied_arguments(past[0], draw), past[1]]
+  else:
+    before = list(past[1])
+    name, given = before[place - 2]
+    before[place - 2] = [name, _varied_arguments(given, draw)]
+    past = [past[0], before]
+  return call._replace(past=past, arguments=arguments)
+
+
+def _crossed(arguments: list, others: list, draw: random.Random) -> list:
+  """The arguments with one of another call: an object that tests made."""
+  positional, named, *table = arguments
+  others = variations.moved(others, len(table[0]))
+  at = draw.randrange(max(1, len(positional)))
+  if at >= min(len(positional), len(others[0])):
+    return arguments
+  positional = [*positional[:at], others[0][at], *positional[at + 1 :]]
+  return [positional, named, [*table[0], *(others[2:] or [[]])[0]]]
+
+
+def _varied_arguments(arguments: list, draw: random.Random) -> list:
+  positional, named, *table = arguments
+  places = [*range(len(positional)), *named]
+  if not places:
+    return arguments
+  place = draw.choice(places)
+  if isinstance(place, int):
+    changed = variations.vary(positional[place], draw)
+    positional = [*positional[:place], changed, *positional[place + 1 :]]
+  else:
+    named = {**named, place: variations.vary(named[place], draw)}
+  return [positional, named, *table]
