@@ -465,11 +465,26 @@ class ModelConfig:
         f"precision.products 'codes' needs embed_dim and moe.ffw_dim {sizes} "
         "that 128, the block of a scale, divides. Set it to 'values'."
       )
+    if c.codes:
+      self.check_codes('precision.codes', c.experts)
     if c.enabled and c.first + c.last >= self.num_moe_layers:
       raise ValueError(
         f'precision.first ({c.first}) and precision.last ({c.last}) leave none '
         f'of {self.num_moe_layers} mixture layers in {c.experts!r}. Lower '
         "them, or set precision.experts='bf16'."
+      )
+
+  def check_codes(self, field: str, name: str) -> None:
+    """Raises a ValueError if experts have no packed codes in a format.
+
+    `field` is that of the config which asks for them.
+    """
+    sizes = self.embed_dim, self.moe.ffw_dim
+    if name in ('nvfp4', 'int4') and any(n % 2 for n in sizes):
+      raise ValueError(
+        f'{field} needs even embed_dim and moe.ffw_dim, since {name!r} packs '
+        f'two codes in a byte; they are {sizes}. Change these, or take a '
+        'format of 8 bits.'
       )
 
   def is_precise(self, moe_layer: int) -> bool:

@@ -250,7 +250,7 @@ def _scaled(x, name, axes, recovers=False, uniform=None):
     scale = jnp.maximum(_divided(top, _INT4_MAX), _INT4_LEAST)
     scales = [rounding.rounded(scale, jnp.bfloat16).astype(jnp.float32)]
     if recovers:
-      scales += _near_int4(scales[0], top)
+      scales += _near_int4(top)
     codes, scales = _first_exact(x, scales, _int4, jnp.bfloat16)
   else:
     scales = grids.scale_up(top, grids.E4M3_MAX)
@@ -289,19 +289,20 @@ def _int4(x, scales):
   return jnp.where(codes == 0, 0.0, codes)  # INT4 has no -0.
 
 
-def _near_int4(scale, top):
+def _near_int4(top):
   """Returns other scales with which a block may have been rounded.
 
   Seven times a scale is rounded to bfloat16, a seventh of which is rounded to
   the scale or its neighbour. The least scale is that of smaller numbers, too,
   and checkpoints of others have the code -8.
   """
-  bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
-  near = [bits + step * 2**16 for step in (-1, 1)]
+  own = rounding.rounded(_divided(top, _INT4_MAX), jnp.bfloat16)
+  bits = jax.lax.bitcast_convert_type(own.astype(jnp.float32), jnp.int32)
+  near = [bits + step * 2**16 for step in (-1, 0, 1)]
   least = jnp.asarray(_INT4_LEAST, jnp.bfloat16).astype(jnp.float32)
   return [
     *(jax.lax.bitcast_convert_type(word, jnp.float32) for word in near),
-    jnp.full_like(scale, least),
+    jnp.full_like(top, least),
     top / 8,
   ]
 

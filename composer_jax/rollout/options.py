@@ -124,6 +124,12 @@ def served(
     )
   name, precision = options.experts, model.precision
   if name:
+    model.check_codes(f'experts={name!r} of an engine', name)
+    if name != 'fp8' and precision.products == 'codes':
+      raise ValueError(
+        f'experts={name!r} of an engine are others than the products of codes '
+        "that precision.products='codes' asks for: set it to 'fp8' or ''."
+      )
     precision = dataclasses.replace(precision, experts=name)
   return dataclasses.replace(
     model,

@@ -15,6 +15,7 @@ from composer_jax.models import decoder, experts, placement
 from composer_jax.numerics import formats
 from composer_jax.parallel import layouts, topology
 from composer_jax.rl import step as rl_step
+from composer_jax.rollout import options as rollout_options
 from composer_jax.train import state as train_state
 from tests.rl import replayed
 from tests.train import step_test
@@ -208,6 +209,19 @@ def test_a_step_of_rl_draws_by_its_number():
 def test_what_is_no_precision_is_refused(fields, message):
   with pytest.raises(ValueError, match=message):
     _config(**fields)
+
+
+def test_codes_that_fill_no_byte_are_refused():
+  config = _config(experts='int4')
+  odd = dataclasses.replace(config.moe, ffw_dim=15)
+  coded = _config(experts='int4', codes=True)
+  with pytest.raises(ValueError, match=r'precision.codes needs even .*, 15\)'):
+    dataclasses.replace(coded, moe=odd)
+  options = rollout_options.ServingOptions(experts='nvfp4')
+  with pytest.raises(
+    ValueError, match="experts='nvfp4' of an engine needs even"
+  ):
+    rollout_options.served(dataclasses.replace(config, moe=odd), options)
 
 
 def test_adapters_and_parts_of_rows_are_refused():

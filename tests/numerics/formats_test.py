@@ -246,3 +246,18 @@ def test_the_gradient_passes():
   weight = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
   loss = lambda x: (_rounded(x, 'nvfp4', formats.last(x)) * weight).sum()
   np.testing.assert_array_equal(jax.grad(loss)(x), weight)
+
+
+def test_values_of_int4_keep_every_bit_whatever_their_scale():
+  """Scales of others may lie below the least one of `quantise`."""
+  random = np.random.default_rng(3)
+  codes = random.integers(-7, 8, (64, 32)).astype(np.float32)
+  codes[np.arange(64), random.integers(0, 32, 64)] = 7
+  scales = np.float32(2.0) ** random.uniform(-30, 3, (64, 1))
+  scales = np.asarray(jnp.asarray(scales, jnp.bfloat16), np.float32)
+  values = jnp.asarray(codes * scales, jnp.bfloat16)
+  axes = formats.Axes((1,), ())
+  back = formats.unpack(formats.pack(values, 'int4', axes), 'int4', axes)
+  np.testing.assert_array_equal(
+    np.asarray(back).view(np.uint16), np.asarray(values).view(np.uint16)
+  )
