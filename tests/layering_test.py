@@ -46,7 +46,13 @@ SYSTEMS = {
 # Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options', 'results'),
-  'tasks': ('judges', 'practice.conversation'),
+  'tasks': (
+    'calibration',
+    'judges',
+    'practice.conversation',
+    'rules',
+    'scoring',
+  ),
   'serve': ('api.errors', 'api.requests', 'exchange', 'recording'),
   'hf': (
     'imported',
@@ -79,10 +85,11 @@ SPINE_LINES = 25_660
 # learning from live use, 575 objects in values of tasks and what makes them
 # equal, 125 positions of imports, tasks that are held out by file, and changes
 # with which all stages of a run fit, 100 refusals of what environments and
-# harnesses of others send, 70 workers that join again and fates that add up, 470
-# products that a compiler widened and checkpoints that go out as INT4, 180
-# plans for uneven routing.
-LIBRARY_LINES = 77_800
+# harnesses of others send, 70 workers that join again and fates that add up,
+# 470 products that a compiler widened and checkpoints that go out as INT4, 180
+# plans for uneven routing, 60 a calibrated judge of follow-ups and rates that
+# are unknown.
+LIBRARY_LINES = 77_860
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.

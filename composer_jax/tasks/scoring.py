@@ -230,9 +230,15 @@ class Scorer:
     self._known: dict[str, Any] = {}
     self._lock = threading.Lock()
     self._file: append.AppendFile | None = None
+    self._keeps_reasons = True
 
-  def remember(self, folder: pathlib.Path) -> None:
-    """Keeps a model's answers in a folder, and uses those that it has."""
+  def remember(self, folder: pathlib.Path, *, reasons: bool = True) -> None:
+    """Keeps a model's answers in a folder, and uses those that it has.
+
+    Args:
+      reasons: false to keep none of its words on what it read.
+    """
+    self._keeps_reasons = reasons
     if self._model is None or self._file is not None:
       return
     self._file = append.AppendFile(folder / JUDGEMENTS, 'a judgement')
@@ -373,6 +379,8 @@ class Scorer:
         return self._known[key]
     answers = self._model.answer(_INSTRUCTIONS, questions, text)
     plain = {name: dataclasses.asdict(a) for name, a in answers.items()}
+    if not self._keeps_reasons:
+      plain = {name: {**a, 'reason': ''} for name, a in plain.items()}
     with self._lock:
       self._known[key] = plain
       if self._file is not None:
