@@ -58,13 +58,10 @@ class LiveOptions:
   def open_judge(
     self, folder: pathlib.Path
   ) -> tuple[scoring.Scorer | None, str]:
-    """Has the judge of follow-ups calibrated; returns it, and how that went.
+    """Calibrates the judge of follow-ups; returns it, and how that went.
 
-    Args:
-      folder: where it keeps its verdicts, without words on what users wrote.
-
-    Raises:
-      ValueError: it cannot be used, or does not hold.
+    It keeps verdicts in `folder`, and no word. A ValueError says why it may not
+    pay.
     """
     if not self.judge.url:
       return None, ''

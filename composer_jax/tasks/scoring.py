@@ -235,8 +235,7 @@ class Scorer:
   def remember(self, folder: pathlib.Path, *, reasons: bool = True) -> None:
     """Keeps a model's answers in a folder, and uses those that it has.
 
-    Args:
-      reasons: false to keep none of its words on what it read.
+    Without `reasons` it keeps none of the model's words.
     """
     self._keeps_reasons = reasons
     if self._model is None or self._file is not None:
