@@ -58,11 +58,7 @@ class LiveOptions:
   def open_judge(
     self, folder: pathlib.Path
   ) -> tuple[scoring.Scorer | None, str]:
-    """Calibrates the judge of follow-ups; returns it, and how that went.
-
-    It keeps verdicts in `folder`, and no word. A ValueError says why it may not
-    pay.
-    """
+    """Calibrates the judge, or raises a ValueError; says how that went."""
     if not self.judge.url:
       return None, ''
     line, scorer = calibration.try_judge(self.judge), self.judge.scorer()

@@ -209,13 +209,8 @@ def read_step(
     for name in names:
       episode = episodes.read(claims[name]) if name in claims else None
       if episode is not None:
-        made = pricing.judged(
-          episode,
-          options.prices,
-          settled=plan.terms[name],
-          settled_by=plan.judge,
-        )
-        members.append(made)
+        by = {'settled': plan.terms[name], 'settled_by': plan.judge}
+        members.append(pricing.judged(episode, options.prices, **by))
         baselines[number] = float(baseline_of[name])
     if members:
       groups.append(grouping.group_of(number, members, f'live/{names[0]}'))

@@ -72,11 +72,7 @@ def _asks_back(calls: Sequence[events.Event], options: PriceOptions) -> bool:
 
 
 def sounds(text: str, judge: scoring.Scorer) -> float:
-  """Judges how a user's next message sounds, -1 to 1.
-
-  Raises:
-    judges.JudgeError: there is no valid answer.
-  """
+  """Judges a user's next message, -1 to 1; a JudgeError if it cannot."""
   said = rules.PlayedTurn(tool='say', outcome=turns.OK, text=text)
   (made,) = judge.each([rules.Episode(prompt='', steps=[said])])
   if made.failure:

@@ -41,19 +41,10 @@ def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
     order = np.argsort(tokens)
     rates = np.array([r['pass_rate'] for r in results])
     line = figures.Curve(
-      label='passed',
-      steps=tokens[order],
-      values=rates[order],
-      has_marks=True,
+      label='passed', steps=tokens[order], values=rates[order], has_marks=True
     )
-    drawn.append(
-      figures.curves(
-        f'{suite}: passed against tokens',
-        [line],
-        bounds=bounds,
-        axis='tokens written an episode',
-      )
-    )
+    title, axis = f'{suite}: passed against tokens', 'tokens written an episode'
+    drawn.append(figures.curves(title, [line], bounds=bounds, axis=axis))
   return drawn
 
 
