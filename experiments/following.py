@@ -257,6 +257,7 @@ def follow(
     return play_engine(spec, folder, engine, source, url=player, **common)
 
   service = following.SuiteService(pinned, out, play)
+  service.pin(models)
   for model in models:
     service.play_model(model)
   version, target_id = served.version, served.target_id
@@ -266,15 +267,17 @@ def follow(
       print(f'[follow] playing version {version}', flush=True)
       row = service.play(version, target_id, f'{target_id}@{version}')
       for name, result in row['suites'].items():
-        print(
-          f'[follow] version {version}, {name}: {result["passed"]} of '
-          f'{result["episodes"]} [{result["low"]:.3f}, {result["high"]:.3f}]'
-        )
+        line = f'{result["passed"]} of {result["episodes"]}'
+        if result['episodes']:
+          line += f' [{result["low"]:.3f}, {result["high"]:.3f}]'
+        if result['infrastructure']:
+          line += f', {result["infrastructure"]} of infrastructure'
+        print(f'[follow] version {version}, {name}: {line}')
       for change in row['changes']:
         if change['verdict']:
           print(
             f'[follow] {change["domain"]} is {change["verdict"]} than in '
-            f'version {row["before"]}: {change["change"]:+.3f} '
+            f'version {change["before"]}: {change["change"]:+.3f} '
             f'[{change["low"]:+.3f}, {change["high"]:+.3f}]'
           )
       print(f'[follow] {page.write(out)}', flush=True)

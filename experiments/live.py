@@ -53,10 +53,9 @@ _LOOK_S = 10.0
 
 
 def run(spec, systems, workdir, *, command):
-  from composer_jax.live import episodes, learning, pricing
+  from composer_jax.live import episodes, learning
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import stages
-  from composer_jax.tasks import judges
   from experiments import following
 
   say, options = progress.teller('live'), spec.systems['live']
@@ -76,11 +75,6 @@ def run(spec, systems, workdir, *, command):
       _PATIENCE.value,
     )
     return
-  judge = None
-  if options.judge_url:
-    judge = pricing.follow_up_judge(
-      judges.open_judge(options.judge_url, options.judge_model)
-    )
   recorded = episodes.Episodes(folder)
 
   def wait() -> bool:
@@ -89,6 +83,9 @@ def run(spec, systems, workdir, *, command):
 
   with jobs.open_run(spec, systems, workdir, command) as job:
     stages.finetune(job)  # Does nothing to a finished run.
+    judge, line = options.open_judge(workdir / 'live')
+    if line:
+      say(line)
     ports = learning.LivePorts(
       play=suites.play, wait=wait, say=say, judge=judge
     )

@@ -46,7 +46,13 @@ SYSTEMS = {
 # Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options', 'results'),
-  'tasks': ('judges', 'practice.conversation'),
+  'tasks': (
+    'calibration',
+    'judges',
+    'practice.conversation',
+    'rules',
+    'scoring',
+  ),
   'serve': ('api.errors', 'api.requests', 'exchange', 'recording'),
   'hf': (
     'imported',
@@ -82,8 +88,10 @@ SPINE_LINES = 26_560
 # with which all stages of a run fit, 100 refusals of what environments and
 # harnesses of others send, 70 workers that join again and fates that add up,
 # 470 products that a compiler widened and checkpoints that go out as INT4, 180
-# plans for uneven routing, 170 names, plans and pages of heads.
-LIBRARY_LINES = 79_050
+# plans for uneven routing, 170 names, plans and pages of heads, 60 a calibrated
+# judge of follow-ups and rates that are unknown, 370 what grading asks beyond
+# tests and takes for equal, and texts that end nothing.
+LIBRARY_LINES = 79_400
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.

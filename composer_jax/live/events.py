@@ -91,9 +91,10 @@ def parse(body: Mapping[str, Any], now: float) -> Event:
   known = ('id', 'kind', 'value', 'after_s', 'tool', 'outcome', 'text')
   for name in body:
     checks.known_name(name, known, 'an event')
-  if not _ID.fullmatch(str(body.get('id', ''))):
+  name = body.get('id')
+  if not isinstance(name, str) or not _ID.fullmatch(name):
     raise ValueError(
-      f'id ({body.get("id")!r:.100}) must be 1 to 80 letters, digits or any of '
+      f'id ({name!r:.100}) must be a text of 1 to 80 letters, digits or any of '
       '_.:-, the same whenever the same event is sent.'
     )
   kind = body.get('kind')
@@ -120,7 +121,7 @@ def parse(body: Mapping[str, Any], now: float) -> Event:
       f'{OUTCOMES}, not {tool!r:.100} and {outcome!r:.100}.'
     )
   return Event(
-    id=body['id'],
+    id=name,
     kind=kind,
     at=now,
     value=value,

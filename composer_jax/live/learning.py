@@ -37,6 +37,7 @@ from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce
 from composer_jax.rl import update
+from composer_jax.tasks import scoring
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export, manager
 
@@ -61,7 +62,7 @@ class LivePorts:
   wait: Callable[[], bool]
   now: Callable[[], float] = time.time
   say: Callable[[str], None] = _log.info
-  judge: pricing.FollowUpJudge | None = None
+  judge: scoring.Scorer | None = None
 
 
 class Starved(RuntimeError):
@@ -284,8 +285,8 @@ class Learner:
     """
     for claim in self._episodes.ripe(self._ports.now(), but=known):
       episode = self._episodes.read(claim) if claim.trial == name else None
-      known[claim.episode] = None
       if episode is None:
+        known[claim.episode] = None
         continue
       sampled = {
         int(v)
@@ -294,6 +295,9 @@ class Learner:
       }
       judged = pricing.judged(episode, self._options.prices, self._ports.judge)
       made = judged.rollout
+      if self._ports.judge and made.not_judged.startswith(pricing.FOLLOW_UP):
+        continue  # It waits for its judge.
+      known[claim.episode] = None
       calls = [e for e in episode.events if e.kind == 'tool_call']
       group = grouping.group_of(0, [judged], claim.episode)
       is_of_arm = sampled == {versions[claim.arm]}

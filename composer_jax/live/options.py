@@ -1,11 +1,12 @@
 """The section `live` of a config: how a policy learns from live use."""
 
 import dataclasses
+import pathlib
 
 from composer_jax.core import checks
 from composer_jax.live import pricing, shipping
 from composer_jax.live import trial as trials
-from composer_jax.tasks import judges
+from composer_jax.tasks import calibration, scoring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,8 @@ class LiveOptions:
       common; 1 groups equal prompts alone.
     keep_days: days after which a recorded episode is deleted; 0 keeps it until
       its user withdraws.
-    judge_url: endpoint of OpenAI's form, up to /v1, of the model that judges
-      follow-ups that come as texts; '' for none.
-    judge_model: name of that model at the endpoint.
+    judge: rubric of follow-ups that come as texts, and model behind a `url`; ''
+      for none. Its answers must hold before they pay.
     prices: what events are worth.
     gate: what a candidate may lose on suites and canaries.
     trial: the trial of a candidate on some users.
@@ -36,8 +36,10 @@ class LiveOptions:
   max_age: int = 4
   similarity: float = 0.8
   keep_days: float = 30.0
-  judge_url: str = ''
-  judge_model: str = ''
+  judge: scoring.RubricOptions = scoring.RubricOptions(
+    file='configs/rubrics/follow_up.toml',
+    calibration='configs/rubrics/follow_up.jsonl',
+  )
   prices: pricing.PriceOptions = pricing.PriceOptions()
   gate: shipping.ShippingOptions = shipping.ShippingOptions()
   trial: trials.TrialOptions = trials.TrialOptions()
@@ -52,4 +54,18 @@ class LiveOptions:
       self, 'similarity', 0 < self.similarity <= 1, 'lie in (0, 1]'
     )
     checks.number(self, 0, 'keep_days')
-    judges.check_endpoint(self, 'judge_url', 'judge_model')
+
+  def open_judge(
+    self, folder: pathlib.Path
+  ) -> tuple[scoring.Scorer | None, str]:
+    """Calibrates the judge, or raises a ValueError; says how that went."""
+    if not self.judge.url:
+      return None, ''
+    line, scorer = calibration.try_judge(self.judge), self.judge.scorer()
+    if scorer is None or scorer.rubric.asked(relative=True):
+      raise ValueError(
+        f'--config.live.judge.file ({self.judge.file!r}) must be a rubric '
+        'without relative criteria: a message is judged alone.'
+      )
+    scorer.remember(folder, reasons=False)
+    return scorer, line

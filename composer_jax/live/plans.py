@@ -18,6 +18,7 @@ from composer_jax.core import files, records
 from composer_jax.live import episodes as episodes_lib
 from composer_jax.live import grouping, pricing
 from composer_jax.live import options as options_lib
+from composer_jax.tasks import scoring
 
 _PLAN, _RESULT = 'plan.json', 'result.json'
 # Why an episode that is ripe is not trained on.
@@ -35,6 +36,7 @@ class CyclePlan:
     terms: settled terms of the reward, by name of the episode.
     left_out: names of ripe episodes that teach nothing, by reason.
     satisfied: share of judged episodes with a positive reward.
+    judge: identity of what judged follow-ups; '' for none.
   """
 
   cycle: int
@@ -43,6 +45,7 @@ class CyclePlan:
   terms: Mapping[str, Mapping[str, float]]
   left_out: Mapping[str, tuple[str, ...]]
   satisfied: float
+  judge: str = ''
 
   @property
   def spent(self) -> set[str]:
@@ -111,7 +114,7 @@ def draw(
   size: int,
   now: float,
   fault_of: FaultOf,
-  judge: pricing.FollowUpJudge | None = None,
+  judge: scoring.Scorer | None = None,
 ) -> CyclePlan | None:
   """Plans a cycle of what is ripe; None if that is too little yet.
 
@@ -155,6 +158,7 @@ def draw(
     terms={e.rollout.task_id: dict(e.rollout.reward_terms) for e in judged},
     left_out={reason: tuple(names) for reason, names in left_out.items()},
     satisfied=satisfied,
+    judge=judge.identity if judge else '',
   )
 
 
@@ -205,8 +209,8 @@ def read_step(
     for name in names:
       episode = episodes.read(claims[name]) if name in claims else None
       if episode is not None:
-        terms = plan.terms[name]
-        members.append(pricing.judged(episode, options.prices, settled=terms))
+        by = {'settled': plan.terms[name], 'settled_by': plan.judge}
+        members.append(pricing.judged(episode, options.prices, **by))
         baselines[number] = float(baseline_of[name])
     if members:
       groups.append(grouping.group_of(number, members, f'live/{names[0]}'))

@@ -9,12 +9,15 @@ from composer_jax.core import files
 from composer_jax.report import document, figures
 from composer_jax.telemetry import writer
 
+_RATES = ('pass_rate', 'low', 'high', 'loose')
 _COSTS = ('mean_tokens_out', 'mean_num_turns', 'mean_seconds', 'mean_cost_usd')
 
 
 def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
   """Draws a suite over versions, and correctness against tokens."""
-  known = [r for r in rows if suite in r['suites']]
+  known = [r for r in rows if r['suites'].get(suite, {}).get('episodes')]
+  if not known:
+    return []  # Nothing was measured yet.
   results = [r['suites'][suite] for r in known]
   steps = np.array([r['version'] for r in known])
   lines = [
@@ -38,26 +41,18 @@ def _drawings(suite: str, rows: list[dict[str, Any]]) -> list[figures.Figure]:
     order = np.argsort(tokens)
     rates = np.array([r['pass_rate'] for r in results])
     line = figures.Curve(
-      label='passed',
-      steps=tokens[order],
-      values=rates[order],
-      has_marks=True,
+      label='passed', steps=tokens[order], values=rates[order], has_marks=True
     )
-    drawn.append(
-      figures.curves(
-        f'{suite}: passed against tokens',
-        [line],
-        bounds=bounds,
-        axis='tokens written an episode',
-      )
-    )
+    title, axis = f'{suite}: passed against tokens', 'tokens written an episode'
+    drawn.append(figures.curves(title, [line], bounds=bounds, axis=axis))
   return drawn
 
 
 def write(out: pathlib.Path) -> pathlib.Path:
   """Writes report.html into the folder of a service; returns its path."""
-  played = writer.read(out / 'versions.jsonl')
-  rows = sorted(played, key=lambda r: r['version'])
+  # The last line of a version that was played again counts.
+  played = {r['version']: r for r in writer.read(out / 'versions.jsonl')}
+  rows = sorted(played.values(), key=lambda r: r['version'])
   models = out / 'models.json'
   others = files.read_json(models) if models.exists() else {}
   suites = sorted({name for row in rows for name in row['suites']})
@@ -65,35 +60,35 @@ def write(out: pathlib.Path) -> pathlib.Path:
   table = {
     suite: [
       [name, f'{r["passed"]} of {r["episodes"]}']
-      + [r[k] for k in ('pass_rate', 'low', 'high', 'loose')]
+      + [r[k] if r['episodes'] else 'unknown' for k in _RATES]
       + [r.get(k, '') for k in _COSTS]
+      + [r['infrastructure']]
       for name, results in [*players, *others.items()]
       if (r := results.get(suite))
     ]
     for suite in suites
   }
+  # Older lines name one version for all of their changes.
+  changes = [
+    (c.get('before', r.get('before')), r['version'], c)
+    for r in rows
+    for c in r['changes']
+  ]
   page = document.render(
     'versions.html',
     title=out.name,
     table=table,
     drawings=[d for suite in suites for d in _drawings(suite, rows)],
     changes=[
-      [
-        f'{r["before"]} to {r["version"]}',
-        c['domain'],
-        c['pairs'],
-        c['missing'],
-      ]
+      [f'{before} to {version}', c['domain'], c['pairs'], c['missing']]
       + [round(c[k], 4) for k in ('change', 'low', 'high')]
       + [c['verdict']]
-      for r in rows
-      for c in r['changes']
+      for before, version, c in changes
     ],
     worse=[
-      f'Version {r["version"]} is worse than {r["before"]} on {c["domain"]}: '
+      f'Version {version} is worse than {before} on {c["domain"]}: '
       f'{c["change"]:+.3f} [{c["low"]:+.3f}, {c["high"]:+.3f}].'
-      for r in rows
-      for c in r['changes']
+      for before, version, c in changes
       if c['verdict'] == 'worse'
     ],
   )

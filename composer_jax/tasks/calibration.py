@@ -131,7 +131,8 @@ def try_judge(options: scoring.RubricOptions) -> str:
   if not options.calibration:
     raise ValueError(
       f'A model scores by {options.file!r}: name episodes with known answers '
-      'by --config.tasks.rubric.calibration, which it has to answer before '
+      'by its field calibration (of rewards: '
+      '--config.tasks.rubric.calibration), which it has to answer before '
       'its scores pay.'
     )
   cases = load(options.calibration, scorer.rubric)
@@ -157,7 +158,7 @@ def check(
   if right < min_agreement * total:
     raise ValueError(
       f'The judge gives {right} of {total} known answers; '
-      f'--config.tasks.rubric.min_agreement is {min_agreement}. It differs in '
+      f'min_agreement is {min_agreement}. It differs in '
       f'{"; ".join(wrong[:5])}. Take another model, or clearer questions.'
     )
   for number, (case, before) in enumerate(zip(cases, given, strict=True), 1):

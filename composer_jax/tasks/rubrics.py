@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_jax.core import checks, files
-from composer_jax.tasks import judges
+from composer_jax.tasks import judges, rules
 
 _NAME = re.compile(r'[a-z][a-z0-9_]{0,39}')
 _MAX_BYTES = 1 << 20
@@ -91,7 +91,8 @@ class Rubric:
   """The criteria of a file.
 
   Attributes:
-    identity: first 12 hexadecimal digits of the SHA-256 of the criteria.
+    identity: first 12 hexadecimal digits of the SHA-256 of the criteria,
+      and of the modules of rules of one's own.
   """
 
   criteria: tuple[Criterion, ...]
@@ -131,9 +132,10 @@ def load(path: str) -> Rubric:
     if isinstance(content, dict):
       content = content.get('criteria')
     criteria = _criteria(content)
+    own = [rules.source_of(c.rule) for c in criteria if ':' in c.rule]
   except (OSError, ValueError, TypeError, RecursionError) as error:
     raise ValueError(f'The rubric {path!r} cannot be used: {error}') from error
-  listed = [dataclasses.asdict(c) for c in criteria]
+  listed = [*(dataclasses.asdict(c) for c in criteria), *own]
   identity = files.sha256(json.dumps(listed).encode())[:12]
   return Rubric(criteria=criteria, identity=identity)
 

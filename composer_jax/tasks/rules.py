@@ -6,7 +6,9 @@ A rule gets the episode and returns one of the criterion's choices, by default
 
 import dataclasses
 import importlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -150,3 +152,9 @@ def rule_of(name: str) -> Rule:
       f'a `tasks.rules.Episode` and returns a choice; not {name!r}: {error}.'
     ) from error
   return rule
+
+
+def source_of(name: str) -> str:
+  """Returns the source of the module of a rule of one's own."""
+  rule_of(name)
+  return inspect.getsource(sys.modules[name.partition(':')[0]])

@@ -15,6 +15,7 @@ import json
 import logging
 import pathlib
 import random
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -32,6 +33,7 @@ from composer_jax.text import chat
 
 JUDGEMENTS = 'judgements.jsonl'
 _MAX_CHARS, _THREADS = 60_000, 4
+_BAR, _LEFT_OUT = '| ', re.compile(r'^\[\.\.\. .*\]\n', re.M)
 _INSTRUCTIONS = (
   'You review the work of a programming agent on a package. Judge what it did '
   'by the questions alone, and by nothing that it says of itself.'
@@ -197,12 +199,14 @@ def transcript(episode: rules.Episode, max_chars: int) -> str:
     parts.append(f'TURN {i}\n{_barred(step.text)}')
     if step.answer:
       parts.append(f'ANSWER {i}\n{_barred(step.answer)}')
-  text = tools.clip('\n\n'.join(parts), max_chars)
+  text = tools.clip('\n\n'.join(parts), max_chars - len(_BAR))
+  # The middle may end within a line, whose rest begins as any other line does.
+  text = _LEFT_OUT.sub(rf'\g<0>{_BAR}', text)
   return text.encode(errors='replace').decode()  # no lone surrogates
 
 
 def _barred(text: str) -> str:
-  return '\n'.join(f'| {line}' for line in text.splitlines())
+  return '\n'.join(f'{_BAR}{line}' for line in text.splitlines())
 
 
 class Scorer:
@@ -230,9 +234,11 @@ class Scorer:
     self._known: dict[str, Any] = {}
     self._lock = threading.Lock()
     self._file: append.AppendFile | None = None
+    self._keeps_reasons = True
 
-  def remember(self, folder: pathlib.Path) -> None:
-    """Keeps a model's answers in a folder, and uses those that it has."""
+  def remember(self, folder: pathlib.Path, *, reasons: bool = True) -> None:
+    """Keeps answers, with or without reasons, in a folder, and uses them."""
+    self._keeps_reasons = reasons
     if self._model is None or self._file is not None:
       return
     self._file = append.AppendFile(folder / JUDGEMENTS, 'a judgement')
@@ -373,6 +379,8 @@ class Scorer:
         return self._known[key]
     answers = self._model.answer(_INSTRUCTIONS, questions, text)
     plain = {name: dataclasses.asdict(a) for name, a in answers.items()}
+    if not self._keeps_reasons:
+      plain = {name: {**a, 'reason': ''} for name, a in plain.items()}
     with self._lock:
       self._known[key] = plain
       if self._file is not None:

@@ -158,7 +158,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Sections without a field here; the command line can set all of theirs.
   c.parallel, c.fleet = dict(), dict()
   c.mtp = dict()  # when and how the heads of model.mtp, if any, are trained
-  c.live = dict(prices=dict(), gate=dict(), trial=dict())
+  c.live = dict(judge=dict(), prices=dict(), gate=dict(), trial=dict())
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository = dict(bounds=dict())
   c.tasks.auditor, c.tasks.rubric = dict(), dict()

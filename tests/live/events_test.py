@@ -92,6 +92,7 @@ def test_an_episode_without_an_answer_has_no_events(folder):
   'body, message',
   [
     ({'id': 'a', 'kind': 'thumbs', 'value': 1}, 'kind must be one of'),
+    ({'id': 7, 'kind': 'thumb', 'value': 1}, r'id \(7\) must be a text'),
     ({'id': 'a b', 'kind': 'thumb', 'value': 1}, 'id .*a b'),
     ({'id': 'a', 'kind': 'thumb', 'value': 2}, 'from -1 to 1'),
     ({'id': 'a', 'kind': 'thumb', 'value': float('nan')}, 'from -1 to 1'),

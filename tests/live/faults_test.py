@@ -12,6 +12,7 @@ from composer_jax.core import files
 from composer_jax.live import episodes, learning, options, plans, trial
 from composer_jax.rl import update
 from tests.live.conftest import window
+from tests.live.plans_test import judge_of
 
 
 def test_users_stand_in_the_order_of_their_first_rows():
@@ -162,6 +163,17 @@ def test_answers_of_other_weights_say_nothing_of_a_trial(folder):
   versions = {trial.CONTROL: 3, trial.CANDIDATE: 4}
   rows = learner._outcomes('now', versions, {})
   assert [row['user'] for row in rows] == [right.user]
+
+  # An episode whose judge fails at one look counts at a later one.
+  waits = folder.open(user='e', arm='candidate', trial='now')
+  folder.answer(waits, window(version=4), {4: 'right'})
+  folder.tell(waits, 'follow_up', text='Thanks!')
+  folder.now += 200
+  known: dict[str, Any] = {}
+  for choice, users in (('', [right]), ('satisfied', [right, waits])):
+    learner._ports.judge = judge_of(choice)
+    rows = learner._outcomes('now', versions, known)
+    assert [row['user'] for row in rows] == [claim.user for claim in users]
 
 
 def test_a_learner_that_starts_leaves_alone_what_servers_write(

@@ -1,17 +1,42 @@
 """Rewards, baselines, and plans in which nothing stands twice."""
 
 import dataclasses
+import json
+import pathlib
 
 import numpy as np
 import pytest
 
 from composer_jax.live import grouping, options, plans, pricing
 from composer_jax.rl import advantage
-from composer_jax.tasks import judges
+from composer_jax.tasks import judges, rubrics, scoring
 from tests.live.conftest import window
 
 PRICES = pricing.PriceOptions()
 OPTIONS = options.LiveOptions(steps=2, least_steps=1, max_age=2)
+
+
+class Model:
+  """Gives one answer, or that of a function of the question; '' for none."""
+
+  def __init__(self, choice, calls):
+    self.choice, self.calls = choice, calls
+
+  def answer(self, instructions, questions, record):
+    self.calls.append(questions[0].choices)
+    if not self.choice:
+      raise judges.JudgeError('no answer')
+    (question,) = questions
+    is_text = isinstance(self.choice, str)
+    choice = self.choice if is_text else self.choice(question)
+    return {'mood': judges.Answer(choice=choice, reason='undo')}
+
+
+def judge_of(choice='', calls=None):
+  """Returns a judge of follow-ups that asks such a model."""
+  rubric = rubrics.load(OPTIONS.judge.file)
+  model = Model(choice, [] if calls is None else calls)
+  return scoring.Scorer(rubric, model, name='m')
 
 
 def said(folder, *events, **opened):
@@ -89,20 +114,74 @@ def test_a_model_judges_follow_ups_and_its_failure_is_a_status(folder):
   folder.tell(claim, 'follow_up', text='No! Undo that.')
   episode = folder.episodes.read(claim)
 
-  class Model:
-    def answer(self, instructions, questions, record):
-      assert record == 'No! Undo that.'
-      return {'mood': judges.Answer(choice='dissatisfied', reason='undo')}
+  judge = judge_of('dissatisfied')
+  rollout = pricing.judged(episode, PRICES, judge).rollout
+  assert rollout.reward == -0.5 and rollout.rubric == judge.identity
 
-  judge = pricing.follow_up_judge(Model())
-  assert pricing.judged(episode, PRICES, judge).rollout.reward == -0.5
-
-  def fails(text):
-    raise judges.JudgeError('no answer')
-
-  for judge, reason in ((None, 'no model'), (fails, 'no answer')):
+  for judge, reason in ((None, 'no model'), (judge_of(), 'no answer')):
     rollout = pricing.judged(episode, PRICES, judge).rollout
     assert not rollout.is_judged and reason in rollout.not_judged
+
+
+def first(question):
+  return question.choices[0]
+
+
+def test_a_judge_of_follow_ups_is_asked_once_in_two_orders(folder, tmp_path):
+  """Who goes by position alone says nothing; verdicts outlive a restart."""
+  claim = folder.open()
+  folder.answer(claim)
+  folder.tell(claim, 'follow_up', text='No! Undo that.')
+  folder.now += 200
+  known, calls = plans.Plans(tmp_path / 'cycles'), []
+  for _ in range(2):
+    judge = judge_of(first, calls)
+    judge.remember(tmp_path, reasons=False)
+    for _ in range(3):
+      assert draw(folder, known, 1, size=9, judge=judge) is None
+  assert len(calls) == 2 and calls[0] == calls[1][::-1]
+  kept = (tmp_path / scoring.JUDGEMENTS).read_text()
+  assert judge.identity in kept and 'undo' not in kept.lower()
+  plan = draw(folder, known, 1, size=1, judge=judge)
+  assert plan.judge == judge.identity
+  assert abs(plan.terms[claim.episode]['follow_up']) < PRICES.follow_up
+  known.save(plan)
+  plan = known.load(1)
+  (group,), _ = plans.read_step(folder.episodes, plan, 0, OPTIONS)
+  assert group.rollouts[0].rubric == judge.identity
+
+
+def test_a_judge_of_follow_ups_is_calibrated_before_it_pays(
+  tmp_path, monkeypatch
+):
+  made, texts = options.LiveOptions(), []
+  assert made.open_judge(tmp_path) == (None, '')
+  judge = dataclasses.replace(made.judge, url='http://x/v1', model='m')
+  made = dataclasses.replace(made, judge=judge)
+  lines = pathlib.Path(judge.calibration).read_text().splitlines()
+  known = [json.loads(line) for line in lines]
+  right = {row['turns'][0]: row['answers']['mood'] for row in known}
+  praise = lambda question: question.choices[-1]
+
+  class Sound:
+    def answer(self, instructions, questions, record):
+      texts.append(record)
+      (choice,) = (c for text, c in right.items() if text in record)
+      return {'mood': judges.Answer(choice=choice, reason='')}
+
+  for model, message in (
+    (Sound(), ''),
+    (Model(praise, []), 'gives . of 10 known answers'),
+    (Model('', []), 'does not answer'),
+  ):
+    monkeypatch.setattr(judges, 'open_judge', lambda *_, m=model: m)
+    if message:
+      with pytest.raises(ValueError, match=message):
+        made.open_judge(tmp_path)
+      continue
+    scorer, line = made.open_judge(tmp_path)
+    assert '10 of 10' in line and scorer.identity.endswith('x2')
+    assert len(texts) > 2 * len(known)
 
 
 def test_baselines_leave_the_episode_itself_out():
@@ -253,16 +332,15 @@ def test_an_episode_whose_judge_is_away_waits_for_it(folder, tmp_path):
   others = [folder.judged(user=f'u{i}') for i in range(2)]
   folder.now += 200
 
-  def away(text):
-    raise judges.JudgeError('no answer')
-
-  first = draw(folder, known, 1, judge=away)
+  first = draw(folder, known, 1, judge=judge_of())
   known.save(first)
   assert first.spent == {c.episode for c in others}
   for i in range(2, 4):
     folder.judged(user=f'u{i}')
   folder.now += 200
-  assert waiting.episode in draw(folder, known, 2, judge=lambda text: 1.0).spent
+  assert (
+    waiting.episode in draw(folder, known, 2, judge=judge_of('satisfied')).spent
+  )
 
 
 def test_settled_rewards_do_not_change_with_prices(folder, tmp_path):
@@ -282,6 +360,6 @@ def test_options_name_what_is_wrong():
   with pytest.raises(ValueError, match=r'least_steps must be at most steps'):
     options.LiveOptions(steps=1, least_steps=2)
   with pytest.raises(ValueError, match='set both, or neither'):
-    options.LiveOptions(judge_url='http://x/v1')
+    options.LiveOptions(judge=scoring.RubricOptions(file='x', url='y'))
   with pytest.raises(ValueError, match='invalid'):
     pricing.PriceOptions(invalid=-1.0)

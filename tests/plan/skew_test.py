@@ -9,7 +9,7 @@ import pytest
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 from composer_jax.plan import skew
-from experiments.studies.routing import run as study
+from experiments.studies.routing import spreads
 from tests.parallel import rounds_test
 from tests.plan import params_test
 
@@ -95,10 +95,10 @@ def test_the_study_finds_the_spread_that_was_drawn(true):
   weights_RE /= weights_RE.sum(1, keepdims=True)
   loads_RE = random.poisson(500 * weights_RE)
   load_E = loads_RE.sum(0)
-  found = study.spread(loads_RE, load_E / load_E.sum())
+  found = spreads.spread(loads_RE, load_E / load_E.sum())
   assert found == pytest.approx(true, rel=0.08)
   even = random.poisson(500 * chances_E, size=(400, 64))
-  assert study.spread(even, chances_E) < 0.05
+  assert spreads.spread(even, chances_E) < 0.05
 
 
 def test_the_command_answers_without_devices():

@@ -1,6 +1,9 @@
 """Rubrics are read, refused by name and summed by hand."""
 
+import importlib
 import json
+import shutil
+import sys
 
 import pytest
 
@@ -49,6 +52,21 @@ def test_a_score_is_the_weighted_mean_behind_gates(write):
   assert rubric.score({'passes': 1.0, 'style': 0.5}) == 0.5
   assert rubric.score({'passes': 1.0}) == 0
   assert [c.name for c in rubric.asked(relative=False)] == ['style', 'brief']
+
+
+def test_the_identity_has_the_code_of_own_rules(write, tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  toml = '[[criteria]]\nname = "a"\ntext = "A?"\nrule = "NAME:judge"\n'
+  seen = set()
+  for choice in ('yes', 'no', 'yes'):
+    write(f'def judge(episode):\n  return {choice!r}\n', 'my_own_rule.py')
+    monkeypatch.delitem(sys.modules, 'my_own_rule', raising=False)
+    shutil.rmtree(tmp_path / '__pycache__', ignore_errors=True)
+    importlib.invalidate_caches()
+    seen.add(rubrics.load(write(toml.replace('NAME', 'my_own_rule'))).identity)
+  assert len(seen) == 2
+  with pytest.raises(ValueError, match='cannot be used: A rule must be one of'):
+    rubrics.load(write(toml.replace('NAME', 'no_such_module')))
 
 
 def test_the_identity_is_that_of_the_criteria(write):

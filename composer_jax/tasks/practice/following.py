@@ -38,7 +38,7 @@ from composer_jax.tasks.practice import conversation, evaluation
 from composer_jax.telemetry import append, writer
 
 VERSIONS, PINNED = 'versions.jsonl', 'suites.json'
-MODELS = 'models.json'
+MODELS, ENDPOINTS = 'models.json', 'endpoints.json'
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]{0,59}')
 _DRAWS = 4000  # of a bootstrap
 # Columns of a row that are averaged beside correctness.
@@ -249,6 +249,7 @@ def measured(
   Returns:
     The rates; `loose`, the share that passes hidden tests whatever monitors,
     held-out calls or a missing finish say; and means of `COSTS` an episode.
+    Rates of nothing are None.
   """
   judged = [r for r in rows if r['status'] != records.INFRASTRUCTURE]
   loose = [0 < r['num_tests'] == r['num_passed'] for r in judged]
@@ -257,7 +258,14 @@ def measured(
     for name in COSTS
     if judged and any(name in r for r in judged)
   }
-  return {**overall, 'loose': sum(loose) / max(len(loose), 1), **means}
+  if not judged:
+    return {**overall, **dict.fromkeys(('pass_rate', 'low', 'high', 'loose'))}
+  return {**overall, 'loose': sum(loose) / len(loose), **means}
+
+
+def is_measured(suites: Mapping[str, Mapping[str, Any]]) -> bool:
+  """Returns whether each suite of a player has episodes that were judged."""
+  return all(result['episodes'] for result in suites.values())
 
 
 # (suite, folder, policy or model) -> summary of the evaluation.
@@ -286,10 +294,12 @@ class SuiteService:
     files.write_json(known, pinned)
     with append.AppendFile(out / VERSIONS, 'a version') as lines:
       lines.cut_torn_line()
-    self.versions = writer.read(out / VERSIONS)
+    # The last line of a version that was played again counts.
+    rows = {r['version']: r for r in writer.read(out / VERSIONS)}
+    self.versions = list(rows.values())
 
   def is_due(self, version: int, target_id: str) -> bool:
-    """False for a version that was played; refuses that of another run."""
+    """False for a version that was measured; refuses that of another run."""
     for row in self.versions:
       if row['version'] == version:
         if row['target_id'] != target_id:
@@ -298,41 +308,62 @@ class SuiteService:
             f'{row["target_id"]!r}, and now it comes with {target_id!r}: it is '
             'of another run, or this one was rewound. Name another --out.'
           )
-        return False
+        return not is_measured(row['suites'])
     return True
 
   def play(self, version: int, target_id: str, policy: Any) -> dict[str, Any]:
     """Plays all suites with a version; returns its line.
 
+    Each suite is compared with the last version that was measured on it.
+
     Args:
       target_id: identity of the version's weights, or '' if unknown.
     """
     results = self._played(str(version), policy)
-    before = self.versions[-1]['version'] if self.versions else None
-    found: list[Change] = []
-    for suite in self._suites if before is not None else ():
+    others = [r for r in self.versions if r['version'] != version]
+    found: list[dict[str, Any]] = []
+    for suite in self._suites:
+      known = [r for r in others if r['suites'][suite.name]['episodes']]
+      if not known:
+        continue
+      before = known[-1]['version']
       pair = [
         list(evaluation.read(self._out / str(v) / suite.name).values())
         for v in (before, version)
       ]
-      found += changes(suite.name, *pair)
+      found += [
+        {**dataclasses.asdict(c), 'before': before}
+        for c in changes(suite.name, *pair)
+      ]
     row = {
       'version': version,
       'target_id': target_id,
-      'before': before,
       'suites': results,
-      'changes': [dataclasses.asdict(c) for c in found],
+      'changes': found,
     }
     with append.AppendFile(self._out / VERSIONS, 'a version') as lines:
       lines.add(row)
-    self.versions.append(row)
+    self.versions = [*others, row]
     return row
 
+  def pin(self, models: Sequence[ComparedModel]) -> None:
+    """Fixes what is behind each name; a ValueError names those that differ."""
+    path = self._out / ENDPOINTS
+    there = files.read_json(path) if path.exists() else {}
+    new = {m.name: dataclasses.asdict(m) for m in models}
+    if other := [n for n in new if there.get(n, new[n]) != new[n]]:
+      raise ValueError(
+        f'{self._out} has other models by the names {other}: url, model, tools '
+        'or prices differ. Name them otherwise, or another --out.'
+      )
+    files.write_json(path, {**there, **new})
+
   def play_model(self, model: ComparedModel) -> None:
-    """Plays all suites with a model behind an endpoint, once."""
+    """Plays all suites with a model behind an endpoint, until measured."""
+    self.pin([model])
     path = self._out / MODELS
     known = files.read_json(path) if path.exists() else {}
-    if model.name not in known:
+    if not is_measured(known.get(model.name, {'': {'episodes': 0}})):
       known[model.name] = self._played(model.name, model)
       files.write_json(path, known)
 

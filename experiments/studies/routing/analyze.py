@@ -33,9 +33,9 @@ def table(rows: list[results.Row]) -> str:
   return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
 
 
-def _main():
+def main():
   results.tabulate(ROOT, table)
 
 
 if __name__ == '__main__':
-  start.run(_main)
+  start.run(main)

@@ -17,26 +17,12 @@ from composer_jax.core import records
 from composer_jax.telemetry import writer
 from experiments import start
 from experiments.studies import results
+from experiments.studies.routing import spreads
 
 ROOT = pathlib.Path(__file__).parent
 _WORKDIR = flags.DEFINE_string('workdir', '', 'Of a finished run.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of that run, which results name.')
 _STEPS = 10
-
-
-def spread(loads_RE: np.ndarray, chances_E: np.ndarray) -> float:
-  """Returns the standard deviation of the log of an expert's relative load.
-
-  `loads_RE` are copies of rows, and `chances_E` those of an expert by chance,
-  with the sum 1. What chance alone makes uneven is subtracted; the load is
-  taken to be log-normal.
-  """
-  expected_RE = loads_RE.sum(1, keepdims=True) * chances_E
-  seen = expected_RE > 0
-  ratio, expected = loads_RE[seen] / expected_RE[seen], expected_RE[seen]
-  variance = np.average((ratio - 1) ** 2, weights=expected)
-  variance -= np.average(1 / expected, weights=expected)
-  return float(np.sqrt(np.log1p(max(variance, 0.0))))
 
 
 def _of_stage(rows: list[results.Row], stage: str) -> Iterator[results.Row]:
@@ -50,7 +36,7 @@ def _of_stage(rows: list[results.Row], stage: str) -> Iterator[results.Row]:
     yield dict(
       stage=stage,
       layer=layer,
-      layer_spread=spread(load_E[None], even_E),
+      layer_spread=spreads.spread(load_E[None], even_E),
       busiest=float(load_E.max() / load_E.mean()),
     )
 
@@ -72,14 +58,14 @@ def _of_groups(groups: list[records.Group], num: int) -> Iterator[results.Row]:
     yield dict(
       stage='rl',
       layer=layer,
-      layer_spread=spread(load_E[None], even_E),
-      rows_spread=spread(loads_RE, load_E / load_E.sum()),
+      layer_spread=spreads.spread(load_E[None], even_E),
+      rows_spread=spreads.spread(loads_RE, load_E / load_E.sum()),
       busiest=float(load_E.max() / load_E.mean()),
       trajectories=len(loads_RE),
     )
 
 
-def _main():
+def main():
   if not _WORKDIR.value:
     raise ValueError('--workdir must name the folder of a finished run.')
   workdir = pathlib.Path(_WORKDIR.value)
@@ -101,4 +87,4 @@ def _main():
 
 
 if __name__ == '__main__':
-  start.run(_main, errors=(ValueError, OSError))
+  start.run(main, errors=(ValueError, OSError))

@@ -1,6 +1,7 @@
 """Versions are compared in pairs, played once, and their losses named."""
 
 import contextlib
+import dataclasses
 import functools
 import http.server
 import json
@@ -110,7 +111,7 @@ def test_strict_and_loose_grading_stand_side_by_side():
 @pytest.fixture
 def played(tmp_path):
   """A play that writes rows as a policy with that share of passes would."""
-  calls = []
+  calls, down = [], set()
 
   def play(suite, folder, policy):
     calls.append((suite.name, folder.name, policy))
@@ -119,17 +120,19 @@ def played(tmp_path):
     folder.mkdir(parents=True, exist_ok=True)
     share = policy if isinstance(policy, float) else 0.5
     rows = [row(i, i < share * 50, tokens_out=10 * i) for i in range(50)]
+    if policy in down:
+      rows = [r | {'status': 'infrastructure'} for r in rows]
     lines = ''.join(f'{json.dumps(r)}\n' for r in rows)
     (folder / evaluation.EPISODES).write_text(lines)
     return evaluation.summarise(rows, 1)
 
   suites = [following.Suite(name=n, config='c.py') for n in ('a', 'b')]
   make = lambda: following.SuiteService(suites, tmp_path, play)
-  return make, calls, tmp_path
+  return make, calls, tmp_path, down
 
 
 def test_a_version_is_played_once_and_compared_with_the_one_before(played):
-  make, calls, out = played
+  make, calls, out, _ = played
   service = make()
   service.play_model(
     following.ComparedModel(name='other', url='http://x/v1', model='m')
@@ -139,7 +142,7 @@ def test_a_version_is_played_once_and_compared_with_the_one_before(played):
   )
   second = service.play(5, 'id5', 0.4)
   assert [c['verdict'] for c in second['changes']] == ['worse', 'worse']
-  assert second['before'] == 3
+  assert {c['before'] for c in second['changes']} == {3}
   # Killed while a line was written, it plays that version again.
   path = out / following.VERSIONS
   path.write_bytes(path.read_bytes()[:-9])
@@ -160,8 +163,51 @@ def test_a_version_is_played_once_and_compared_with_the_one_before(played):
   assert 'version 3' in text and 'other' in text and '<svg' in text
 
 
+def test_what_failed_is_unknown_and_is_played_again(played):
+  """Episodes of infrastructure alone are no rate, and none to compare with."""
+  make, calls, out, down = played
+  other = following.ComparedModel(name='other', url='http://x/v1', model='m')
+  down |= {0.3, other}
+  service = make()
+  service.play(1, 'id1', 0.8)
+  service.play_model(other)
+  failed = service.play(2, 'id2', 0.3)['suites']['a']
+  assert failed['pass_rate'] is failed['loose'] is failed['low'] is None
+  assert (failed['episodes'], failed['infrastructure']) == (0, 50)
+  text = page.write(out).read_text()
+  assert text.count('>unknown<') == 16 and 'infrastructure' in text
+  third = service.play(3, 'id3', 0.4)
+  assert [(c['before'], c['verdict']) for c in third['changes']] == [
+    (1, 'worse')
+  ] * 2
+
+  again = make()
+  assert again.is_due(2, 'id2') and not again.is_due(1, 'id1')
+  down.clear()
+  again.play(2, 'id2', 0.3)
+  again.play_model(other)
+  models = files.read_json(out / following.MODELS)
+  assert models['other']['a']['pass_rate'] == 0.5
+  assert not make().is_due(2, 'id2')
+  assert '>unknown<' not in page.write(out).read_text()
+  count = len(calls)
+  make().play_model(other)
+  assert len(calls) == count
+
+
+def test_a_name_has_the_figures_of_one_model(played):
+  make, calls, _, _ = played
+  other = following.ComparedModel(name='other', url='http://x/v1', model='m')
+  make().play_model(other)
+  count = len(calls)
+  for fields in ({'url': 'http://y/v1'}, {'model': 'n'}):
+    with pytest.raises(ValueError, match=r"other models .*\['other'\]"):
+      make().play_model(dataclasses.replace(other, **fields))
+  assert len(calls) == count
+
+
 def test_suites_are_pinned_in_their_folder(played):
-  make, _, out = played
+  make, _, out, _ = played
   make()
   for suites in (
     [following.Suite(name='a', config='c.py')],
@@ -357,6 +403,8 @@ def test_the_command_plays_what_a_run_publishes(run_dir, tmp_path, place):
   rows = [
     json.loads(x) for x in (out / 'versions.jsonl').read_text().split('\n')[:-1]
   ]
-  assert [r['version'] for r in rows] == [0, 1] and rows[1]['before'] == 0
+  assert [r['version'] for r in rows] == [0, 1] and {
+    c['before'] for c in rows[1]['changes']
+  } == {0}
   assert rows[0]['target_id'] != rows[1]['target_id']
   assert 'Over versions' in (out / 'report.html').read_text()
