@@ -87,4 +87,4 @@ def main():
 
 
 if __name__ == '__main__':
-  start.run(main, errors=(ValueError, OSError))
+  start.run(main)
