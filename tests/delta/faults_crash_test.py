@@ -60,12 +60,8 @@ def test_at_some_file_operations(tmp_path):
   jobs = [
     ('packed', 'kill', 23, 1),
     ('rewind', 'full', 59, 3),
-    ('collect', 'kill', 83, 2),
     ('heal', 'error', 35, 4),
-    ('follow', 'kill', 13, 1),
-    ('packed', 'error', 27, 6),
     ('store', 'kill', 19, 3),
-    ('first', 'tear', 300, 1),
     ('follow', 'tear', 400, 0),
   ]
   found = points(tmp_path, jobs)

@@ -88,6 +88,7 @@ def test_the_doctor_tells_what_works(tmp_path):
   assert not (tmp_path / 'w').exists()
 
 
+@pytest.mark.slow
 def test_the_doctor_names_what_does_not(tmp_path):
   done = programs.run(
     'experiments.doctor',

@@ -221,6 +221,7 @@ def test_a_head_with_its_own_embedding_is_refused(tmp_path):
     importing.convert(source, tmp_path / 'ours', mtp=True)
 
 
+@pytest.mark.slow
 def test_heads_that_a_run_made_are_exported_beside_the_import(tmp_path):
   arrays = checkpoints.tensors(PLAIN)
   source = checkpoints.write(tmp_path / 'hf', PLAIN, arrays)

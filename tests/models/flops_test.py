@@ -99,6 +99,8 @@ VARIANTS = {
   ),
 }
 each_variant = pytest.mark.parametrize('name', VARIANTS)
+# Without --slow: the others.
+VARIANTS_ALIKE = ('plain', 'softmax_no_dense_no_shared', 'mla')
 
 
 def of_config(name):
@@ -299,7 +301,13 @@ def _gates(config):
   return 2 * config.num_moe_layers * moe.num_active * moe.num_experts
 
 
-@each_variant
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(n, marks=[pytest.mark.slow] if n in VARIANTS_ALIKE else [])
+    for n in VARIANTS
+  ],
+)
 def test_flops_equal_those_of_a_dense_expert_reference(name):
   config = VARIANTS[name]
   # 'ragged' off TPU is a dense product: it multiplies each of a token's A

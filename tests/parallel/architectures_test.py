@@ -141,6 +141,7 @@ def test_loss_and_gradients_equal_one_device(name, layout):
   assert math.prod(mesh[axis] for axis in plan.expert_axes) == shards
 
 
+@pytest.mark.slow
 def test_context_shards_exchange_latents_and_not_keys_or_values():
   _, _, found = _on_mesh('deepseek_v3', 'cp2_ep8')
   a = ARCHITECTURES['deepseek_v3'].attention

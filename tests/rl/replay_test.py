@@ -39,6 +39,7 @@ def _afresh(name):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', NAMES)
 def test_packed_or_alone_the_sums_are_the_same(name):
   config = replayed.CONFIGS[name]

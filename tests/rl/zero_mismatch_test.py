@@ -146,9 +146,9 @@ SLOW = pytest.mark.slow
 @pytest.fixture(
   scope='module',
   params=[
+    'gqa_softmax-float32',
     # One layer with codes and one without.
-    'gqa_softmax-float32-nvfp4',
-    pytest.param('gqa_softmax-float32', marks=SLOW),
+    pytest.param('gqa_softmax-float32-nvfp4', marks=SLOW),
     pytest.param('gqa_softmax-float32-adapted', marks=SLOW),
     pytest.param('mla_sigmoid-float32-mxfp8', marks=SLOW),
     pytest.param('mla_sigmoid-bfloat16-nvfp4', marks=SLOW),

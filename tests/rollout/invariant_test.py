@@ -168,7 +168,8 @@ def check(have, want):
   ['grouped-float32', *OTHER_MODELS],
   indirect=True,
 )
-@pytest.mark.parametrize('remat', [True, pytest.param(False, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize('remat', [True, False])
 def test_packing_gradient_and_recomputation_keep_every_bit(
   model, tokens, reference, remat
 ):

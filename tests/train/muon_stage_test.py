@@ -131,6 +131,7 @@ def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
   assert actual.plan.devices == 8 and not collectives_of_muon(expected.text)
 
 
+@pytest.mark.slow
 def test_logits_are_held_where_they_are_clipped():
   steps = alone(VARIANTS).metrics
   (first, *_, last) = (step.loss.max_logits_LN for step in steps)
