@@ -577,6 +577,20 @@ def test_fates_are_counted_by_family_and_uploads_deleted_for_good(world):
   assert ledger.totals() == {'trained': {'family': 6}}
 
 
+def test_what_others_left_in_a_store_is_passed_over(world):
+  odd = [
+    f'fleet/policy/{kind}/{name}'
+    for kind in ('groups', 'turns', 'workers')
+    for name in ('00000000.0-4.a b', '..', 'é', '0.\udce9')
+  ]
+  world.store.files |= dict.fromkeys(odd, b'x')
+  world.run([world.worker('w')])
+  world.trainer.collect(4)
+  world.trainer.tick()
+  assert world.ledger().floor == 4 and world.store.files.keys() >= {*odd}
+  assert_done(world)
+
+
 def test_lines_of_metrics_reach_the_workdir_once(world, tmp_path):
   worker = world.worker('w')
   for step in range(3):
