@@ -604,6 +604,36 @@ def test_lines_of_metrics_reach_the_workdir_once(world, tmp_path):
   ]
 
 
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'wait_s': 10**400},
+    {'wait_s': -1e300},
+    {'route': ['key 0', 2**53]},
+    {'stage': 'rl'},
+    {'stage': ['received']},
+    {'step': 10**400},
+    {'time': 'x'},
+    {'time': None},
+    {'more': [[1]]},
+    {'more': {'x': 1}},
+    {'more': 'x' * 8192},
+  ],
+)
+def test_a_line_that_no_worker_writes_is_left_out(world, tmp_path, fields):
+  worker = world.worker('w')
+  world.turn([worker])
+  good = {'stage': 'received', 'step': 1, 'time': 0.5, 'route': ['key 0']}
+  good |= {'wait_s': 1.0, 'sample_s': 1}
+  worker.door.note(good | fields)
+  worker.door.note(good)
+  world.turn([worker])
+  world.turn([worker])
+  world.trainer.close(is_over=True)
+  lines = (tmp_path / 'received.jsonl').read_text().splitlines()
+  assert list(map(worlds.json.loads, lines)) == [good | {'worker': 'w'}]
+
+
 def test_names_of_workers_are_plain():
   for name in ('', '../x', 'a/b', 'x' * 101, '.hidden'):
     with pytest.raises(ValueError, match='the name of a worker must be'):

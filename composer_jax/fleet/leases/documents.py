@@ -31,6 +31,8 @@ _MAX_FILE_BYTES = 2**28
 _SEAL = b'CJF1'
 _NAME = re.compile(r'[A-Za-z0-9][\w.-]{0,99}', re.A)
 _MAX_RESULTS, _MAX_ROWS = 10_000, 16
+_MAX_ROW_BYTES = 2**13
+_SCALARS = (str, int, float, bool)
 
 
 def check_name(worker: str) -> None:
@@ -105,6 +107,24 @@ def _is_row(row: tuple[int, Any]) -> bool:
     isinstance(fields, dict)
     and {'stage', 'step', 'time'} <= fields.keys()
     and type(fields['step']) is int
+  )
+
+
+def is_received(row: dict[str, Any]) -> bool:
+  """Whether a line is one that a worker may add to those of the run.
+
+  It tells of a policy that was received, is not long, and its numbers are such
+  that sums of them are numbers.
+  """
+  values = [
+    v for f in row.values() for v in (f if isinstance(f, list) else [f])
+  ]
+  return (
+    row['stage'] == 'received'
+    and type(row['time']) in (int, float)
+    and all(type(v) in _SCALARS for v in values)
+    and all(isinstance(v, str) or abs(v) < 2**53 for v in values)
+    and len(identity.canonical_json(row)) <= _MAX_ROW_BYTES
   )
 
 

@@ -223,7 +223,8 @@ class Reconciler:
     for number, row in report.rows:
       if number > self._rows.get(name, -1):
         self._rows[name] = number
-        self._new_rows.append((name, row))
+        if documents.is_received(row):
+          self._new_rows.append((name, row))
 
   def _is_moving(
     self,
