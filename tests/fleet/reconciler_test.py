@@ -94,6 +94,38 @@ def test_a_worker_that_stops_loses_its_leases_and_what_it_says_then(world):
   assert world.store.files['fleet/policy/ledger'] == before
 
 
+@pytest.mark.parametrize('restarts', [False, True])
+def test_who_is_missing_from_listings_has_the_time_of_the_silent(
+  world, monkeypatch, restarts
+):
+  worker = world.worker('w')
+  world.turn([worker])
+  world.turn([])
+  find, is_behind = world.store._backend.find, False
+  monkeypatch.setattr(
+    world.store._backend,
+    'find',
+    lambda top: {
+      key: age
+      for key, age in find(top).items()
+      if not (is_behind and key.endswith('workers/w'))
+    },
+  )
+  for is_behind in (True, False) * 6:
+    if restarts and is_behind:
+      world.start()
+    world.time += 0.1
+    world.trainer.tick()
+    worker.door.sync()
+  assert not world.ledger().lost and world.ledger().holders() == ['w']
+  is_behind = True
+  for _ in range(6):
+    world.time += 5
+    world.trainer.tick()
+    worker.door.sync()
+  assert world.ledger().lost.keys() == {'silent'}
+
+
 def test_a_late_result_is_no_ones_and_is_counted(world):
   slow, other = world.worker('slow'), world.worker('other')
   world.turn([slow])

@@ -182,8 +182,7 @@ class Reconciler:
   # Workers.
 
   def _look(self) -> None:
-    names = self._docs.names('workers')
-    for name in names:
+    for name in self._docs.names('workers'):
       place = self._docs.place('workers', name)
       try:
         documents.check_name(name)
@@ -195,9 +194,8 @@ class Reconciler:
       except ValueError as error:
         # As if it had not reported: it falls silent.
         _log.warning('A report is not read: %s', error)
+    # Who is not listed, as a store may be behind, falls silent in its time.
     self._is_first_look = False
-    for name in self._seen.keys() - set(names):
-      self._seen[name].gone = self._seen[name].gone or ledgers.SILENT
 
   def _note(self, name: str, report: documents.WorkerReport) -> None:
     seen = self._seen.get(name)
@@ -310,10 +308,6 @@ class Reconciler:
       if seen.gone:
         self._lose_all(ledger, name, seen.gone)
     self._end_old_leases(ledger)
-    for name in ledger.holders():
-      if name not in self._seen:
-        # Its report is gone or was never readable.
-        self._lose_all(ledger, name, ledgers.SILENT)
 
   def _end_old_leases(self, ledger: ledgers.LeaseLedger) -> None:
     held = {e: n for n in ledger.holders() for e in ledger.epochs_of(n)}
@@ -322,6 +316,11 @@ class Reconciler:
       if self._time - since > self._options.longest_s:
         self._say(f'worker {held[epoch]} takes too long; a lease goes on')
         self._lose(ledger, held[epoch], epoch, ledgers.STALLED)
+      elif held[epoch] not in self._seen and (
+        self._time - since > self._options.lease_s
+      ):
+        # Its report is gone or was never readable.
+        self._lose(ledger, held[epoch], epoch, ledgers.SILENT)
 
   def _hand_out(self, ledger: ledgers.LeaseLedger) -> None:
     """Leases what waits, in order, each to who has the least for its size."""
