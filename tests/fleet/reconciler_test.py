@@ -59,7 +59,8 @@ def test_leases_go_to_who_has_least_and_never_above_what_is_wanted(world):
 
 def test_who_had_something_refused_comes_after_all_others(world):
   workers = [world.worker('junk', 4), world.worker('sound', 4)]
-  world.trainer._reconciler.distrust('junk')
+  part = ledgers.GroupPart(first=0, stop=2, worker='junk')
+  world.trainer._reconciler.distrust(9, part)
   for _ in range(3):
     world.time += 1
     for worker in workers:
@@ -69,9 +70,27 @@ def test_who_had_something_refused_comes_after_all_others(world):
     worker.take()
   first = [min((h.order.group, h.first) for h in w.holds) for w in workers]
   assert first == [(1, 0), (0, 0)]
+  assert [len(w.holds) for w in workers] == [1, 2]
   part = world.ledger().entries[0].parts[0]
   world.trainer._refuse(0, part, 'It is junk.')
   assert part.worker in world.trainer._reconciler._distrusted
+
+
+def test_who_has_everything_refused_at_once_gives_no_group_up(tmp_path):
+  world = worlds.World(tmp_path, max_lost=1)
+  bad = world.worker('bad')
+  good = [world.worker(f'good{i}', 2) for i in range(2)]
+  bad.make = lambda lease, version: groups.changed(
+    groups.make_group(lease.order.group, 0, range(lease.first, lease.stop)),
+    temperature=2.0,
+  )
+  for turn in range(200):
+    # The others need ten turns for what it has done in one.
+    world.turn([bad, *good] if turn % 10 == 0 else [bad])
+    if world.version == worlds.STEPS:
+      break
+  last = assert_done(world)
+  assert last.lost['refused'] <= 12
 
 
 def test_a_worker_that_stops_loses_its_leases_and_what_it_says_then(world):

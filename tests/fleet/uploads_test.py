@@ -96,7 +96,7 @@ def test_an_honest_upload_is_read_as_it_was_written():
       ),
       r'earns 1e\+10',
     ),
-    (with_hints((1, 3, [1])), 'hint on tokens 1 to 2 of'),
+    (with_hints((1, 3, [1])), 'hint at token 1 is on unsampled'),
     (with_hints((2, 4, [50])), r'not all in 0\.\.49'),
     (with_hints((2, 4, [-7])), r'not all in 0\.\.49'),
     (with_hints((3, 4, [1]), (2, 3, [1])), 'order of turns'),

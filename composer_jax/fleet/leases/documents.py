@@ -14,6 +14,7 @@ is checked all the same: a worker may be broken, or of an attacker.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from typing import Any
@@ -32,7 +33,6 @@ _SEAL = b'CJF1'
 _NAME = re.compile(r'[A-Za-z0-9][\w.-]{0,99}', re.A)
 _MAX_RESULTS, _MAX_ROWS = 10_000, 16
 _MAX_ROW_BYTES = 2**13
-_SCALARS = (str, int, float, bool)
 
 
 def check_name(worker: str) -> None:
@@ -110,20 +110,18 @@ def _is_row(row: tuple[int, Any]) -> bool:
   )
 
 
-def is_received(row: dict[str, Any]) -> bool:
-  """Whether a line is one that a worker may add to those of the run.
+def _is_plain(value: Any) -> bool:
+  is_number = isinstance(value, int | float)
+  return abs(value) < 2**53 if is_number else isinstance(value, str)
 
-  It tells of a policy that was received, is not long, and its numbers are such
-  that sums of them are numbers.
-  """
-  values = [
-    v for f in row.values() for v in (f if isinstance(f, list) else [f])
-  ]
+
+def is_received(row: dict[str, Any]) -> bool:
+  """Whether a line of a worker is short and of a policy that it received."""
+  fields = [f if isinstance(f, list) else [f] for f in row.values()]
   return (
     row['stage'] == 'received'
     and type(row['time']) in (int, float)
-    and all(type(v) in _SCALARS for v in values)
-    and all(isinstance(v, str) or abs(v) < 2**53 for v in values)
+    and all(map(_is_plain, itertools.chain(*fields)))
     and len(identity.canonical_json(row)) <= _MAX_ROW_BYTES
   )
 

@@ -153,10 +153,7 @@ def _check_hints(rollout: records.Rollout, rules: UploadRules) -> None:
     if (hint.trajectory, hint.start) < last:
       raise ValueError('its hints overlap, or are not in the order of turns')
     if not sampled_T[hint.start : hint.stop].all():
-      raise ValueError(
-        f'it has a hint on tokens {hint.start} to {hint.stop - 1} of a window, '
-        'which were not all sampled'
-      )
+      raise ValueError(f'its hint at token {hint.start} is on unsampled ones')
     _check_tokens(hint.tokens_T, rules)
     last = (hint.trajectory, hint.stop)
 
