@@ -83,6 +83,7 @@ def test_an_honest_upload_is_read_as_it_was_written():
     (groups.make_group(3, 2, range(1, 4)), r'members \[1, 2, 3\], not'),
     (groups.make_group(3, 1, range(1, 3)), r'versions \[1\].*below 2'),
     (dataclasses.replace(GROUP, policies=None), 'without its weights'),
+    (dataclasses.replace(GROUP, policies={2: 'x'}), 'without its weights'),
     (with_rollout(reward_version=1), 'version 1, not 0'),
     (with_rollout(flags=('<script>',)), "'<script>' is no name"),
     (with_rollout(tools=('read', 'a\nb')), 'is no name of an alarm, tool'),

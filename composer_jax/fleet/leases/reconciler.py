@@ -106,8 +106,7 @@ class Reconciler:
     self._is_first_look = True
     self._since: dict[int, float] = {}  # of leases, by epoch
     self._distrusted: set[str] = set()
-    # By group and first member: workers that had a result refused.
-    self._refusers: dict[tuple[int, int], set[str]] = {}
+    self._refusers: dict[tuple[int, int], set[str]] = {}  # by group, first
     self._told: Any = None  # What all orders say alike.
     self.num_accepted = self.late = 0
     self._read: dict[str, bytes] = {}

@@ -77,7 +77,8 @@ def read(
     raise ValueError(
       f'it holds members {members!r:.99}, not {part.first} to {part.stop - 1}'
     )
-  if group.policies is None or min(group.versions) < order.min_version:
+  is_named = all(map(identity.is_hash, (group.policies or {'': ''}).values()))
+  if not is_named or min(group.versions) < order.min_version:
     raise ValueError(
       f'it was sampled by versions {sorted(group.versions)!r:.99}, of which '
       f'none may be below {order.min_version} or without its weights'
