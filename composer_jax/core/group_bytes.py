@@ -206,7 +206,8 @@ def _group(
       trajectory |= {'temperature': temperature, 'expert_ids_TMA': tape.ids_TMA}
       trajectories.append(_made(records.Trajectory, trajectory))
     terms = fields['reward_terms']
-    if not all(type(v) in (int, float) for v in terms.values()):
+    values = terms.values()
+    if not all(type(v) in (int, float) and abs(v) < 2**53 for v in values):
       raise ValueError(f'reward_terms must be numbers, not {terms!r:.99}.')
     fields['verdict'] = _made(records.Verdict, fields['verdict'])
     fields['tools'] = tuple(fields['tools'])

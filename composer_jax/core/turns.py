@@ -78,7 +78,8 @@ class Hint:
 def check_inside(parts: Sequence[Turn | Hint], lengths: Sequence[int]) -> None:
   """Raises a ValueError for what lies outside windows of these lengths."""
   for part in parts:
-    if part.trajectory >= len(lengths) or part.stop > lengths[part.trajectory]:
+    is_inside = 0 <= part.trajectory < len(lengths)
+    if not (is_inside and part.stop <= lengths[part.trajectory]):
       raise ValueError(
         f'{part} lies outside windows of {list(lengths)} tokens.'
       )

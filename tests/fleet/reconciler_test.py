@@ -59,7 +59,8 @@ def test_leases_go_to_who_has_least_and_never_above_what_is_wanted(world):
 
 def test_who_had_something_refused_comes_after_all_others(world):
   workers = [world.worker('junk', 4), world.worker('sound', 4)]
-  world.trainer._reconciler.distrust('junk')
+  part = ledgers.GroupPart(first=0, stop=2, worker='junk')
+  world.trainer._reconciler.distrust(9, part)
   for _ in range(3):
     world.time += 1
     for worker in workers:
@@ -69,9 +70,27 @@ def test_who_had_something_refused_comes_after_all_others(world):
     worker.take()
   first = [min((h.order.group, h.first) for h in w.holds) for w in workers]
   assert first == [(1, 0), (0, 0)]
+  assert [len(w.holds) for w in workers] == [1, 2]
   part = world.ledger().entries[0].parts[0]
   world.trainer._refuse(0, part, 'It is junk.')
   assert part.worker in world.trainer._reconciler._distrusted
+
+
+def test_who_has_everything_refused_at_once_gives_no_group_up(tmp_path):
+  world = worlds.World(tmp_path, max_lost=1)
+  bad = world.worker('bad')
+  good = [world.worker(f'good{i}', 2) for i in range(2)]
+  bad.make = lambda lease, version: groups.changed(
+    groups.make_group(lease.order.group, 0, range(lease.first, lease.stop)),
+    temperature=2.0,
+  )
+  for turn in range(200):
+    # The others need ten turns for what it has done in one.
+    world.turn([bad, *good] if turn % 10 == 0 else [bad])
+    if world.version == worlds.STEPS:
+      break
+  last = assert_done(world)
+  assert last.lost['refused'] <= 12
 
 
 def test_a_worker_that_stops_loses_its_leases_and_what_it_says_then(world):
@@ -92,6 +111,38 @@ def test_a_worker_that_stops_loses_its_leases_and_what_it_says_then(world):
   slow.door.sync()
   world.trainer.tick()
   assert world.store.files['fleet/policy/ledger'] == before
+
+
+@pytest.mark.parametrize('restarts', [False, True])
+def test_who_is_missing_from_listings_has_the_time_of_the_silent(
+  world, monkeypatch, restarts
+):
+  worker = world.worker('w')
+  world.turn([worker])
+  world.turn([])
+  find, is_behind = world.store._backend.find, False
+  monkeypatch.setattr(
+    world.store._backend,
+    'find',
+    lambda top: {
+      key: age
+      for key, age in find(top).items()
+      if not (is_behind and key.endswith('workers/w'))
+    },
+  )
+  for is_behind in (True, False) * 6:
+    if restarts and is_behind:
+      world.start()
+    world.time += 0.1
+    world.trainer.tick()
+    worker.door.sync()
+  assert not world.ledger().lost and world.ledger().holders() == ['w']
+  is_behind = True
+  for _ in range(6):
+    world.time += 5
+    world.trainer.tick()
+    worker.door.sync()
+  assert world.ledger().lost.keys() == {'silent'}
 
 
 def test_a_late_result_is_no_ones_and_is_counted(world):
@@ -577,6 +628,20 @@ def test_fates_are_counted_by_family_and_uploads_deleted_for_good(world):
   assert ledger.totals() == {'trained': {'family': 6}}
 
 
+def test_what_others_left_in_a_store_is_passed_over(world):
+  odd = [
+    f'fleet/policy/{kind}/{name}'
+    for kind in ('groups', 'turns', 'workers')
+    for name in ('00000000.0-4.a b', '..', 'é', '0.\udce9')
+  ]
+  world.store.files |= dict.fromkeys(odd, b'x')
+  world.run([world.worker('w')])
+  world.trainer.collect(4)
+  world.trainer.tick()
+  assert world.ledger().floor == 4 and world.store.files.keys() >= {*odd}
+  assert_done(world)
+
+
 def test_lines_of_metrics_reach_the_workdir_once(world, tmp_path):
   worker = world.worker('w')
   for step in range(3):
@@ -588,6 +653,36 @@ def test_lines_of_metrics_reach_the_workdir_once(world, tmp_path):
   assert [(r['step'], r['worker']) for r in rows] == [
     (i, 'w') for i in range(3)
   ]
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'wait_s': 10**400},
+    {'wait_s': -1e300},
+    {'route': ['key 0', 2**53]},
+    {'stage': 'rl'},
+    {'stage': ['received']},
+    {'step': 10**400},
+    {'time': 'x'},
+    {'time': None},
+    {'more': [[1]]},
+    {'more': {'x': 1}},
+    {'more': 'x' * 8192},
+  ],
+)
+def test_a_line_that_no_worker_writes_is_left_out(world, tmp_path, fields):
+  worker = world.worker('w')
+  world.turn([worker])
+  good = {'stage': 'received', 'step': 1, 'time': 0.5, 'route': ['key 0']}
+  good |= {'wait_s': 1.0, 'sample_s': 1}
+  worker.door.note(good | fields)
+  worker.door.note(good)
+  world.turn([worker])
+  world.turn([worker])
+  world.trainer.close(is_over=True)
+  lines = (tmp_path / 'received.jsonl').read_text().splitlines()
+  assert list(map(worlds.json.loads, lines)) == [good | {'worker': 'w'}]
 
 
 def test_names_of_workers_are_plain():

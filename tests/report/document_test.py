@@ -312,6 +312,26 @@ def test_damaged_files_are_named_in_the_report(tmp_path):
   assert 'not judged' in text
 
 
+def test_text_that_no_file_can_hold_is_replaced(tmp_path):
+  odd = 'half \ud800 a pair'
+  verdict = {'status': 'graded', 'passed': False, 'detail': odd}
+  verdict |= {'num_passed': 0, 'num_tests': 1, 'sandbox_level': odd}
+  turn = {'kind': 'tool', 'tool': odd, 'text': odd, 'outcome': 'ok'}
+  episode = {'stage': 'rl', 'step': 1, 'task_id': odd, 'reward': 0.0}
+  episode |= {'flags': [odd], 'verdict': verdict, 'turns': [turn]}
+  received = {'stage': 'received', 'step': 1, 'time': 0.0, 'route': [odd]}
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    out.write('rl', 1, reward=0.5, flag_kinds=[[odd, 1]], scores=[[odd, 0.5]])
+    out.write('fleet', 1, workers=1, fates=[['trained', odd, 1]], lost=[])
+  for name, row in (
+    ('episodes.jsonl', episode),
+    (writer.RECEIVED, received | {'worker': odd}),
+  ):
+    (tmp_path / name).write_text(json.dumps(row) + '\n')
+  text = document.write_report(tmp_path).read_text(encoding='utf-8')
+  assert text.count('half ? a pair') > 3
+
+
 def rows_of(text, heading):
   """Returns the cells of the first table after a heading, row by row."""
   table = text[text.index(f'>{heading}<') :]

@@ -14,6 +14,7 @@ is checked all the same: a worker may be broken, or of an attacker.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from typing import Any
@@ -31,6 +32,7 @@ _MAX_FILE_BYTES = 2**28
 _SEAL = b'CJF1'
 _NAME = re.compile(r'[A-Za-z0-9][\w.-]{0,99}', re.A)
 _MAX_RESULTS, _MAX_ROWS = 10_000, 16
+_MAX_ROW_BYTES = 2**13
 
 
 def check_name(worker: str) -> None:
@@ -105,6 +107,22 @@ def _is_row(row: tuple[int, Any]) -> bool:
     isinstance(fields, dict)
     and {'stage', 'step', 'time'} <= fields.keys()
     and type(fields['step']) is int
+  )
+
+
+def _is_plain(value: Any) -> bool:
+  is_number = isinstance(value, int | float)
+  return abs(value) < 2**53 if is_number else isinstance(value, str)
+
+
+def is_received(row: dict[str, Any]) -> bool:
+  """Whether a line of a worker is short and of a policy that it received."""
+  fields = [f if isinstance(f, list) else [f] for f in row.values()]
+  return (
+    row['stage'] == 'received'
+    and type(row['time']) in (int, float)
+    and all(map(_is_plain, itertools.chain(*fields)))
+    and len(identity.canonical_json(row)) <= _MAX_ROW_BYTES
   )
 
 

@@ -254,6 +254,7 @@ class StoredGroups:
       for part in entry.parts:
         self._refuse(group, part, f'Group {group} is refused: {error}.')
       return None
+    self._reconciler.trust({part.worker for part in entry.parts})
     return self._whole_groups[group]
 
   def _read_ahead(self) -> None:
@@ -288,7 +289,7 @@ class StoredGroups:
   def _refuse(self, group: int, part: ledgers.GroupPart, fault: str) -> None:
     self._say(f'{fault} It is sampled anew.')
     self._refused.add((group, part.epoch))
-    self._reconciler.distrust(part.worker)
+    self._reconciler.distrust(group, part)
     self._wake.set()
 
   def plan(self, groups: Sequence[int]) -> list[Any]:

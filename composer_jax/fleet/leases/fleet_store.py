@@ -34,7 +34,8 @@ class FleetStore(objects.Store):
     return self._writer().swap(_checked(key), data, tag, most)
 
   def find_at(self, top: str) -> list[str]:
-    return sorted(self._writer().find(_checked(top)))
+    """Returns the keys below, without what others left there."""
+    return sorted(filter(_KEY.fullmatch, self._writer().find(_checked(top))))
 
   def delete_at(self, keys: Iterable[str]) -> None:
     self._writer().delete([_checked(key) for key in keys], 0.0)

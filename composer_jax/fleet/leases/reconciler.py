@@ -106,6 +106,7 @@ class Reconciler:
     self._is_first_look = True
     self._since: dict[int, float] = {}  # of leases, by epoch
     self._distrusted: set[str] = set()
+    self._refusers: dict[tuple[int, int], set[str]] = {}  # by group, first
     self._told: Any = None  # What all orders say alike.
     self.num_accepted = self.late = 0
     self._read: dict[str, bytes] = {}
@@ -182,8 +183,7 @@ class Reconciler:
   # Workers.
 
   def _look(self) -> None:
-    names = self._docs.names('workers')
-    for name in names:
+    for name in self._docs.names('workers'):
       place = self._docs.place('workers', name)
       try:
         documents.check_name(name)
@@ -195,9 +195,8 @@ class Reconciler:
       except ValueError as error:
         # As if it had not reported: it falls silent.
         _log.warning('A report is not read: %s', error)
+    # Who is not listed, as a store may be behind, falls silent in its time.
     self._is_first_look = False
-    for name in self._seen.keys() - set(names):
-      self._seen[name].gone = self._seen[name].gone or ledgers.SILENT
 
   def _note(self, name: str, report: documents.WorkerReport) -> None:
     seen = self._seen.get(name)
@@ -223,7 +222,7 @@ class Reconciler:
     for number, row in report.rows:
       if number > self._rows.get(name, -1):
         self._rows[name] = number
-        self._new_rows.append((name, row))
+        self._new_rows += [(name, row)] if documents.is_received(row) else []
 
   def _is_moving(
     self,
@@ -246,9 +245,20 @@ class Reconciler:
     if name in self._seen:
       self._seen[name].gone = ledgers.LEFT
 
-  def distrust(self, name: str) -> None:
-    """Has a worker, of which something was refused, come after all others."""
-    self._distrusted.add(name)
+  def distrust(self, group: int, part: ledgers.GroupPart) -> None:
+    """Has a worker, whose result is refused, come after all others.
+
+    Until it is trusted it has one lease at a time, and the members go to it
+    again only if all who could take them had them refused.
+    """
+    self._distrusted.add(part.worker)
+    self._refusers.setdefault((group, part.first), set()).add(part.worker)
+    floor = self.ledger.floor
+    for key in [key for key in self._refusers if key[0] < floor]:
+      del self._refusers[key]
+
+  def trust(self, names: set[str]) -> None:
+    self._distrusted -= names
 
   def is_given_up(self, name: str) -> bool:
     """Returns whether a worker was given up though nobody said it ended."""
@@ -309,10 +319,6 @@ class Reconciler:
       if seen.gone:
         self._lose_all(ledger, name, seen.gone)
     self._end_old_leases(ledger)
-    for name in ledger.holders():
-      if name not in self._seen:
-        # Its report is gone or was never readable.
-        self._lose_all(ledger, name, ledgers.SILENT)
 
   def _end_old_leases(self, ledger: ledgers.LeaseLedger) -> None:
     held = {e: n for n in ledger.holders() for e in ledger.epochs_of(n)}
@@ -321,20 +327,31 @@ class Reconciler:
       if self._time - since > self._options.longest_s:
         self._say(f'worker {held[epoch]} takes too long; a lease goes on')
         self._lose(ledger, held[epoch], epoch, ledgers.STALLED)
+      elif held[epoch] not in self._seen and (
+        self._time - since > self._options.lease_s
+      ):
+        # Its report is gone or was never readable.
+        self._lose(ledger, held[epoch], epoch, ledgers.SILENT)
 
   def _hand_out(self, ledger: ledgers.LeaseLedger) -> None:
     """Leases what waits, in order, each to who has the least for its size."""
-    takers = _Takers()
+    takers, held, live = _Takers(), [], set[str]()
     for name, seen in self._seen.items():
       if seen.is_live and not seen.gone and not seen.report.is_leaving:
         load, last = ledger.load_of(name), name in self._distrusted
         takers.add(name, load, seen.report.capacity, last)
+        live |= {name} if seen.report.capacity else set()
     for group, part in ledger.waiting():
-      worker = takers.take(part)
-      if worker is None:
-        ledger.put_back(group, part)
-        return
-      ledger.lease(group, part, worker)
+      refusers = self._refusers.get((group, part.first), set())
+      worker = takers.take(part, set() if live <= refusers else refusers)
+      if worker is not None:
+        ledger.lease(group, part, worker)
+        continue
+      held.append((group, part))
+      if not takers.heap:
+        break
+    for group, part in held:
+      ledger.put_back(group, part)
 
   def _send_orders(self) -> None:
     ledger = self.ledger
@@ -363,32 +380,34 @@ class _Takers:
   """Workers by how much they have of what they want."""
 
   def __init__(self):
-    self._heap: list[tuple[bool, float, str, int, int]] = []
+    self.heap: list[tuple[bool, float, str, int, int]] = []
 
   def add(self, name: str, load: int, capacity: int, is_last: bool) -> None:
     # Who has nothing gets even what is larger than it wants.
-    if load < capacity or (not load and capacity):
+    if (load < capacity and not is_last) or (not load and capacity):
       order = (is_last, load / capacity)
-      heapq.heappush(self._heap, (*order, name, load, capacity))
+      heapq.heappush(self.heap, (*order, name, load, capacity))
 
-  def take(self, part: ledgers.GroupPart) -> str | None:
+  def take(self, part: ledgers.GroupPart, refusers: set[str]) -> str | None:
     """Returns who gets a part: rather another than who lost it before."""
-    aside = None
-    while self._heap:
-      is_last, _, name, load, capacity = taken = heapq.heappop(self._heap)
+    second, aside = None, []
+    while self.heap:
+      taken = heapq.heappop(self.heap)
+      _, _, name, load, capacity = taken
       if load and load + part.size > capacity:
         continue
-      if name == part.worker and self._heap and aside is None:
-        aside = taken
-        continue
-      self.add(name, load + part.size, capacity, is_last)
-      break
+      if name in refusers:
+        aside.append(taken)
+      elif name == part.worker and second is None:
+        second = taken
+      else:
+        break
     else:
-      if aside is None:
-        return None
-      is_last, _, name, load, capacity = aside
-      self.add(name, load + part.size, capacity, is_last)
-      return name
-    if aside is not None:
-      heapq.heappush(self._heap, aside)
+      taken, second = second, None
+    for other in (*aside, second) if second else aside:
+      heapq.heappush(self.heap, other)
+    if taken is None:
+      return None
+    is_last, _, name, load, capacity = taken
+    self.add(name, load + part.size, capacity, is_last)
     return name

@@ -23,6 +23,7 @@ from composer_jax.fleet.leases import turn_bytes
 # Of a rollout beside its arrays: turns, hints, names.
 _TEXT_BYTES = 2**18
 _ROUNDING = 1e-3
+_MAX_REWARD = 1e9
 # Of a monitor, a tool or a criterion: it is shown on the page of the run.
 _NAME = re.compile(r'[\w][\w .:/-]{0,99}')
 
@@ -76,7 +77,8 @@ def read(
     raise ValueError(
       f'it holds members {members!r:.99}, not {part.first} to {part.stop - 1}'
     )
-  if group.policies is None or min(group.versions) < order.min_version:
+  is_named = all(map(identity.is_hash, (group.policies or {'': ''}).values()))
+  if not is_named or min(group.versions) < order.min_version:
     raise ValueError(
       f'it was sampled by versions {sorted(group.versions)!r:.99}, of which '
       f'none may be below {order.min_version} or without its weights'
@@ -89,6 +91,7 @@ def read(
       )
     _check_counts(rollout)
     _check_windows(rollout.trajectories, rules)
+    _check_hints(rollout, rules)
   return group
 
 
@@ -98,6 +101,10 @@ def _check_counts(rollout: records.Rollout) -> None:
     raise ValueError(f'{odd[0]!r:.99} is no name of an alarm, tool or score')
   if unknown := rollout.reward_terms.keys() - {*rewards.TERMS}:
     raise ValueError(f'rewards have no term {min(unknown)!r:.99}')
+  earned = [rollout.reward, rollout.verdict.score or 0.0]
+  earned += rollout.reward_terms.values()
+  if (most := max(map(abs, earned))) > _MAX_REWARD:
+    raise ValueError(f'it earns {most:g}, of at most {_MAX_REWARD:g}')
   calls, todos = rollout.num_turns, rollout.open_todos
   seconds = rollout.sandbox_seconds
   if not 0 <= rollout.num_invalid <= calls or min(todos, seconds) < 0:
@@ -108,7 +115,7 @@ def _check_counts(rollout: records.Rollout) -> None:
 
 
 def _check_tokens(tokens_T: np.ndarray, rules: UploadRules) -> None:
-  if tokens_T.min() < 0 or tokens_T.max() >= rules.vocab_size:
+  if tokens_T.min(initial=0) < 0 or tokens_T.max(initial=0) >= rules.vocab_size:
     raise ValueError(f'its tokens are not all in 0..{rules.vocab_size - 1}')
 
 
@@ -138,6 +145,18 @@ def _check_windows(
         f'{rules.temperature}'
       )
     codec.check(window.expert_ids_TMA, rules.routes)
+
+
+def _check_hints(rollout: records.Rollout, rules: UploadRules) -> None:
+  last = (0, 0)
+  for hint in rollout.hints:
+    sampled_T = rollout.trajectories[hint.trajectory].loss_mask_T
+    if (hint.trajectory, hint.start) < last:
+      raise ValueError('its hints overlap, or are not in the order of turns')
+    if not sampled_T[hint.start : hint.stop].all():
+      raise ValueError(f'its hint at token {hint.start} is on unsampled ones')
+    _check_tokens(hint.tokens_T, rules)
+    last = (hint.trajectory, hint.stop)
 
 
 def max_saved_bytes(rules: UploadRules, lease: seams.Lease) -> int:
