@@ -103,7 +103,8 @@ def flip_bit(path, share):
 
 
 @pytest.fixture(
-  scope='module', params=[2, pytest.param(4, marks=pytest.mark.slow)]
+  scope='module',
+  params=[pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)],
 )
 def killed(request, tmp_path_factory):
   """Number of processes, of which the last died, and their workdir."""

@@ -360,7 +360,12 @@ def sample_turns(config, policies, on_swap, period):
 
 
 @pytest.mark.parametrize(
-  'on_swap, period', [('keep', 3), ('keep', 7), ('refresh', 5)]
+  'on_swap, period',
+  [
+    pytest.param('keep', 3, marks=pytest.mark.slow),
+    ('keep', 7),
+    ('refresh', 5),
+  ],
 )
 def test_sessions_that_lost_their_pages_are_what_chains_compute(
   on_swap, period

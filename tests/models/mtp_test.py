@@ -122,6 +122,7 @@ def expected(main_BTV, logits, batch, options):
   return np.array(rows).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'target, numerics',
   [

@@ -44,12 +44,8 @@ OTHERS = {
   'uneven_alone': (programs.config(moe=dict(num_experts=6)), (1, 8, 1), 'a2a'),
 }
 CASES = [
-  pytest.param(*WIDE, id='wide', marks=pytest.mark.slow),
-  pytest.param(*UNEVEN, id='uneven'),
-  *(
-    pytest.param(*case, id=name, marks=pytest.mark.slow)
-    for name, case in OTHERS.items()
-  ),
+  pytest.param(*case, id=name, marks=pytest.mark.slow)
+  for name, case in {'wide': WIDE, 'uneven': UNEVEN, **OTHERS}.items()
 ]
 by_case = pytest.mark.parametrize('model, shape, transport', CASES)
 

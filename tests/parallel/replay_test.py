@@ -28,10 +28,7 @@ CASES = {
 
 by_case = pytest.mark.parametrize(
   'case',
-  [
-    pytest.param(n, marks=[] if n == 'hsdp_cp2_ep8' else [pytest.mark.slow])
-    for n in CASES
-  ],
+  [pytest.param(n, marks=pytest.mark.slow) for n in CASES],
 )
 
 

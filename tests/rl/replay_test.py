@@ -55,6 +55,7 @@ def test_packed_or_alone_the_sums_are_the_same(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name', [pytest.param('gqa_softmax', marks=pytest.mark.slow), 'mla_sigmoid']
 )

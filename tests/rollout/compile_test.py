@@ -35,6 +35,7 @@ def compiled():
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_in_steady_state(
   make_config, make_variables, compiled
 ):

@@ -101,6 +101,7 @@ def test_a_full_cache_makes_requests_wait_and_corrupts_nothing(
   _assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 def test_batch_invariant_bits_outlast_the_loss_of_pages(
   make_config, make_variables
 ):

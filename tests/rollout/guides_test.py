@@ -56,6 +56,7 @@ def _play(engine, pairs):
   return [outcomes[request.session] for request, _ in pairs]
 
 
+@pytest.mark.slow
 def test_guided_tokens_have_the_distribution_of_the_sum(engine, config, policy):
   context_T = serving.tokens(1, 11)
   bias_TV = np.random.default_rng(2).normal(size=(6, 40)) * 3

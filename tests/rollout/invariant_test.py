@@ -59,7 +59,7 @@ OTHER_MODELS = [
 
 @pytest.fixture(
   scope='module',
-  params=['grouped-float32', 'latent-bfloat16', *OTHER_MODELS[1:]],
+  params=['grouped-float32', *OTHER_MODELS],
 )
 def model(request, make_config, make_variables):
   config = _config(request.param, make_config)
