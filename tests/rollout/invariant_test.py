@@ -163,7 +163,6 @@ def check(have, want):
 
 
 @pytest.mark.parametrize(
-  # Without --slow: of latents, rl/replay_test.py.
   'model',
   ['grouped-float32', *OTHER_MODELS],
   indirect=True,
