@@ -225,7 +225,7 @@ class Running:
     wait_for(lambda: not self.served.num_open and not self.engine.works)
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=300.0):
   deadline = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < deadline, f'not so after {seconds:g} s'
