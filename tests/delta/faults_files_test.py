@@ -156,6 +156,7 @@ def attack(folder, count):
   print(json.dumps([verdicts, after - before]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'count', [200, pytest.param(20_000, marks=pytest.mark.slow)]
 )

@@ -72,6 +72,7 @@ def test_a_config_for_a_gpu_does_not_begin_on_a_cpu(tmp_path):
   assert 'steps' in done.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_what_works(tmp_path):
   done = programs.run_fresh('experiments.doctor', f'--workdir={tmp_path / "w"}')
   assert done.returncode == 0, done.stderr

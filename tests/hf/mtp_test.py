@@ -183,6 +183,7 @@ def test_names_are_those_of_published_checkpoints():
     hf_config.from_hf(PLAIN, mtp=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('has_copies', [True, False])
 def test_there_and_back_every_file_is_the_same(tmp_path, has_copies):
   arrays = _stored()

@@ -233,6 +233,7 @@ def test_replay_of_own_routes_keeps_every_bit_of_the_gradients(
   jax.tree.map(np.testing.assert_array_equal, replayed, fresh)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_nothing(
   variables, batch, value_and_grad, afresh
 ):

@@ -190,6 +190,7 @@ def by_hand_LN(kind):
   return _by_hand(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('numerics', model_config.NUMERICS)
 def test_decoder_measures_each_layer_and_head(kind, numerics, by_hand_LN):
   forward = jax.jit(_forward, static_argnums=0, compiler_options=_OPTIONS)
