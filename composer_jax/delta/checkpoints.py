@@ -133,9 +133,8 @@ def _find(source: str) -> pathlib.Path:
         f'{source}: stage {stage!r} of {workdir} has no export; finished are '
         f'{known}. Run it to its end, or name another.'
       )
-  for folder in (path, _latest(path)):
-    if folder is None:
-      continue
+  steps = [p for p in path.glob('*') if p.is_dir() and p.name.isdecimal()]
+  for folder in (path, *sorted(steps, key=lambda p: int(p.name))[-1:]):
     if (folder / manager.STATE / _TREE).is_file() and (
       folder / manager.HASHES
     ).is_dir():
@@ -147,11 +146,6 @@ def _find(source: str) -> pathlib.Path:
     f'{source} holds no orbax checkpoint. Name the folder of one, a folder of '
     'numbered ones, or WORKDIR:STAGE for the export of a run.'
   )
-
-
-def _latest(folder: pathlib.Path) -> pathlib.Path | None:
-  steps = [p for p in folder.glob('*') if p.is_dir() and p.name.isdecimal()]
-  return max(steps, key=lambda p: int(p.name), default=None)
 
 
 def _read_ours(folder: pathlib.Path) -> dict[str, np.ndarray]:

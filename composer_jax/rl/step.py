@@ -231,6 +231,31 @@ def scorer(
   return lambda values, batch: score(values, put(batch))
 
 
+def _rounded(variables, config):
+  """Returns variables of masters with the policy's values."""
+  name = decoder.trained(variables)
+  values = {name: train_state.policy_values(variables[name], config)}
+  if 'mtp' in variables:
+    own = variables['mtp']
+    params = train_state.head_values(own['params'], config)
+    values['mtp'] = {**own, 'params': params}
+  return {**variables, **values}
+
+
+def _heads_after(state, sums, heads):
+  """Returns heads after the mean over sampled tokens, whatever advantages."""
+  weight = jnp.maximum(sums.heads.weight_K[0], 1)
+  grads = jax.tree.map(lambda g: g / weight, sums.head_grads)
+  after, _ = train_step.apply_gradients(
+    state,
+    grads,
+    sums.heads.load_KE,
+    optimizer=heads.optimizer,
+    bias_rate=0.0,
+  )
+  return after
+
+
 def build(
   model: decoder.Decoder,
   optimizer: optax.GradientTransformation,
@@ -262,15 +287,7 @@ def build(
       places = placement.variables[decoder.trained(placement.variables)]
     return jax.lax.with_sharding_constraint(grads, places)
 
-  @jit
-  def rounded(variables):
-    name = decoder.trained(variables)
-    values = {name: train_state.policy_values(variables[name], model.config)}
-    if 'mtp' in variables:
-      own = variables['mtp']
-      params = train_state.head_values(own['params'], model.config)
-      values['mtp'] = {**own, 'params': params}
-    return {**variables, **values}
+  rounded = jit(functools.partial(_rounded, config=model.config))
 
   def policy(state):
     # Frozen parameters are handed on: no step donates them.
@@ -324,17 +341,7 @@ def build(
       state, grads, sums.load_ME, optimizer=optimizer, bias_rate=0.0
     )
     if heads is not None:
-      # A mean over sampled tokens, whatever their advantages.
-      weight = jnp.maximum(sums.heads.weight_K[0], 1)
-      own = jax.tree.map(lambda g: g / weight, sums.head_grads)
-      after, _ = train_step.apply_gradients(
-        state.heads,
-        own,
-        sums.heads.load_KE,
-        optimizer=heads.optimizer,
-        bias_rate=0.0,
-      )
-      state = state.replace(heads=after)
+      state = state.replace(heads=_heads_after(state.heads, sums, heads))
     if hints.teacher == 'ema' and hints.weight:
       state = train_state.follow(state, hints.ema_rate)
     return state, stats.grad_norm

@@ -67,10 +67,17 @@ class TapePolicy:
     self.closed.append(session)
 
 
-def _run(tokenizer, calls, runner=None, reward=PRICES, **changes):
+def _run(
+  tokenizer,
+  calls,
+  runner=None,
+  reward=PRICES,
+  kind=environment.FunctionEnvironment,
+  **changes,
+):
   policy = TapePolicy(tokenizer, calls)
   rollout = episode.run(
-    environment.FunctionEnvironment(TASK, runner or runners.TrustedRunner()),
+    kind(TASK, runner or runners.TrustedRunner()),
     policy,
     tokenizer,
     dataclasses.replace(OPTIONS, **changes),
@@ -262,16 +269,7 @@ def test_a_verdict_that_raises_is_counted_and_ends_no_run(tokenizer, error):
     def verdict(self, finished):
       raise error
 
-  policy = TapePolicy(tokenizer, HONEST)
-  rollout = episode.run(
-    Faulty(TASK, runners.TrustedRunner()),
-    policy,
-    tokenizer,
-    OPTIONS,
-    group=0,
-    member=0,
-    seed=0,
-  )
+  _, rollout = _run(tokenizer, HONEST, kind=Faulty)
   assert rollout.verdict.status == records.INFRASTRUCTURE
   assert type(error).__name__ in rollout.verdict.detail
   assert rollout.num_turns == len(HONEST)

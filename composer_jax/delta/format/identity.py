@@ -253,7 +253,10 @@ def _parts(shape: tuple[int, ...]) -> list[int]:
   """Returns how many equal parts of each dimension chunks must not straddle."""
   roles, elements = _roles(shape), math.prod(shape)
   named = dict(zip(roles, shape, strict=True))
-  width = _width(named)
+  # A guess at how wide the model is.
+  width = named.get('embed', named.get('rest', 0))
+  if 'low_rank' in named or 'norm' in named:
+    width = named['heads'] * named.get('whole', named.get('norm', 1))
   if width >= _WIDE:
     decode = 32 if width >= _WIDER else 8
     # An expert lies on one device, or where those outnumber the experts, its
@@ -266,13 +269,6 @@ def _parts(shape: tuple[int, ...]) -> list[int]:
   parts = {'heads': decode, 'ffw': decode, 'vocab': decode, **train}
   pairs = zip(roles, shape, strict=True)
   return [math.gcd(n, parts.get(role, 1)) for role, n in pairs]
-
-
-def _width(named: dict[str, int]) -> int:
-  """Guesses how wide the model is."""
-  if 'low_rank' in named or 'norm' in named:
-    return named['heads'] * named.get('whole', named.get('norm', 1))
-  return named.get('embed', named.get('rest', 0))
 
 
 def _roles(shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -15,12 +15,9 @@ import tempfile
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from composer_jax.delta import publisher
 from composer_jax.models import decoder
-from composer_jax.optim import groups
-from composer_jax.train import state as train_state
 from experiments import start
 from experiments.studies import results
 from experiments.studies.low_precision import run
@@ -35,25 +32,8 @@ def _states(config, rate, data):
   """Yields the state after each step of AdamW."""
   arm = training.Arm(optimizer='adam', learning_rate=rate, seed=0, steps=300)
   options = dataclasses.replace(arm.options(), warmup_steps=1)
-  shapes, axes = decoder.abstract(config)
-  transform = groups.optimizer(
-    options, params=shapes['params'], axes=axes['params'], total_steps=300
-  )
-  state = train_state.create(decoder.init(config, jax.random.key(0)), transform)
-  bias = {'selection_bias': jax.tree.map(jnp.zeros_like, state.selection_bias)}
-
-  @jax.jit
-  def step(state, batch):
-    def loss(values):
-      total = run.nats({'params': values, **bias}, batch, config, False)
-      return total / batch.loss_weights_BT.sum()
-
-    values = train_state.policy_values(state.params, config)
-    gradients = jax.grad(loss)(values)
-    updates, kept = transform.update(gradients, state.opt_state, state.params)
-    params = groups.apply_updates(state.params, updates, state.step)
-    return state.replace(step=state.step + 1, params=params, opt_state=kept)
-
+  state, step = run.begin(config, options, 300, 0, False)
+  step = jax.jit(step)
   yield state
   for batch in itertools.islice(run.stream(data, 0), _STEPS):
     yield (state := step(state, batch))

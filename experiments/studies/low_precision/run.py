@@ -6,10 +6,9 @@ Resumes after a kill: a finished run is a line of results/.
 """
 
 import dataclasses
-import functools
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -84,23 +83,25 @@ def nats(
   return -(batch.loss_weights_BT * logprobs_BT).sum()
 
 
-def train(
-  arm: tuple[str, str], seed: int, is_fixed: bool, data: training.Data
-) -> dict[str, Any]:
-  """Trains once, the selection bias left at 0; returns a row of results."""
-  config, steps = model(*arm), _STEPS.value
-  options = training.Arm(
-    optimizer='adam', learning_rate=4e-3, seed=seed, steps=steps
-  ).options()
+def begin(
+  config: model_config.ModelConfig,
+  options: groups.OptimizerOptions,
+  steps: int,
+  seed: int,
+  is_fixed: bool,
+) -> tuple[train_state.TrainState, Callable[..., train_state.TrainState]]:
+  """Returns a first state, and (state, batch) -> the state after a step.
+
+  The selection bias stays at 0.
+  """
   shapes, axes = decoder.abstract(config)
   transform = groups.optimizer(
     options, params=shapes['params'], axes=axes['params'], total_steps=steps
   )
   variables = decoder.init(config, jax.random.key(seed))
-  state = train_state.create(variables, transform)
-  bias = {'selection_bias': jax.tree.map(jnp.zeros_like, state.selection_bias)}
+  first = train_state.create(variables, transform)
+  bias = {'selection_bias': jax.tree.map(jnp.zeros_like, first.selection_bias)}
 
-  @functools.partial(jax.jit, donate_argnums=0)
   def step(state, batch):
     def loss(values):
       total = nats({'params': values, **bias}, batch, config, is_fixed)
@@ -111,6 +112,21 @@ def train(
     updates, kept = transform.update(gradients, state.opt_state, state.params)
     params = groups.apply_updates(state.params, updates, state.step)
     return state.replace(step=state.step + 1, params=params, opt_state=kept)
+
+  return first, step
+
+
+def train(
+  arm: tuple[str, str], seed: int, is_fixed: bool, data: training.Data
+) -> dict[str, Any]:
+  """Trains once, the selection bias left at 0; returns a row of results."""
+  config, steps = model(*arm), _STEPS.value
+  options = training.Arm(
+    optimizer='adam', learning_rate=4e-3, seed=seed, steps=steps
+  ).options()
+  state, step = begin(config, options, steps, seed, is_fixed)
+  step = jax.jit(step, donate_argnums=0)
+  bias = {'selection_bias': jax.tree.map(jnp.zeros_like, state.selection_bias)}
 
   @jax.jit
   def held_out(params, batch):
