@@ -130,8 +130,18 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
   from composer_jax.models import placement
   from composer_jax.optim.muon import cost
   from composer_jax.parallel import exchange, rounds, shardings
-  from composer_jax.plan import skew
+  from composer_jax.plan import aot, skew
+  from composer_jax.train import placement as train_placement
+  from composer_jax.train import step
 
+  aot.StepOptions(  # Refuses what a compiled step refuses.
+    batch_size=q.batch,
+    seq_len=q.seq_len,
+    accumulate=q.accumulate,
+    parallel=train_placement.ParallelOptions(
+      transport=q.transport, room=q.room
+    ),
+  )
   transport = q.transport
   if transport == 'auto':
     platform = topologies.MACHINES[case.machine].platform
@@ -148,8 +158,10 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
       f'--what=routing: no token of {case.where} travels to an expert; choose '
       '--layout=hsdp on several devices.'
     )
-  rows = q.batch or shardings.product(case.layout.batch, case.mesh)
-  num_tokens = rows * q.seq_len // (q.accumulate if q.batch else 1)
+  shard_rows = shardings.product(case.layout.batch, case.mesh)
+  rows = q.batch or shard_rows * q.accumulate
+  step.check_rows(rows, q.accumulate, shard_rows, '--batch')
+  num_tokens = rows * q.seq_len // q.accumulate
   num_tokens //= shardings.product(plan.token_axes, case.mesh)
   shards = exchange.shards_of(
     plan,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -123,3 +124,13 @@ def test_the_command_answers_without_devices():
     '--what=routing',
   )
   assert code == 1 and 'no token of 8 cpu' in error[0]
+  for flag, message in (
+    ('--room=-1', 'room must be positive'),
+    ('--batch=3', '--batch'),
+    ('--accumulate=0', 'accumulate.*at least 1'),
+    ('--seq_len=0', 'seq_len.*at least 1'),
+  ):
+    code, _, error = params_test.command(
+      '--config=configs/models/tiny.py', '--what=routing', flag
+    )
+    assert code == 1 and re.search(message, error[0])
