@@ -30,6 +30,9 @@ from tests.pipeline import runs
 
 VOCAB_SIZE = 384
 
+# By default tests/experiments/hf_main_test.py takes one in and out.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
@@ -235,7 +238,6 @@ def trained(imported, tmp_path_factory):
   return workdir, spec
 
 
-@pytest.mark.slow
 def test_every_stage_runs_with_the_foreign_tokenizer(trained):
   workdir, _ = trained
   rows = writers.read(workdir)
@@ -250,7 +252,6 @@ def test_every_stage_runs_with_the_foreign_tokenizer(trained):
   assert 'def ' in (workdir / 'sft_transcripts.txt').read_text()
 
 
-@pytest.mark.slow
 def test_transformers_computes_what_the_trained_policy_does(trained, tmp_path):
   workdir, spec = trained
   with opened(spec, workdir) as job:
@@ -258,7 +259,6 @@ def test_transformers_computes_what_the_trained_policy_does(trained, tmp_path):
   check_logits(exported(workdir, 'rl', tmp_path / 'out'), spec, variables)
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path):
   """Runs them as typed, including a rollout process."""
   checkpoint, folder = tmp_path / 'hf_tiny', tmp_path / 'import'

@@ -225,6 +225,7 @@ def test_asking_changes_neither_loss_nor_gradients():
   )
 
 
+@pytest.mark.slow
 def test_not_asking_costs_nothing_and_asking_no_product():
   def count(with_max_logits):
     closed = jax.make_jaxpr(_run, static_argnums=(0, 2))(

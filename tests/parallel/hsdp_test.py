@@ -161,7 +161,7 @@ def test_experts_are_never_summed_and_gathered_only_where_cut(
   'case, width',
   [
     pytest.param(WIDE, 8, id='wide', marks=pytest.mark.slow),
-    pytest.param(UNEVEN, 2, id='uneven'),
+    pytest.param(UNEVEN, 2, id='uneven', marks=pytest.mark.slow),
   ],
 )
 def test_experts_spread_wider_than_a_replica_beside_context_shards(case, width):

@@ -209,7 +209,7 @@ def test_colocated_sides_wait_while_the_other_works(colocated):
     pytest.param(1, 0, marks=pytest.mark.slow),
     pytest.param(2, 0, marks=pytest.mark.slow),
     pytest.param(2, 3, marks=pytest.mark.slow),
-    (3, 1),
+    pytest.param(3, 1, marks=pytest.mark.slow),
   ],
 )
 def test_any_number_of_workers_equals_the_synchronous_loop(

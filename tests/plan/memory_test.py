@@ -258,6 +258,7 @@ def test_masters_of_sixteen_bits_are_the_policys_values():
   assert 'reduce_precision' not in text
 
 
+@pytest.mark.slow
 def test_values_of_masters_in_the_host_have_the_width_of_the_model():
   model = dataclasses.replace(PLAIN, compute_dtype='bfloat16')
   with platforms.targeting('tpu'):

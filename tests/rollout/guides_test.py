@@ -88,6 +88,7 @@ def test_guided_tokens_have_the_distribution_of_the_sum(engine, config, policy):
   serving.assert_same_bits(beside, alone)
 
 
+@pytest.mark.slow
 def test_a_bias_of_zero_changes_no_bit(engine):
   requests = [serving.request(i, serving.tokens(i, 5)) for i in (0, 1)]
   free = _play(engine, [(r, None) for r in requests])

@@ -213,6 +213,7 @@ def test_interrupted_run_continues_bit_for_bit(straight, tmp_path, stop_at):
   jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
+@pytest.mark.slow
 def test_killed_process_continues_bit_for_bit(straight, tmp_path):
   workdir, variables = straight
   code = (
