@@ -76,7 +76,7 @@ def make(**changes):
     ),
     (
       {'model__precision': {'codes': True}},
-      "codes.* be false, since precision.experts is 'bf16'",
+      "precision.codes=True is for experts of few bits.*is 'bf16'",
     ),
   ],
 )
