@@ -27,8 +27,9 @@ _BUNDLES = (
 
 
 _REINFORCED = (
-  '| RL | steps | pass rate, first and last 50 | exact k3: mean, largest '
-  '| k1 ± standard error | ratio above 2 | routes kept, least | gate '
+  '| RL | steps | pass rate, first and last 25 '
+  '| exact k3: median, mean, largest '
+  '| k1 ± standard error | ratio above 2 | routes kept, least | marked '
   '| gradient error: mean, largest | without weights |',
   '| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |',
 )
@@ -72,8 +73,8 @@ def _reinforced(rows: list[results.Row], probes: list[results.Row]) -> str:
     cells = (
       arm,
       str(len(passed)),
-      f'{np.mean(passed[:50]):.3f}, {np.mean(passed[-50:]):.3f}',
-      f'{np.mean(k3):.1e}, {max(k3):.1e}',
+      f'{np.mean(passed[:25]):.3f}, {np.mean(passed[-25:]):.3f}',
+      f'{np.median(k3):.1e}, {np.mean(k3):.1e}, {max(k3):.1e}',
       f'{k1:.1e} ± {k1_error:.1e}',
       f'{np.mean(of("mismatch_large")):.1e}',
       f'{min(of("replay_agreement")):.4f}',

@@ -1,8 +1,8 @@
 """Keeps the pass rates of a finished run of the main job in NVFP4.
 
   ./run.sh --config=configs/composer/nvfp4.py --config.seed=14 \\
-      --workdir=runs/nvfp4_14
-  python -m experiments.studies.low_precision.job --workdir=runs/nvfp4_14
+      --workdir=runs/nvfp4
+  python -m experiments.studies.low_precision.job --workdir=runs/nvfp4
 """
 
 import pathlib
@@ -14,9 +14,7 @@ from experiments import start
 from experiments.studies import results
 from experiments.studies.low_precision import analyze
 
-_WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/nvfp4_14', 'Workdir of the run.'
-)
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/nvfp4', 'Workdir of the run.')
 
 
 def main() -> None:
