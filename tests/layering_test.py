@@ -77,8 +77,8 @@ DOORS = {
 # backward passes of few bits, products of codes, and codes of weights, tokens,
 # engines and bundles, 850 heads for multi-token prediction: their layers, their
 # chunked loss and their part of all three kinds of steps, 65 products of eight
-# bits on Hopper GPUs and formats that no expert has. Later work may add what its
-# issue states and no more: speculation 450.
+# bits on Hopper GPUs and formats that no expert has. Later work may add what
+# its issue states and no more: speculation 450.
 SPINE_LINES = 26_625
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 3,400 leases of a fleet, crews of workers and a simulator, 390 the order and

@@ -312,7 +312,7 @@ class PrecisionConfig:
     hadamard: true if it mixes 32 rows of an expert by a Hadamard matrix before
       it rounds the operands of a weight's gradient, which spreads outliers.
     products: 'values' multiplies the rounded numbers in `compute_dtype`;
-      'codes', with 'fp8' on a TPU v7, the eight bits themselves.
+      'codes', with 'fp8' on a TPU v7, an H100 or an H200, the eight bits.
     codes: true if bundles carry codes and scales of experts, not their values;
       what an engine holds is `rollout.experts`.
   """
