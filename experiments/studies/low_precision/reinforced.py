@@ -177,6 +177,12 @@ def _train(arm: str, workdir: pathlib.Path) -> None:
 
 
 def main() -> None:
+  known = {row.get('arm') for row in results.read(_RESULTS.value)}
+  if again := sorted(known & {*_ARMS.value}):
+    raise ValueError(
+      f'{_RESULTS.value} has rows of {again} already. Remove their lines to '
+      'run them anew, or name other --arms.'
+    )
   start.emulate_run(config_of(_ARMS.value[0]))
   for arm in _ARMS.value:
     workdir = pathlib.Path(_WORKDIR.value) / arm
@@ -191,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  start.run(main)
+  start.run(main, errors=(ValueError, OSError))
