@@ -5,13 +5,16 @@
 Bytes of weights and of tokens are counted: of experts of Kimi K2's size, and of
 what the compiled program of an exchange between 8 devices moves. Speed is that
 of a layer of experts, forward and with gradients, beside the same layer in
-bfloat16: on a CPU and on GPUs formats are emulated, so it has no goal. `--gpu`
-takes sizes that fill a card and counts no bytes; `--tiny` runs that at sizes
-whose figures mean nothing, on any device.
+bfloat16: formats are emulated, so it has no goal, but for the product of codes
+where the device has it, which was never timed. `--gpu` takes sizes that fill a
+card and counts no bytes; `--tiny` runs that at sizes whose figures mean
+nothing, on any device.
 """
 
 import argparse
+import contextlib
 import functools
+import itertools
 import os
 from typing import Any
 
@@ -122,6 +125,7 @@ def _speed(size: tuple[int, int, int, int], rounds: int, dtype: str) -> None:
   import jax
   import jax.numpy as jnp
 
+  from composer_jax.kernels.grouped import coded
   from composer_jax.models import config as model_config
   from composer_jax.models import experts
   from composer_jax.numerics import formats
@@ -140,10 +144,12 @@ def _speed(size: tuple[int, int, int, int], rounds: int, dtype: str) -> None:
   )
   sizes_E = jnp.full(num_experts, num_rows // num_experts, jnp.int32)
 
-  def runner(name: str, backward: str) -> Any:
+  def runner(name: str, backward: str, product: str = 'values') -> Any:
     # Weights are rounded once a step, apart from all this.
-    fields = dict(experts=name, backward=backward)
-    function = experts.forms(model_config.PrecisionConfig(**fields)).sorted
+    config = model_config.PrecisionConfig(
+      experts=name, backward=backward, products=product
+    )
+    function = experts.forms(config).sorted
 
     def loss(weights, rows_YD, d_out_YD):
       out_YD = function.forward(weights, rows_YD, sizes_E)
@@ -158,19 +164,24 @@ def _speed(size: tuple[int, int, int, int], rounds: int, dtype: str) -> None:
     return run
 
   plain = runner('bf16', 'dequantised')
-  for name in formats.NAMES:
-    for backward in ('dequantised', 'mxfp8'):
-      interleaved.report(
-        NAME,
-        f'experts, forward and gradients: {name}, backward {backward}',
-        interleaved.rates(runner(name, backward), plain, rounds),
-        against='bfloat16',
-        limit=None,
-        goal='none',
-        met=lambda *_: True,
-        unit='rows/s',
-        note=f'{num_experts} experts, {num_rows} rows, {dim} x {hidden}',
-      )
+  pairs = itertools.product(formats.NAMES, ('dequantised', 'mxfp8'))
+  cases = [(*pair, 'values') for pair in pairs]
+  with contextlib.suppress(ValueError):
+    coded.check()
+    cases.append(('fp8', 'dequantised', 'codes'))
+  for name, backward, product in cases:
+    is_coded = ', products of codes' if product == 'codes' else ''
+    interleaved.report(
+      NAME,
+      f'experts, forward and gradients: {name}, backward {backward}{is_coded}',
+      interleaved.rates(runner(name, backward, product), plain, rounds),
+      against='bfloat16',
+      limit=None,
+      goal='none',
+      met=lambda *_: True,
+      unit='rows/s',
+      note=f'{num_experts} experts, {num_rows} rows, {dim} x {hidden}',
+    )
 
 
 def main() -> None:

@@ -312,7 +312,7 @@ class PrecisionConfig:
     hadamard: true if it mixes 32 rows of an expert by a Hadamard matrix before
       it rounds the operands of a weight's gradient, which spreads outliers.
     products: 'values' multiplies the rounded numbers in `compute_dtype`;
-      'codes', with 'fp8' on a TPU v7, the eight bits themselves.
+      'codes', with 'fp8' on a TPU v7, an H100 or an H200, the eight bits.
     codes: true if bundles carry codes and scales of experts, not their values;
       what an engine holds is `rollout.experts`.
   """
@@ -332,20 +332,26 @@ class PrecisionConfig:
     checks.one_of(self, 'backward', ('dequantised', 'bf16', 'mxfp8'))
     checks.at_least(self, 0, 'first', 'last')
     checks.boolean(self, 'stochastic', 'hadamard')
+    checks.one_of(self, 'products', ('values', 'codes'))
+    for field in dataclasses.fields(self)[1:]:
+      value = getattr(self, field.name)
+      if not self.enabled and value != field.default:
+        raise ValueError(
+          f'precision.{field.name}={value!r} is for experts of few bits, and '
+          "precision.experts is 'bf16'. Set precision.experts to one of "
+          f'{formats.NAMES}, or leave {field.name} at {field.default!r}.'
+        )
     is_right = self.backward == 'mxfp8' or not (
       self.stochastic or self.hadamard
     )
     rule = "be 'mxfp8' with stochastic or hadamard, which are parts of it"
     checks.require(self, 'backward', is_right, rule)
-    checks.one_of(self, 'products', ('values', 'codes'))
-    is_right = self.products == 'values' or self.experts == 'fp8'
-    rule = (
-      f"be 'values' with experts in {self.experts!r}: only 'fp8' has scales"
-    )
-    rule += ' that a product of codes can take'
-    checks.require(self, 'products', is_right, rule)
-    rule = "be false, since precision.experts is 'bf16', which has no codes"
-    checks.require(self, 'codes', self.enabled or not self.codes, rule)
+    if self.products == 'codes' and self.experts != 'fp8':
+      raise ValueError(
+        "precision.products='codes' needs precision.experts='fp8', not "
+        f'{self.experts!r}: only its scales can be applied to a product of '
+        "codes. Set precision.products='values'."
+      )
 
   @property
   def enabled(self) -> bool:

@@ -200,7 +200,9 @@ def _multiply_mxfp8(
     group_sizes_E,
     None,
   )
-  place_Nb, sizes_E = blocks_of(group_sizes_E, len(lhs_YD))
+  # Of one expert's rows, so that the other experts of a batch change none.
+  _, place_Nb = schedule.places(group_sizes_E, len(lhs_YD), _BLOCK)
+  sizes_E = -(-group_sizes_E // _BLOCK) * _BLOCK
   draws_Nb = None if draws_Y is None else draws_Y.at[place_Nb].get(mode='clip')
 
   def in_blocks(x_YD):
@@ -226,22 +228,6 @@ def _multiply_mxfp8(
 
 def _mxfp8(x, axis=-1):
   return formats.rounded(x, 'mxfp8', formats.Axes((axis % x.ndim,), ()))
-
-
-def blocks_of(
-  group_sizes_E: jax.Array, num_rows: int
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the rows of each block of 32, and the blocks' rows by expert.
-
-  A block has rows of one expert, the last of each with places past the last
-  row. So the other experts of a batch change none.
-  """
-  _, start_N, count_N, _ = schedule.blocks(group_sizes_E, num_rows, _BLOCK)
-  within_b = jnp.arange(_BLOCK)
-  place_Nb = jnp.where(
-    within_b < count_N[:, None], start_N[:, None] + within_b, num_rows
-  )
-  return place_Nb, -(-group_sizes_E // _BLOCK) * _BLOCK
 
 
 def mixed(x_NbD: jax.Array, draws_Nb: jax.Array) -> jax.Array:

@@ -375,11 +375,11 @@ class Spec:
     if is_bitwise or gate.action != 'stop':
       return
     few_bits = self.model.precision.experts
-    if few_bits not in ('bf16', 'int4') and gate.max_kl_exact < 1e-6:
+    if few_bits not in ('bf16', 'int4') and gate.max_kl_exact < 1e-4:
       raise ValueError(
         f'--config.rl.gate.max_kl_exact={gate.max_kl_exact:g} would stop '
         f'honest records: with --config.model.precision.experts={few_bits} a '
-        'last bit of an activation can change its code. Set it to 1e-6, or '
+        'last bit of an activation can change its code. Set it to 1e-4, or '
         '--config.model.numerics=batch_invariant, where no bit differs.'
       )
     if 'bfloat16' not in dtypes and not self.rollout.cache_dtype:

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh
 from composer_jax.core import batches, platforms, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, experts, head, placement
+from composer_jax.models import layer as decoder_layer
 from composer_jax.numerics import formats
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
@@ -36,6 +37,10 @@ _GIB = 1 << 30
 _Choices = list[tuple[str, specs.Spec]]  # words, and a changed run
 # Tokens of a traced row; what attention keeps grows with them, not faster.
 _TRACED = 256
+# The experts' weights, by the ends of their names.
+_EXPERTS = tuple(
+  f'moe_layers/moe/{name}' for name in decoder_layer.EXPERT_ARRAYS
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,6 +305,7 @@ def training(
     'moments': (not is_apart) * moments,
     'a layer of both': is_apart * _moved(state.params, at.params, model.stacks),
     'policy values': _values(masters, model, optimizer, is_apart),
+    'experts before rounding': _exact(state.params, at.params, model),
     # Of a microbatch in the dtype of the masters; sums are in float32.
     'gradients': masters + adds_up * _bytes(state.params, at.params, 4),
     'copies of weights': _copies(variables, places, model),
@@ -311,6 +317,23 @@ def training(
     terms['heads'] = _bytes(state.heads, at.heads)
     terms['heads'] += (2 + adds_up) * values if heads else values
   return Need(name=name, devices=mesh.size, terms=terms, host=host)
+
+
+def _is_exact(name: str, model: model_config.ModelConfig) -> bool:
+  """Returns whether a backward pass reads a weight from before its rounding."""
+  return model.precision.backward == 'bf16' and name.endswith(_EXPERTS)
+
+
+def _exact(params: Any, places: Any, model: model_config.ModelConfig) -> int:
+  """Returns bytes of the second copy of experts that `for_backward` makes."""
+  at = trees.flatten_names(places)
+  named = trees.flatten_names(params).items()
+  # Masters on the policy's grid are read as they are.
+  return sum(
+    _bytes(leaf, at[name])
+    for name, leaf in named
+    if _is_exact(name, model) and leaf.dtype == jnp.float32
+  )
 
 
 def _values(masters, model, optimizer, is_apart: bool) -> int:
@@ -416,7 +439,8 @@ def _copies(variables: Any, places: Any, model: Any) -> int:
     count = math.prod(shape[1:])
     copied, moved = layers[stack]
     moved += 4 * count * (kind == decoder.trained(variables))
-    layers[stack] = copied + count * dtype.itemsize, moved
+    times = 1 + _is_exact(name, model)
+    layers[stack] = copied + times * count * dtype.itemsize, moved
   number = {name: 1 if model.remat else n for name, n in model.stacks.items()}
   copies = [number[name] * copied for name, (copied, _) in layers.items()]
   return (max if model.remat else sum)(copies) + max(

@@ -112,8 +112,8 @@ def served(
 ) -> model_config.ModelConfig:
   """Returns the model as an engine of the options computes it.
 
-  A ValueError says that experts of the model have no codes, or that a cache of
-  few bits breaks the law of its numerics.
+  A ValueError says that experts of the model have no codes, or that they or a
+  cache of few bits break the law of its numerics.
   """
   if options.cache_dtype and model.numerics == 'batch_invariant':
     raise ValueError(
@@ -125,6 +125,13 @@ def served(
   name, precision = options.experts, model.precision
   if name:
     model.check_codes(f'experts={name!r} of an engine', name)
+    if name != precision.experts and model.numerics == 'batch_invariant':
+      raise ValueError(
+        f'experts={name!r} of an engine are others than those of '
+        f'precision.experts={precision.experts!r}, and the numerics '
+        "'batch_invariant' promise the trainer's log-probabilities bit for "
+        "bit. Set both alike, or numerics 'fast'."
+      )
     if name != 'fp8' and precision.products == 'codes':
       raise ValueError(
         f'experts={name!r} of an engine are others than the products of codes '

@@ -20,6 +20,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c = tiny.get_config(arg)
   c.model.precision = dict(experts='nvfp4', backward='mxfp8')
   # In fast numerics engine and trainer add in other orders, and a last bit of
-  # an activation can change its code: 2.5e-8 nats in a first step of RL.
-  c.rl.gate.max_kl_exact = 1e-6
+  # an activation can change its code: up to 1e-5 nats in a step of 12 episodes.
+  c.rl.gate.max_kl_exact = 1e-4
   return c

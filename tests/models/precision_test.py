@@ -200,8 +200,34 @@ def test_a_step_of_rl_draws_by_its_number():
   [
     (dict(experts='fp4'), "experts.*'bf16', 'mxfp8', 'nvfp4', 'fp8', 'int4'"),
     (dict(backward='fp8'), "backward.*'dequantised', 'bf16', 'mxfp8'"),
-    (dict(stochastic=True), "backward must be 'mxfp8' with stochastic or"),
-    (dict(backward='bf16', hadamard=True), "backward must be 'mxfp8'.*'bf16'"),
+    (
+      dict(experts='fp8', stochastic=True),
+      "backward must be 'mxfp8' with stochastic or",
+    ),
+    (
+      dict(experts='fp8', backward='bf16', hadamard=True),
+      "backward must be 'mxfp8'.*'bf16'",
+    ),
+    *(
+      (
+        {name: value},
+        rf'precision\.{name}={value!r} is for experts of few bits, .* is '
+        rf"'bf16'\. Set .*leave {name} at",
+      )
+      for name, value in (
+        ('backward', 'mxfp8'),
+        ('first', 1),
+        ('last', 1),
+        ('stochastic', True),
+        ('hadamard', True),
+        ('products', 'codes'),
+        ('codes', True),
+      )
+    ),
+    (
+      dict(experts='nvfp4', products='codes'),
+      r"products='codes' needs precision\.experts='fp8', not 'nvfp4'",
+    ),
     (dict(first=-1), 'first.*at least 0'),
     (dict(experts='nvfp4', first=1, last=1), 'leave none of 2 mixture layers'),
   ],
@@ -222,6 +248,24 @@ def test_codes_that_fill_no_byte_are_refused():
     ValueError, match="experts='nvfp4' of an engine needs even"
   ):
     rollout_options.served(dataclasses.replace(config, moe=odd), options)
+
+
+def test_invariant_engines_hold_the_trainers_experts():
+  invariant = dataclasses.replace(
+    _config(experts='nvfp4'), numerics='batch_invariant'
+  )
+  served = lambda config, name: rollout_options.served(
+    config, rollout_options.ServingOptions(experts=name)
+  )
+  for name in ('', 'nvfp4'):
+    assert served(invariant, name) == invariant
+  for config in (invariant, invariant.precise()):
+    trained = config.precision.experts
+    message = (
+      rf"experts='fp8' of an engine .*precision\.experts='{trained}'.*'fast'"
+    )
+    with pytest.raises(ValueError, match=message):
+      served(config, 'fp8')
 
 
 def test_adapters_and_parts_of_rows_are_refused():

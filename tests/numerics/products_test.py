@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from composer_jax.kernels import swiglu
+from composer_jax.kernels.grouped import schedule
 from composer_jax.numerics import formats, grids, products
 
 SIZES = (5, 0, 40, 1, 33)
@@ -89,11 +90,10 @@ def _by_hand(x_YD):
 
 def test_blocks_have_rows_of_one_expert():
   """Else a scale would lose the rows of an expert beside far larger ones."""
-  place_Nb, sizes_E = products.blocks_of(jnp.array(SIZES, jnp.int32), Y)
-  np.testing.assert_array_equal(sizes_E, [32, 0, 64, 32, 64])
+  group_N, place_Nb = schedule.places(jnp.array(SIZES, jnp.int32), Y, 32)
   owner_Y = np.append(np.repeat(np.arange(E), SIZES), np.full(Y, E))
-  for place_b in np.asarray(place_Nb):
-    assert len({*owner_Y[place_b[place_b < Y]]}) <= 1
+  for group, place_b in zip(group_N, np.asarray(place_Nb), strict=True):
+    assert {*owner_Y[place_b[place_b < Y]]} <= {int(group)}
   places = np.asarray(place_Nb).ravel()
   # Each row once, and in order.
   np.testing.assert_array_equal(places[places < Y], np.arange(sum(SIZES)))
@@ -221,7 +221,7 @@ def test_a_hadamard_matrix_changes_no_exact_product():
 
   @jax.jit
   def run():
-    place_Nb, _ = products.blocks_of(sizes_E, Y)
+    _, place_Nb = schedule.places(sizes_E, Y, 32)
     blocks = lambda x: x.at[place_Nb].get(mode='fill', fill_value=0)
     draws_Nb = draws_Y.at[place_Nb].get(mode='clip')
     pair = [blocks(x) for x in (lhs_YD, d_YF)]

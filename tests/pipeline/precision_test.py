@@ -25,7 +25,8 @@ def _changed(spec, precision=None, action='stop', **rollout):
   model = spec.model
   if precision is not None:
     model = dataclasses.replace(model, precision=precision)
-  gate = dataclasses.replace(spec.rl.gate, action=action)
+  band = spec.rl.gate.max_kl_exact if precision is None else 1e-4
+  gate = dataclasses.replace(spec.rl.gate, action=action, max_kl_exact=band)
   return dataclasses.replace(
     spec,
     model=model,

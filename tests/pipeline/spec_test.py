@@ -72,11 +72,11 @@ def make(**changes):
     ),
     (
       {'model__precision': {'experts': 'fp8'}},
-      'max_kl_exact=1e-09 would stop honest.*experts=fp8.*Set it to 1e-6',
+      'max_kl_exact=1e-09 would stop honest.*experts=fp8.*Set it to 1e-4',
     ),
     (
       {'model__precision': {'codes': True}},
-      "codes.* be false, since precision.experts is 'bf16'",
+      "precision.codes=True is for experts of few bits.*is 'bf16'",
     ),
   ],
 )

@@ -36,6 +36,10 @@ MODELS = {
   'adapted': dataclasses.replace(PLAIN, adapters=adapters_test.ALL),
   'recomputed': dataclasses.replace(PLAIN, num_layers=4, remat=True),
 }
+MODELS['exact'] = dataclasses.replace(
+  MODELS['recomputed'],
+  precision=model_config.PrecisionConfig(experts='fp8', backward='bf16'),
+)
 SLOW = pytest.mark.slow
 
 
@@ -84,6 +88,7 @@ def _train_step(model, mesh, layout, optimizer, rows, seq_len):
     pytest.param('adapted', (1, 1, 1), 'float32', marks=SLOW),
     pytest.param('recomputed', (1, 1, 1), 'float32', marks=SLOW),
     pytest.param('plain', (2, 2, 2), 'float32', marks=SLOW),
+    pytest.param('exact', (1, 1, 1), 'float32', marks=SLOW),
   ],
 )
 def test_a_train_step_takes_what_is_counted(name, sizes, state):
@@ -231,6 +236,40 @@ def test_an_engine_that_does_not_fit_gets_more_devices():
   assert devices[:2] == [
     (f'{n} times as many devices in layout hsdp', n) for n in (2, 4)
   ]
+
+
+def test_experts_from_before_their_rounding_are_a_second_copy():
+  exact = MODELS['exact']
+  rounded = dataclasses.replace(
+    exact, precision=model_config.PrecisionConfig(experts='fp8')
+  )
+  counted = {}
+  for name, model in (('exact', exact), ('rounded', rounded)):
+    for state in ('float32', 'bfloat16'):
+      counted[name, state] = memory.training(
+        'train',
+        model,
+        groups.OptimizerOptions(
+          name='adam', warmup_steps=1, decay_steps=1, state=state
+        ),
+        specs.Mesh(),
+        layouts.REPLICATED,
+        (8, 64, True),
+      ).terms
+  moe = exact.moe
+  weights = 3 * moe.num_experts * exact.embed_dim * moe.ffw_dim
+  layers = exact.num_moe_layers
+  name = 'experts before rounding'
+  assert counted['exact', 'float32'][name] == 4 * layers * weights
+  # Masters in bfloat16 are that copy.
+  others = [counts[name] for counts in counted.values()]
+  assert sorted(others) == [0, 0, 0, 4 * layers * weights]
+  # Each layer casts, and on a mesh gathers, both.
+  both, one = (
+    counted[kind, 'float32']['copies of weights']
+    for kind in ('exact', 'rounded')
+  )
+  assert both - one == weights * jnp.dtype(exact.compute_dtype).itemsize
 
 
 def test_masters_of_sixteen_bits_are_the_policys_values():

@@ -121,3 +121,16 @@ def blocks(
   # Blocks past the last start inside the padded array too.
   start_P = jnp.clip(pieces.start_P, 0, num_rows)
   return pieces.group_P, start_P, rows_P, pieces.last
+
+
+def places(
+  group_sizes_E: jax.Array, num_rows: int, block: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns each block's group, and the places of its rows.
+
+  A block has rows of one group, the last of each with places past the last row.
+  """
+  group_N, start_N, count_N, _ = blocks(group_sizes_E, num_rows, block)
+  within_b = jnp.arange(block)
+  is_row_Nb = within_b < count_N[:, None]
+  return group_N, jnp.where(is_row_Nb, start_N[:, None] + within_b, num_rows)

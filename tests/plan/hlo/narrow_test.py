@@ -95,39 +95,47 @@ from composer_jax.kernels.grouped import coded
 place = jax.sharding.SingleDeviceSharding(topologies.devices(sys.argv[1])[0])
 array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 codes = jnp.float8_e4m3fn
-with platforms.targeting('tpu'):
+platform = topologies.MACHINES[topologies.machine(sys.argv[1])].platform
+with platforms.targeting(platform):
   lowered = jax.jit(coded.multiply, static_argnames='dtype').trace(
     (array((1000, 1024), codes), array((1000, 8), jnp.float32)),
     (array((4, 1024, 384), codes), array((4, 8, 3), jnp.float32)),
     array((4,), jnp.int32), dtype=jnp.bfloat16,
-  ).lower(lowering_platforms=('tpu',))
+  ).lower(lowering_platforms=('tpu' if platform == 'tpu' else 'cuda',))
 print(lowered.compile().as_text())
 """
 
 
 def _compiled(topology, folder):
-  """Returns a program of the kernel, and Mosaic's last stages."""
+  """Returns a program of the kernel, and what is inside the kernel.
+
+  That is Mosaic's last stages, or PTX, which is printed before the program.
+  """
+  asked = {'LIBTPU_INIT_ARGS': f'--xla_mosaic_dump_to={folder}'}
   done = subprocess.run(
     [sys.executable, '-c', _COMPILE, topology],
-    env=os.environ | {'LIBTPU_INIT_ARGS': f'--xla_mosaic_dump_to={folder}'},
+    env=os.environ | asked | {'MOSAIC_GPU_DUMP_PTX': '1'},
     capture_output=True,
     text=True,
     check=True,
   )
+  printed, begin, program = done.stdout.partition('HloModule')
   stages = sorted(folder.glob('*post-finalize-llo.txt'))
-  return done.stdout[done.stdout.index('HloModule') :], [
-    path.read_text() for path in stages
-  ]
+  return begin + program, [printed, *(path.read_text() for path in stages)]
 
 
-def _require_libtpu():
-  if importlib.util.find_spec('libtpu') is None:
-    pytest.skip('no libtpu')
+def _require(module):
+  try:
+    found = importlib.util.find_spec(module)
+  except ModuleNotFoundError:
+    found = None
+  if found is None:
+    pytest.skip(f'no {module}')
 
 
 @pytest.mark.slow
 def test_a_tpu_v7_multiplies_codes_and_others_widen_them(tmp_path):
-  _require_libtpu()
+  _require('libtpu')
   program, kernels = _compiled('tpu7x:1x1x1', tmp_path)
   counts = narrow.check(program, kernels)
   assert counts['e4m3b'] > 0 and len(counts) == 1
@@ -138,9 +146,17 @@ def test_a_tpu_v7_multiplies_codes_and_others_widen_them(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_hopper_gpu_multiplies_codes(tmp_path):
+  _require('jax_plugins.xla_cuda13')
+  program, kernels = _compiled('h200:1', tmp_path)
+  # Of 128 columns in one step of a loop.
+  assert narrow.check(program, kernels) == {'e4m3': 4}
+
+
+@pytest.mark.slow
 def test_a_step_on_tpu_v7_gathers_and_multiplies_codes_and_has_no_ragged_dot():
   """With more devices than experts, whose matrices are gathered therefore."""
-  _require_libtpu()
+  _require('libtpu')
   subject = compiled_test.case_of(
     'tpu7x:2x2x2',
     '2,4,2',
