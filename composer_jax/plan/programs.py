@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import batches, checks, platforms, trees
+from composer_jax.core import checks, platforms, trees
 from composer_jax.models import decoder
 from composer_jax.models import placement as model_placement
 from composer_jax.optim import groups
@@ -37,7 +37,7 @@ from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
-_BIAS_RATE = 0.001
+_BIAS_RATE, _STEPS = 0.001, 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,10 @@ class Traced(NamedTuple):
   beside: dict[str, int]
   seconds: float
   num_tokens: int
-  forwards: int = 0
-  lines: tuple[str, ...] = ()
-  shards: rounds.Shards | None = None
-  micro_tokens: int = 0
+  forwards: int
+  lines: tuple[str, ...]
+  shards: rounds.Shards | None
+  micro_tokens: int
 
   @property
   def arguments(self) -> int:
@@ -102,10 +102,7 @@ class Traced(NamedTuple):
 
 
 class _Program(NamedTuple):
-  """A jitted function, its arguments, and what they are.
-
-  `terms` and `beside` are trees of shapes by name; see `Traced`.
-  """
+  """A jitted function and its arguments; trees of shapes by what they are."""
 
   jitted: Any
   arguments: tuple[Any, ...]
@@ -113,7 +110,6 @@ class _Program(NamedTuple):
   beside: dict[str, Any]
   num_tokens: int
   forwards: int = 0
-  exchanges: bool = False
 
 
 class _Shapes(train_placement.Placement):
@@ -135,7 +131,7 @@ def lower(
   """
   if name not in NAMES:
     raise ValueError(f'program {name!r} is not one of {NAMES}.')
-  platform = topologies.MACHINES[case.machine].platform
+  platform, run = topologies.MACHINES[case.machine].platform, None
   start = time.perf_counter()
   with (
     contextlib.nullcontext()
@@ -143,31 +139,25 @@ def lower(
     else platforms.targeting(platform, case.machine)
   ):
     if name in _ENGINE:
-      program, placement = _engine(case, name, options, devices), None
+      program = _engine(case, name, options, devices)
     else:
-      run = _Run(case, options, devices)
-      program, placement = _TRAINER[name](run), run.placement
+      run = _Trainer(case, options, devices)
+      program = getattr(run, name)()
     lowered = program.jitted.lower(*program.arguments)
-  traced = Traced(
+  tokens = program.num_tokens
+  tokens //= options.accumulate if name == 'train' else 1
+  exchanges = run is not None and program.forwards > 0
+  return Traced(
     program=name,
     terms={key: _bytes(tree) for key, tree in program.terms.items()},
     beside={key: _bytes(tree) for key, tree in program.beside.items()},
     seconds=time.perf_counter() - start,
     num_tokens=program.num_tokens,
     forwards=program.forwards,
-  )
-  if placement is None:
-    return traced, lowered
-  traced = traced._replace(lines=placement.lines)
-  if program.exchanges:
-    tokens = program.num_tokens // (
-      options.accumulate if name == 'train' else 1
-    )
-    traced = traced._replace(
-      shards=placement.shards_of(tokens),
-      micro_tokens=tokens // len(devices),
-    )
-  return traced, lowered
+    lines=run.placement.lines if run else (),
+    shards=run.placement.shards_of(tokens) if exchanges else None,
+    micro_tokens=tokens // len(devices),
+  ), lowered
 
 
 def _bytes(tree: Any) -> int:
@@ -192,138 +182,46 @@ def _like(shapes: Any, places: Any, dtype: Any = None) -> Any:
   )
 
 
-class _Run:
-  """The trainer of a run: its state and functions, as shapes and traces."""
+def _places(tree: Any) -> Any:
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+class _Trainer:
+  """The trainer of a run; its methods of NAMES return programs."""
 
   def __init__(self, case: cases.Case, o: StepOptions, devices: list[Any]):
-    model = case.model
+    model, device = case.model, devices[0]
     if o.remat_saves is not None:
       model = dataclasses.replace(model, remat_saves=o.remat_saves)
     mesh = topology.make_mesh(*case.mesh.shape.values(), devices=devices)
     rows = shardings.product(case.layout.batch, mesh)
-    self.case, self.options, self.model, self.mesh = case, o, model, mesh
     self.batch_size = o.batch_size or rows * o.accumulate
+    self.rows = max(1, self.batch_size // o.accumulate)  # Of a microbatch.
+    self.case, self.options, self.model = case, o, model
     self.num_tokens = self.batch_size * o.seq_len
     self.placement = train_placement.build(
       model,
       mesh=mesh,
       layout=case.layout,
       options=o.parallel,
-      num_tokens=self.num_tokens // o.accumulate,
+      num_tokens=self.rows * o.seq_len,
     )
-    device = devices[0]
     self.jit: Callable[..., Any] = functools.partial(
       jax.jit,
       compiler_options=compiler_options.of(device.platform, device.device_kind),
     )
 
-  # Pretraining and fine-tuning.
-
-  def optimizer_options(self, name: str = '') -> groups.OptimizerOptions:
-    o = self.options
+  def _adam_or_muon(self, name: str) -> groups.OptimizerOptions:
     # Learning rates and their schedule do not change a program's shape.
     return groups.OptimizerOptions(
-      name=name or o.optimizer,
-      state=o.state,
-      offload=o.offload,
+      name=name,
+      state=self.options.state,
+      offload=self.options.offload,
       learning_rate=1e-3,
       adam_learning_rate=1e-3,
       warmup_steps=100,
       decay_steps=100,
-      final_ratio=0.1,
       muon=self.case.muon or groups.MuonChoices(),
-    )
-
-  @functools.cached_property
-  def loop(self) -> Any:
-    o, optimizer = self.options, self.optimizer_options()
-    options = loop.LoopOptions(
-      stage='plan',
-      steps=1000,
-      batch_size=self.batch_size,
-      seq_len=o.seq_len,
-      accumulate=o.accumulate,
-      optimizer=optimizer,
-      heads=heads.HeadSection().training('cpt', self.model, optimizer),
-      bias_rate=_BIAS_RATE,
-      checkpoint_every=1000,
-      eval_every=1000,
-      log_every=1,
-      seed=0,
-    )
-    return loop.make_programs(options, self.model, self.placement)
-
-  def lm_batch(self) -> batches.LMBatch:
-    shape = self.batch_size, self.options.seq_len
-    integers, floats = (
-      jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.batch)
-      for dtype in (jnp.int32, jnp.float32)
-    )
-    # The batch holds shapes where its type declares arrays.
-    batch_type: Any = batches.LMBatch
-    return batch_type(
-      tokens_BT=integers,
-      segment_ids_BT=integers,
-      positions_BT=integers,
-      loss_weights_BT=floats,
-    )
-
-  def train(self) -> _Program:
-    state, batch = self.loop.like, self.lm_batch()
-    return _Program(
-      self.loop.step,
-      (state, batch),
-      {**_parts(state), 'batch': batch},
-      {},
-      self.num_tokens,
-      forwards=3,
-      exchanges=True,
-    )
-
-  def evaluate(self) -> _Program:
-    state, batch = self.loop.like, self.lm_batch()
-    terms = _parts(state)
-    return _Program(
-      self.loop.evaluate,
-      (state.variables(), batch),
-      {'masters': terms.pop('masters'), 'batch': batch},
-      terms,
-      self.num_tokens,
-      forwards=1,
-      exchanges=True,
-    )
-
-  def muon(self) -> _Program:
-    if self.options.optimizer != 'muon':
-      raise ValueError("program 'muon' needs --optimizer=muon.")
-    state, options = self.loop.like, self.optimizer_options()
-    update = functools.partial(
-      train_step.apply_gradients,
-      optimizer=self._optimizer(options),
-      bias_rate=_BIAS_RATE,
-    )
-    gradients = _like(state.params, self._places(state.params), jnp.float32)
-    c, whole = self.model, self.placement.replicated
-    load = (c.num_moe_layers, c.moe.num_experts), jnp.int32
-    extra = {}
-    if options.clips_logits:
-      logits = (c.num_layers, c.attention.num_heads), jnp.float32
-      extra = {'max_logits_LN': jax.ShapeDtypeStruct(*logits, sharding=whole)}
-    places = self._places(state)
-    jitted = self.jit(
-      lambda state, gradients, load_ME, extra: update(
-        state, gradients, load_ME, **extra
-      ),
-      donate_argnums=0,
-      out_shardings=(places, whole),
-    )
-    load_ME = jax.ShapeDtypeStruct(*load, sharding=whole)
-    return _Program(
-      jitted,
-      (state, gradients, load_ME, extra),
-      {**_parts(state), 'gradients': gradients},
-      {},
-      self.num_tokens,
     )
 
   def _optimizer(self, options: groups.OptimizerOptions) -> Any:
@@ -331,150 +229,182 @@ class _Run:
     trained = decoder.trained(shapes)
     return groups.optimizer(
       options,
-      total_steps=1000,
+      total_steps=_STEPS,
       params=shapes[trained],
       axes=axes[trained],
       shardings=self.placement.variables[trained],
     )
 
-  @staticmethod
-  def _places(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+  def _batch(self, kind: str, rows: int) -> Any:
+    """Returns shapes of a batch; a row of it is made as the job makes it."""
+    shape = batching.shape_of(self.model, rows=1, seq_len=self.options.seq_len)
+    # Batches hold shapes where their types declare arrays.
+    batch: Any = hint_batching.microbatch([], shape, 0)
+    if kind != 'hint':
+      batch = batch.student if kind == 'rl' else batch.teacher
+    routes = shardings.routes(self.case.layout, self.placement.mesh)
+
+    def like(path, array):
+      is_routes = path[-1].name == 'expert_ids_MBTA'
+      axis, place = (1, routes) if is_routes else (0, self.placement.batch)
+      sizes = (*array.shape[:axis], rows, *array.shape[axis + 1 :])
+      return jax.ShapeDtypeStruct(sizes, array.dtype, sharding=place)
+
+    return jax.tree_util.tree_map_with_path(like, batch)
+
+  # Pretraining and fine-tuning.
+
+  def _loop(self) -> tuple[Any, Any, Any]:
+    """Returns the stage's programs, its state and a batch."""
+    o, optimizer = self.options, self._adam_or_muon(self.options.optimizer)
+    options = loop.LoopOptions(
+      stage='plan',
+      steps=_STEPS,
+      batch_size=self.batch_size,
+      seq_len=o.seq_len,
+      accumulate=o.accumulate,
+      optimizer=optimizer,
+      heads=heads.HeadSection().training('cpt', self.model, optimizer),
+      bias_rate=_BIAS_RATE,
+      seed=0,
+    )
+    made = loop.make_programs(options, self.model, self.placement)
+    return made, made.like, self._batch('lm', options.batch_size)
+
+  def train(self) -> _Program:
+    made, state, batch = self._loop()
+    terms = _parts(state) | {'batch': batch}
+    return _Program(made.step, (state, batch), terms, {}, self.num_tokens, 3)
+
+  def evaluate(self) -> _Program:
+    made, state, batch = self._loop()
+    terms, variables = _parts(state), state.variables()
+    given = {'masters': terms.pop('masters'), 'batch': batch}
+    return _Program(
+      made.evaluate, (variables, batch), given, terms, self.num_tokens, 1
+    )
+
+  def muon(self) -> _Program:
+    _, state, _ = self._loop()
+    options, c = self._adam_or_muon('muon'), self.model
+    update = functools.partial(
+      train_step.apply_gradients,
+      optimizer=self._optimizer(options),
+      bias_rate=_BIAS_RATE,
+    )
+    whole = self.placement.replicated
+    gradients = _like(state.params, _places(state.params), jnp.float32)
+    load = jnp.zeros((c.num_moe_layers, c.moe.num_experts), jnp.int32)
+    logits = jnp.zeros((c.num_layers, c.attention.num_heads))
+    jitted = self.jit(
+      lambda state, gradients, load_ME, logits_LN: update(
+        state, gradients, load_ME, max_logits_LN=logits_LN
+      ),
+      donate_argnums=0,
+      out_shardings=(_places(state), whole),
+    )
+    return _Program(
+      jitted,
+      (state, gradients, _like(load, whole), _like(logits, whole)),
+      _parts(state) | {'gradients': gradients},
+      {},
+      self.num_tokens,
+    )
 
   # Reinforcement learning.
 
   @functools.cached_property
-  def _rl(self) -> tuple[rl_step.Functions, Any, Any, Any]:
-    """Returns functions, state, policy values, and sums of a microbatch."""
-    options, placement = self.optimizer_options('adam'), self.placement
+  def _rl(self) -> tuple[rl_step.Functions, Any, Any, Any, dict[str, Any]]:
+    """Returns functions, state, policy values, sums, and what is published."""
+    options, placement = self._adam_or_muon('adam'), self.placement
     optimizer = self._optimizer(options)
     training = heads.HeadSection().training('rl', self.model, options)
-    own = heads.program(training, self.model, 1000, placement.variables)
-    placed = {
-      field.name: getattr(placement, field.name)
-      for field in dataclasses.fields(placement)
-    }
+    own = heads.program(training, self.model, _STEPS, placement.variables)
+    names = [field.name for field in dataclasses.fields(placement)]
     functions = rl_step.build(
       decoder.Decoder(self.model, placement.plan),
       optimizer,
       hints=distill.HintLossOptions(),
-      placement=_Shapes(**placed),
-      # Those of the whole program, which calls these.
-      compiler_options=None,
+      placement=_Shapes(**{name: getattr(placement, name) for name in names}),
+      # Compiler options are those of the whole program, which calls these.
       heads=own,
     )
-    variables, _ = decoder.abstract(self.model)
     create = functools.partial(
       train_state.create,
       optimizer=optimizer,
       dtype=options.masters,
       heads=own.optimizer if own else None,
     )
-    shapes = jax.eval_shape(create, variables)
-    state = _like(
-      shapes,
-      train_state.shardings(
-        shapes, placement.variables, placement.mesh, options.offload
-      ),
+    shapes = jax.eval_shape(create, decoder.abstract(self.model)[0])
+    places = train_state.shardings(
+      shapes, placement.variables, placement.mesh, options.offload
     )
-    values = _like(jax.eval_shape(functions.policy, state), placement.variables)
-    sums, _ = jax.eval_shape(
-      functions.add_microbatch, values, None, self._rl_batch()
-    )
+    state = _like(shapes, places)
+    values = jax.eval_shape(functions.policy, state)
+    values = _like(values, placement.variables)
+    batch = self._batch('rl', self.rows)
+    sums, _ = jax.eval_shape(functions.add_microbatch, values, None, batch)
     at = jax.tree.map(lambda _: placement.replicated, sums)
-    at = at.replace(grads=self._places(values[decoder.trained(values)]))
-    if own:
-      at = at.replace(head_grads=own.places)
-    return functions, state, values, _like(sums, at)
-
-  def _rl_batch(self, hinted: bool = False) -> Any:
-    """Returns shapes of a microbatch, with one row of each that is real."""
-    shape = batching.shape_of(self.model, rows=1, seq_len=self.options.seq_len)
-    batch: Any = batches.RLBatch(**batching.padding(shape))
-    if hinted:
-      batch = hint_batching.microbatch([], shape, 0)
-    rows = self.batch_size // self.options.accumulate
-    routes = shardings.routes(self.case.layout, self.mesh)
-
-    def like(path, array):
-      is_routes = path[-1].name == 'expert_ids_MBTA'
-      axis, place = (1, routes) if is_routes else (0, self.placement.batch)
-      sizes = list(array.shape)
-      sizes[axis] = rows
-      return jax.ShapeDtypeStruct(tuple(sizes), array.dtype, sharding=place)
-
-    return jax.tree_util.tree_map_with_path(like, batch)
-
-  def _published(self, values: Any) -> Any:
-    """Returns the policy that is on its way to the store, in bfloat16."""
-    return _like(values, self._places(values), jnp.bfloat16)
+    at = at.replace(
+      grads=placement.variables[decoder.trained(values)],
+      head_grads=own and own.places,
+    )
+    # On its way to the store, in bfloat16.
+    published = _like(values, _places(values), jnp.bfloat16)
+    beside = {'published policy': published}
+    return functions, state, values, _like(sums, at), beside
 
   def rl(self) -> _Program:
-    functions, state, values, sums = self._rl
-    batch = self._rl_batch()
+    functions, state, values, sums, beside = self._rl
+    batch = self._batch('rl', self.rows)
     return _Program(
       self.jit(lambda v, b: functions.add_microbatch(v, None, b)),
       (values, batch),
       {'policy values': values, 'batch': batch},
-      {
-        **_parts(state),
-        'sums of gradients': sums,
-        'published policy': self._published(values),
-      },
-      math.prod(batch.tokens_BT.shape),
-      forwards=3,
-      exchanges=True,
+      {**_parts(state), 'sums of gradients': sums, **beside},
+      self.rows * self.options.seq_len,
+      3,
     )
 
   def hint(self) -> _Program:
-    functions, state, values, sums = self._rl
-    batch = self._rl_batch(hinted=True)
+    functions, state, values, sums, beside = self._rl
+    given = values, values, sums, self._batch('hint', self.rows)
+    names = 'policy values', 'teacher', 'sums of gradients', 'batch'
     return _Program(
       self.jit(functions.add_hints, donate_argnums=2),
-      (values, values, sums, batch),
-      {
-        'policy values': values,
-        'teacher': values,
-        'sums of gradients': sums,
-        'batch': batch,
-      },
-      {**_parts(state), 'published policy': self._published(values)},
-      math.prod(batch.student.tokens_BT.shape),
-      forwards=4,
-      exchanges=True,
+      given,
+      dict(zip(names, given, strict=True)),
+      {**_parts(state), **beside},
+      self.rows * self.options.seq_len,
+      4,
     )
 
   def rl_update(self) -> _Program:
-    functions, state, values, sums = self._rl
-    scale = jax.ShapeDtypeStruct(
-      (), jnp.float32, sharding=self.placement.replicated
-    )
+    functions, state, values, sums, beside = self._rl
+    scale = _like(jnp.float32(0), self.placement.replicated)
     return _Program(
       self.jit(functions.apply, donate_argnums=0),
       (state, sums, scale),
       {**_parts(state), 'sums of gradients': sums},
-      {'policy values': values, 'published policy': self._published(values)},
+      {'policy values': values, **beside},
       self.num_tokens,
     )
 
   def policy(self) -> _Program:
-    return self._cast(lambda functions: functions.policy)
+    return self._cast(self._rl[0].policy)
 
   def publish(self) -> _Program:
     cast = functools.partial(decoder.policy, config=self.model)
-    return self._cast(lambda _: lambda state: cast(state.variables()))
+    return self._cast(lambda state: cast(state.variables()))
 
-  def _cast(self, of: Any) -> _Program:
-    functions, state, _, _ = self._rl
-    parts = _parts(state)
-    masters = parts.pop('masters')
-    return _Program(
-      self.jit(of(functions)),
-      (state.replace(opt_state={}),),
-      {'masters': masters},
-      parts,
-      self.num_tokens,
+  def _cast(self, cast: Callable[[Any], Any]) -> _Program:
+    _, state, *_ = self._rl
+    beside = _parts(state)
+    given, read = (
+      {'masters': beside.pop('masters')},
+      state.replace(opt_state={}),
     )
+    return _Program(self.jit(cast), (read,), given, beside, self.num_tokens)
 
 
 def _parts(state: train_state.TrainState) -> dict[str, Any]:
@@ -496,42 +426,33 @@ def _engine(
   mesh = topology.make_mesh(fsdp=len(devices), devices=devices)
   place = placing.on_mesh(model, mesh)
   weights = _weights(model, mesh, place)
-  cache = _like(
-    jax.eval_shape(
-      lambda: forward.empty_cache(model, o.pages, o.page_size, o.cache_dtype)
-    ),
-    place.pools,
-  )
+  empty = functools.partial(forward.empty_cache, model, o.pages, o.page_size)
+  cache = _like(jax.eval_shape(empty), place.pools)
 
   def whole(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place.whole)
 
-  built = steps.build(model, o, place)
+  built, rows = steps.build(model, o, place), o.num_slots
   if name == 'prefill':
     jitted, rows = built.extend, o.extend_rows[-1]
     inputs: tuple[Any, ...] = (whole(rows, sum(steps.extend_widths(o))),)
-    num_tokens = rows * o.prefill_chunk
   else:
-    jitted, num_tokens = built.decode, o.num_slots
-    state = steps.State(*[whole(o.num_slots)] * 3)
-    rows_BW = whole(o.num_slots, sum(steps.decode_widths(o)))
-    inputs = rows_BW, state, None, False
+    jitted, state = built.decode, steps.State(*[whole(rows)] * 3)
+    inputs = whole(rows, sum(steps.decode_widths(o))), state, None, False
   return _Program(
     jitted,
     (weights, cache, *inputs),
     {'served weights': weights, 'KV cache': cache},
     {'weights of a swap': weights},
-    num_tokens,
-    forwards=1,
+    rows * (o.prefill_chunk if name == 'prefill' else 1),
+    1,
   )
 
 
 def _weights(model: Any, mesh: Mesh, place: placing.EnginePlace) -> Any:
   """Returns shapes of served weights, which lie as `placing.put` lays them."""
-  variables, _ = decoder.abstract(model)
-  policy = jax.eval_shape(
-    functools.partial(decoder.policy, config=model), variables
-  )
+  cast = functools.partial(decoder.policy, config=model)
+  policy = jax.eval_shape(cast, decoder.abstract(model)[0])
   is_sharded = mesh.size > 1 or platforms.current() != 'cpu'
   unstack = functools.partial(
     forward.unstack, config=model, is_sharded=is_sharded
@@ -546,9 +467,8 @@ def _weights(model: Any, mesh: Mesh, place: placing.EnginePlace) -> Any:
   def placed(stack, tree):
     def like(name, leaf):
       kind, _, rest = name.partition('/')
-      of_all = at['/'.join([kind, *([stack] if stack else []), rest])]
-      spec = of_all.spec[1:] if stack else of_all.spec
-      return _like(leaf, NamedSharding(mesh, P(*spec)))
+      spec = at['/'.join(filter(None, (kind, stack, rest)))].spec
+      return _like(leaf, NamedSharding(mesh, P(*spec[bool(stack) :])))
 
     return trees.map_names(like, tree)
 
@@ -560,11 +480,7 @@ def _weights(model: Any, mesh: Mesh, place: placing.EnginePlace) -> Any:
 
 
 _ENGINE = ('prefill', 'decode')
-_TRAINER: dict[str, Callable[[_Run], _Program]] = {
-  name: getattr(_Run, name)
-  for name in (
-    *('train', 'evaluate', 'muon', 'rl', 'hint', 'rl_update', 'policy'),
-    'publish',
-  )
-}
-NAMES = (*_TRAINER, *_ENGINE)
+NAMES = (
+  *('train', 'evaluate', 'muon', 'rl', 'hint', 'rl_update', 'policy'),
+  *('publish', *_ENGINE),
+)
