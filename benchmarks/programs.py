@@ -10,16 +10,22 @@ line: GiB of one device with what takes them (arguments, what the run holds
 beside the program, the compiler's temporaries), what `plan.memory` counts for
 it, modelled seconds and hidden share, and rounds and seconds by how uneven
 routing is. --table prints the kept lines as Markdown, for the docs.
+
+The engine's programs have every layer of the model in sequence and take long to
+compile. Of them the models of 4 and of 8 layers are compiled, and temporaries
+and times extended by their difference; weights and cache are those of all
+layers. Field `layers` says so.
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import pathlib
 import time
 from typing import Any
 
-_SEQ_LEN = 4096
+_SEQ_LEN, _SLOTS = 4096, 16
 _GIB = 2**30
 _RESULTS = pathlib.Path(__file__).parent / 'results' / 'programs.jsonl'
 # Trainer's and engine's machines, with the trainer's replica, fsdp, context.
@@ -35,6 +41,7 @@ _PLACES = {
 }
 _WHOLE = 2  # Places of which all programs are compiled.
 _ENGINE = ('prefill', 'decode')
+_FEW = 4, 8  # layers, with mixtures in all models
 _OTHERS = ('evaluate', 'muon', 'rl', 'hint', 'rl_update', 'policy', 'publish')
 
 
@@ -47,8 +54,8 @@ def names() -> list[str]:
   return made
 
 
-def task_of(name: str, libtpu: str = '', slots: int = 16) -> Any:
-  """Returns the task that `plan.aot_process` compiles."""
+def task_of(name: str, libtpu: str = '', layers: int = 0) -> Any:
+  """Returns the task that `plan.aot_process` compiles; 0 means all layers."""
   from composer_jax.plan import aot_process, programs
   from composer_jax.plan import case as cases
 
@@ -64,17 +71,20 @@ def task_of(name: str, libtpu: str = '', slots: int = 16) -> Any:
     layout='hsdp',
     dtype='float32',
   )
+  if layers:
+    model = dataclasses.replace(case.model, num_layers=layers)
+    case = dataclasses.replace(case, model=model)
   return aot_process.CompileTask(
     case=case,
-    options=programs.StepOptions(seq_len=_SEQ_LEN, slots=slots),
+    options=programs.StepOptions(seq_len=_SEQ_LEN, slots=_SLOTS),
     topology_name=topology,
     libtpu=libtpu,
     program=program,
   )
 
 
-def counted(task: Any) -> float | None:
-  """Returns the GiB that `plan.memory` counts; None for other programs."""
+def need_of(task: Any) -> Any:
+  """Returns what `plan.memory` counts; None for the programs it leaves out."""
   from composer_jax.core import platforms
   from composer_jax.optim import groups
   from composer_jax.pipeline import spec as specs
@@ -88,26 +98,67 @@ def counted(task: Any) -> float | None:
       mesh = specs.Mesh(**dict(case.mesh.shape))
       shape = mesh.replica * mesh.fsdp, o.seq_len, False
       args: Any = (case.model, options, mesh, case.layout, shape)
-      return memory.training('train', *args).total / _GIB
+      return memory.training('train', *args)
     if task.program in _ENGINE:
       engine = rollout_options.EngineOptions(
         devices=case.mesh.size, num_slots=o.slots, max_len=o.seq_len
       )
-      return memory.serving(case.model, engine).total / _GIB
+      return memory.serving(case.model, engine)
   return None
 
 
-def line(name: str, task: Any, made: Any) -> dict[str, Any]:
-  """Returns the kept facts of a compiled program."""
+def extended(task: Any, few: Any, more: Any) -> dict[str, Any]:
+  """Returns the facts of all layers from programs of `_FEW` layers."""
   from composer_jax.plan import compiled
 
-  facts = compiled.summary(task.case, made)
-  in_gib = lambda size: round(size / _GIB, 2)
-  known = counted(task)
-  tables = compiled.tables(task.case, made, _SEQ_LEN)
-  uneven = next(
-    (t for t in tables if t.title.startswith('By how uneven')), None
+  def whole(function: Any) -> float:
+    a, b = (
+      function(dataclasses.replace(task, case=cut(task.case, n)).case, made)
+      for n, made in zip(_FEW, (few, more), strict=True)
+    )
+    return b + (b - a) * (task.case.model.num_layers - _FEW[1]) / (
+      _FEW[1] - _FEW[0]
+    )
+
+  def cut(case: Any, layers: int) -> Any:
+    model = dataclasses.replace(case.model, num_layers=layers)
+    return dataclasses.replace(case, model=model)
+
+  terms = {
+    name: size
+    for name, size in need_of(task).terms.items()
+    if size and name != 'logits'
+  }
+  terms['temporaries'] = max(
+    whole(lambda _, made: made.temporaries), more.temporaries
   )
+  facts = compiled.summary(cut(task.case, _FEW[1]), more)
+  seconds = whole(lambda case, m: compiled.summary(case, m)['modelled_seconds'])
+  peak = sum(terms.values())
+  return facts | {
+    'terms': terms,
+    'peak': peak,
+    'fits': peak <= facts['hbm'],
+    'largest': max(terms, key=lambda name: terms[name]),
+    'modelled_seconds': seconds,
+    'layers': list(_FEW),
+  }
+
+
+def line(name: str, task: Any, made: list[Any]) -> dict[str, Any]:
+  """Returns the kept facts of a program, compiled whole or by `_FEW` layers."""
+  from composer_jax.plan import compiled, topologies
+
+  in_gib = lambda size: round(size / _GIB, 2)
+  need, routings = need_of(task), []
+  if len(made) == 1:
+    facts = compiled.summary(task.case, *made)
+    for found in compiled.tables(task.case, *made, _SEQ_LEN):
+      if found.title.startswith('By how uneven'):
+        routings = found.to_json()['rows']
+  else:
+    facts = extended(task, *made)
+  is_tpu = topologies.MACHINES[task.case.machine].platform == 'tpu'
   return {
     'benchmark': 'programs',
     'case': f'memory of a device: {name}',
@@ -121,16 +172,15 @@ def line(name: str, task: Any, made: Any) -> dict[str, Any]:
     'goal': 'fits',
     'met': facts['fits'],
     'command': f'python -m benchmarks.programs {name}',
-    'machine': 'libtpu 0.0.42.1'
-    if made.limit or task.libtpu
-    else 'XLA:GPU of jax 0.10.2',
+    'machine': 'libtpu 0.0.42.1' if is_tpu else 'XLA:GPU of jax 0.10.2',
     'where': task.case.where,
-    'terms': {k: in_gib(v) for k, v in made.terms.items() if v},
+    'layers': facts.get('layers'),
+    'terms': {k: in_gib(v) for k, v in facts['terms'].items() if v},
     'largest': facts['largest'],
-    'counted': known and round(known, 2),
+    'counted': need and in_gib(need.total),
     'seconds': round(facts['modelled_seconds'], 4),
     'hidden': round(facts['hidden_share'], 3),
-    'routings': uneven.to_json()['rows'] if uneven else [],
+    'routings': routings,
     'compile_s': round(facts['compile_seconds']),
   }
 
@@ -170,7 +220,12 @@ def main() -> None:
 
   topologies.prepare()  # Before jax is imported.
   for name in arguments.cases or names():
-    task = task_of(name, arguments.libtpu)
+    is_engine = name.rpartition('-')[2] in _ENGINE
+    tasks = [
+      task_of(name, arguments.libtpu, layers)
+      for layers in (_FEW if is_engine else (0,))
+    ]
+    task = task_of(name)
     is_tpu = topologies.MACHINES[task.case.machine].platform == 'tpu'
     start = time.perf_counter()
     try:
@@ -178,7 +233,8 @@ def main() -> None:
     except ValueError as error:
       print(f'# left out: {name}: {error}')
       continue
-    made = aot_process.compile_step(task, 'schedule' if is_tpu else 'code')
+    until = 'schedule' if is_tpu else 'code'
+    made = [aot_process.compile_step(each, until) for each in tasks]
     print(f'# {name}: {time.perf_counter() - start:.0f} s')
     print(json.dumps(line(name, task, made)), flush=True)
 

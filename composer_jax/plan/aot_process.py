@@ -19,7 +19,11 @@ from composer_jax.plan import case as cases
 UNTIL = ('code', 'schedule')
 # The last file that the TPU compiler writes before it makes code.
 _LAST = '*after_optimizations_after_buffer_assignment.txt'
-_TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
+# Temporaries, and results that take no donated argument's place.
+_TEMPORARIES = (
+  r'^allocation \d+: size (\d+), '
+  r'(?!color|parameter)(?:preallocated-temp|.*maybe-live-out)'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -352,7 +352,8 @@ def serving(
       model, options.pages, options.page_size, options.cache_dtype
     )
   )
-  heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
+  # Latents are whole, and so are key heads that do not divide.
+  is_cut = getattr(model.attention, 'num_kv_heads', 1) % options.devices == 0
   is_turned = model.tie_embeddings and options.devices == 1
   is_turned &= model.numerics == 'fast' and jax.default_backend() == 'cpu'
   terms = {
@@ -360,7 +361,7 @@ def serving(
     # As `forward.unstack` says.
     'turned table': is_turned * _whole(served['params']['embedding']),
     'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
-    'KV cache': _whole(cache) // math.gcd(options.devices, heads),
+    'KV cache': _whole(cache) // (options.devices if is_cut else 1),
     'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,
   }
   return Need(name='engine', devices=options.devices, terms=terms)

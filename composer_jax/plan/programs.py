@@ -84,6 +84,8 @@ class Traced(NamedTuple):
     forwards: forward passes of the model to which its products amount.
     shards: exchange of a microbatch; None where no token travels.
     micro_tokens: tokens of a device that it exchanges at once.
+    ragged_dots: calls of `jax.lax.ragged_dot`, which many platforms expand to
+      products by every expert.
   """
 
   program: str
@@ -95,6 +97,7 @@ class Traced(NamedTuple):
   lines: tuple[str, ...]
   shards: rounds.Shards | None
   micro_tokens: int
+  ragged_dots: int = 0
 
   @property
   def arguments(self) -> int:
@@ -143,7 +146,8 @@ def lower(
     else:
       run = _Trainer(case, options, devices)
       program = getattr(run, name)()
-    lowered = program.jitted.lower(*program.arguments)
+    called = program.jitted.trace(*program.arguments)
+    lowered = called.lower()
   tokens = program.num_tokens
   tokens //= options.accumulate if name == 'train' else 1
   exchanges = run is not None and program.forwards > 0
@@ -157,6 +161,7 @@ def lower(
     lines=run.placement.lines if run else (),
     shards=run.placement.shards_of(tokens) if exchanges else None,
     micro_tokens=tokens // len(devices),
+    ragged_dots=str(called.jaxpr).count('ragged_dot_general['),
   ), lowered
 
 
@@ -314,8 +319,8 @@ class _Trainer:
   # Reinforcement learning.
 
   @functools.cached_property
-  def _rl(self) -> tuple[rl_step.Functions, Any, Any, Any, dict[str, Any]]:
-    """Returns functions, state, policy values, sums, and what is published."""
+  def _rl(self) -> tuple[rl_step.Functions, Any, Any, dict[str, Any]]:
+    """Returns functions, state, policy values, and what is published."""
     options, placement = self._adam_or_muon('adam'), self.placement
     optimizer = self._optimizer(options)
     training = heads.HeadSection().training('rl', self.model, options)
@@ -342,33 +347,38 @@ class _Trainer:
     state = _like(shapes, places)
     values = jax.eval_shape(functions.policy, state)
     values = _like(values, placement.variables)
-    batch = self._batch('rl', self.rows)
-    sums, _ = jax.eval_shape(functions.add_microbatch, values, None, batch)
-    at = jax.tree.map(lambda _: placement.replicated, sums)
-    at = at.replace(
-      grads=placement.variables[decoder.trained(values)],
-      head_grads=own and own.places,
-    )
     # On its way to the store, in bfloat16.
     published = _like(values, _places(values), jnp.bfloat16)
     beside = {'published policy': published}
-    return functions, state, values, _like(sums, at), beside
+    return functions, state, values, beside
+
+  def _sums(self) -> Any:
+    """Returns the sums of a microbatch's gradients and statistics."""
+    functions, _, values, _ = self._rl
+    batch, placement = self._batch('rl', self.rows), self.placement
+    sums, _ = jax.eval_shape(functions.add_microbatch, values, None, batch)
+    trained = decoder.trained(values)
+    places = {'grads': placement.variables[trained]}
+    if sums.head_grads is not None:
+      places['head_grads'] = placement.variables['mtp']['params']
+    at = jax.tree.map(lambda _: placement.replicated, sums)
+    return _like(sums, at.replace(**places))
 
   def rl(self) -> _Program:
-    functions, state, values, sums, beside = self._rl
+    functions, state, values, beside = self._rl
     batch = self._batch('rl', self.rows)
     return _Program(
       self.jit(lambda v, b: functions.add_microbatch(v, None, b)),
       (values, batch),
       {'policy values': values, 'batch': batch},
-      {**_parts(state), 'sums of gradients': sums, **beside},
+      {**_parts(state), 'sums of gradients': self._sums(), **beside},
       self.rows * self.options.seq_len,
       3,
     )
 
   def hint(self) -> _Program:
-    functions, state, values, sums, beside = self._rl
-    given = values, values, sums, self._batch('hint', self.rows)
+    functions, state, values, beside = self._rl
+    given = values, values, self._sums(), self._batch('hint', self.rows)
     names = 'policy values', 'teacher', 'sums of gradients', 'batch'
     return _Program(
       self.jit(functions.add_hints, donate_argnums=2),
@@ -380,7 +390,8 @@ class _Trainer:
     )
 
   def rl_update(self) -> _Program:
-    functions, state, values, sums, beside = self._rl
+    functions, state, values, beside = self._rl
+    sums = self._sums()
     scale = _like(jnp.float32(0), self.placement.replicated)
     return _Program(
       self.jit(functions.apply, donate_argnums=0),

@@ -1,13 +1,13 @@
 """Programs of a run as the planner lowers them, here for emulated CPUs."""
 
 import dataclasses
-import math
 
 import jax
 import pytest
 
-from composer_jax.plan import aot, compiled, programs, report
+from composer_jax.plan import aot, compiled, memory, programs
 from composer_jax.plan import case as cases
+from composer_jax.rollout import options as rollout_options
 from tests import compiling
 from tests.plan import compiled_test, params_test
 
@@ -34,6 +34,7 @@ def test_arguments_are_those_of_the_compiler(subject, name, tmp_path):
   few = 64 << 10 if name in ('prefill', 'decode') else 1 << 10
   assert 0 <= stated - traced.arguments + (1 << 10) < few + (1 << 10)
   assert all(size >= 0 for size in traced.beside.values())
+  assert traced.ragged_dots == 0
   # What lies beside is what the run needs and the program does not take.
   assert not {*traced.terms} & {*traced.beside}
 
@@ -60,19 +61,26 @@ def test_engines_hold_weights_once_more_in_a_swap(subject):
   traced, lowered = lower(subject, 'decode', slots=4)
   assert traced.beside['weights of a swap'] == traced.terms['served weights']
   assert traced.num_tokens == 4 and traced.shards is None
-  model, text = subject.model, lowered.as_text()
-  assert 'ragged_dot' not in text
-  # Keys and values of 4 sessions, over the devices by key head.
+  model = subject.model
+  assert traced.ragged_dots == 0 and lowered.as_text()
+  # Keys and values of 4 sessions, whole: two key heads do not divide.
   attention = model.attention
   elements = 2 * attention.num_kv_heads * attention.head_dim * model.num_layers
-  whole = 4 * 64 * 4 * elements
-  shards = math.gcd(DEVICES, attention.num_kv_heads)
-  assert traced.terms['KV cache'] * shards == whole
+  assert traced.terms['KV cache'] == 4 * 64 * 4 * elements
+  options = rollout_options.EngineOptions(
+    devices=DEVICES, num_slots=4, max_len=64
+  )
+  counted = memory.serving(model, options).terms
+  assert counted['KV cache'] == traced.terms['KV cache']
+  # The count has weights in the compute dtype, the selection bias in float32.
+  served = traced.terms['served weights']
+  assert counted['served weights'] == pytest.approx(served, rel=0.01)
 
 
-def _made(traced, text=''):
+def _made(traced):
   return aot.Compiled(
-    text=f'HloModule m, entry_computation_layout={{()->()}}\n{text}',
+    text='HloModule m\n\nENTRY %main (x: f32[]) -> f32[] {\n'
+    '  ROOT %x = f32[] parameter(0)\n}\n',
     traced=traced,
     seconds=1.0,
     has_code=True,
@@ -95,6 +103,7 @@ def facts(**change):
     lines=(),
     shards=None,
     micro_tokens=8,
+    ragged_dots=0,
   )
   return given._replace(**change)
 
@@ -107,27 +116,35 @@ def test_what_lies_beside_counts_and_the_largest_is_named():
   assert made.traced.arguments == 501
 
 
-def test_ragged_dot_fails_a_plan(subject):
-  """Of a program of the CPU's compiler, which expands it to all experts."""
-  import jax.numpy as jnp
-
-  def product(rows, experts, sizes):
-    return jax.lax.ragged_dot(rows, experts, sizes)
-
-  shapes = (
-    jax.ShapeDtypeStruct((8, 4), jnp.float32),
-    jax.ShapeDtypeStruct((2, 4, 4), jnp.float32),
-    jax.ShapeDtypeStruct((2,), jnp.int32),
+@pytest.mark.parametrize('machine', ['cpu', 'h200', 'tpu7x', 'v5p'])
+def test_ragged_dot_fails_a_plan_where_it_is_expanded(subject, machine):
+  case = dataclasses.replace(subject, machine=machine)
+  failures = lambda n: compiled._Reading(
+    case, _made(facts(ragged_dots=n))
+  ).failures()
+  assert failures(8).title == compiled.FAILED
+  assert not failures(0).rows
+  words = [row[0] for row in failures(8).rows]
+  assert [w.startswith('8 calls of ragged_dot, which') for w in words] == (
+    [] if machine == 'v5p' else [True]
   )
-  text = jax.jit(product).lower(*shapes).compile().as_text()
-  made = dataclasses.replace(_made(facts()), text=text)
-  failures = compiled._Reading(subject, made).failures()
-  assert failures.title == compiled.FAILED
-  assert 'ragged_dot, which multiplies by every expert' in failures.rows[0][0]
-  clean = jax.jit(lambda a, b, c: a @ b[0]).lower(*shapes).compile().as_text()
-  made = dataclasses.replace(made, text=clean)
-  assert not compiled._Reading(subject, made).failures().rows
-  assert isinstance(failures, report.Table)
+
+
+def test_calls_of_ragged_dot_are_counted(subject, monkeypatch):
+  """In place of the engine's program, one that calls it twice."""
+
+  def twice(rows, experts, sizes):
+    again = jax.jit(jax.lax.ragged_dot)(rows, experts, sizes)
+    return jax.lax.ragged_dot(again, experts, sizes)
+
+  whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = lambda *shape, dtype='float32': jax.ShapeDtypeStruct(
+    shape, dtype, sharding=whole
+  )
+  arguments = like(8, 4), like(2, 4, 4), like(2, dtype='int32')
+  program = programs._Program(jax.jit(twice), arguments, {}, {}, 8)
+  monkeypatch.setattr(programs, '_engine', lambda *_: program)
+  assert lower(subject, 'decode')[0].ragged_dots == 2
 
 
 def test_cases_of_a_model_config_have_all_programs():

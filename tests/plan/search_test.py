@@ -32,7 +32,8 @@ def traffic(*sizes, **change):
 
 def test_one_replica_sums_nothing_and_one_device_gathers_nothing():
   whole, halves = traffic(1, 8, 1), traffic(2, 4, 1)
-  assert whole['sums'] == 0 < halves['sums']
+  # Norms alone are whole on each device.
+  assert whole['sums'] < 0.1 * halves['sums']
   # Half of a replica's devices gather a smaller part of the same weights.
   assert halves['weights'] < whole['weights']
   alone = traffic(1, 1, 1)
@@ -40,12 +41,14 @@ def test_one_replica_sums_nothing_and_one_device_gathers_nothing():
   assert 'rows' not in alone
 
 
+@pytest.mark.slow
 def test_recomputation_gathers_weights_again():
   once, twice = (traffic(1, 8, 1, remat=r) for r in (False, True))
   assert twice['weights'] == pytest.approx(2 * once['weights'])
   assert twice['gradients'] == once['gradients']
 
 
+@pytest.mark.slow
 def test_the_command_proposes_the_best_few():
   code, text, _ = params_test.command(
     *('--config=configs/models/tiny.py', '--what=search', '--json'),
