@@ -46,8 +46,8 @@ _HTML = flags.DEFINE_string('html', '', 'File for a page with the tables.')
 _SCALE = flags.DEFINE_list(
   'scale',
   [],
-  "What --what=scale is about, NAME=NUMBER: fields of `plan.scale`'s options, "
-  'such as replicas=196,checkpoint_s=20,restart_s=300.',
+  'What --what=scale is about, NAME=NUMBER: fields of '
+  '`plan.modelled.scale.ScaleOptions`, such as replicas=196,checkpoint_s=20,restart_s=300.',
 )
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
 _PLACE = [
@@ -194,7 +194,7 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
 
 def _scale_options() -> Any:
   """Returns the options that --scale names; a ValueError names a wrong one."""
-  from composer_jax.plan import scale
+  from composer_jax.plan.modelled import scale
 
   known = {f.name: f.default for f in dataclasses.fields(scale.ScaleOptions)}
   chosen = {}
@@ -222,7 +222,8 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   # Before jax is imported, so that it takes no accelerator.
   topologies.prepare()
   from composer_jax.plan import case as cases
-  from composer_jax.plan import muon, params, scale, search
+  from composer_jax.plan import muon, params
+  from composer_jax.plan.modelled import scale, search
 
   case = cases.make(
     fields,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from composer_jax.models import config as model_config
-from composer_jax.plan import scale
+from composer_jax.plan.modelled import scale
 from tests.plan import params_test
 
 

@@ -8,7 +8,7 @@ from composer_jax.models import config as model_config
 from composer_jax.optim.muon import cost
 from composer_jax.parallel import layouts
 from composer_jax.pipeline import spec as specs
-from composer_jax.plan import search
+from composer_jax.plan.modelled import search
 from tests.plan import params_test
 
 RATES = cost.BY_NAME['cpu']
