@@ -47,7 +47,8 @@ _SCALE = flags.DEFINE_list(
   'scale',
   [],
   'What --what=scale is about, NAME=NUMBER: fields of '
-  '`plan.modelled.scale.ScaleOptions`, such as replicas=196,checkpoint_s=20,restart_s=300.',
+  '`plan.modelled.scale.ScaleOptions`, such as '
+  'replicas=196,checkpoint_s=20,restart_s=300.',
 )
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
 _PLACE = [
