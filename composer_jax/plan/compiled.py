@@ -169,7 +169,7 @@ class _Reading:
       *(
         (f'GiB of {name}', size / _GIB, self._remark(name))
         for name, size in compiled.terms.items()
-        if size
+        if size > 1e-6 * compiled.peak  # Without counters.
       ),
       ('GiB in all', compiled.peak / _GIB, f'most: {largest(compiled)}'),
     ]
@@ -224,6 +224,7 @@ class _Reading:
           value / whole if whole else None,
         )
         for name, value in rows
+        if program.flops
       ],
     )
 
@@ -231,7 +232,8 @@ class _Reading:
     rows = []
     line, rates = self.line, self.rates
     groups = _grouped(line.transfers, lambda t: (t.collective.kind,))
-    groups['total',] = [*line.transfers]
+    if groups:
+      groups['total',] = [*line.transfers]
     for (kind,), group in groups.items():
       seconds = sum(t.seconds for t in group)
       rows.append(
