@@ -205,6 +205,23 @@ def table(lines: list[dict[str, Any]]) -> str:
   return text
 
 
+def routings(lines: list[dict[str, Any]]) -> str:
+  """Returns rounds and seconds by how uneven routing is, as Markdown."""
+  kinds = [
+    r['routing'] for r in next(x for x in lines if x['routings'])['routings']
+  ]
+  text = f'| program | {" | ".join(kinds)} |\n{"|---" * (len(kinds) + 1)}|\n'
+  for row in lines:
+    if row['routings']:
+      cells = [
+        f'{r["rounds"]} · {r["rows_GB"]:.3g} GB · {r["seconds"]:.3g} s'
+        for r in row['routings']
+      ]
+      name = row['case'].partition(': ')[2].replace('-', ' ')
+      text += f'| {name} | {" | ".join(cells)} |\n'
+  return text
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('cases', nargs='*', default=[], metavar='CASE')
@@ -212,7 +229,8 @@ def main() -> None:
   parser.add_argument('--table', action='store_true')
   arguments = parser.parse_args()
   if arguments.table:
-    print(table([*map(json.loads, _RESULTS.read_text().splitlines())]))
+    lines = [*map(json.loads, _RESULTS.read_text().splitlines())]
+    print(f'{table(lines)}\n{routings(lines)}')
     return
   if unknown := {*arguments.cases} - {*names()}:
     raise SystemExit(f'{sorted(unknown)} are unknown; known are {names()}.')

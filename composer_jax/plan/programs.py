@@ -104,7 +104,7 @@ class Traced(NamedTuple):
     return sum(self.terms.values())
 
 
-class _Program(NamedTuple):
+class _RunProgram(NamedTuple):
   """A jitted function and its arguments; trees of shapes by what they are."""
 
   jitted: Any
@@ -276,20 +276,20 @@ class _Trainer:
     made = loop.make_programs(options, self.model, self.placement)
     return made, made.like, self._batch('lm', options.batch_size)
 
-  def train(self) -> _Program:
+  def train(self) -> _RunProgram:
     made, state, batch = self._loop()
     terms = _parts(state) | {'batch': batch}
-    return _Program(made.step, (state, batch), terms, {}, self.num_tokens, 3)
+    return _RunProgram(made.step, (state, batch), terms, {}, self.num_tokens, 3)
 
-  def evaluate(self) -> _Program:
+  def evaluate(self) -> _RunProgram:
     made, state, batch = self._loop()
     terms, variables = _parts(state), state.variables()
     given = {'masters': terms.pop('masters'), 'batch': batch}
-    return _Program(
+    return _RunProgram(
       made.evaluate, (variables, batch), given, terms, self.num_tokens, 1
     )
 
-  def muon(self) -> _Program:
+  def muon(self) -> _RunProgram:
     _, state, _ = self._loop()
     options, c = self._adam_or_muon('muon'), self.model
     update = functools.partial(
@@ -308,7 +308,7 @@ class _Trainer:
       donate_argnums=0,
       out_shardings=(_places(state), whole),
     )
-    return _Program(
+    return _RunProgram(
       jitted,
       (state, gradients, _like(load, whole), _like(logits, whole)),
       _parts(state) | {'gradients': gradients},
@@ -364,10 +364,10 @@ class _Trainer:
     at = jax.tree.map(lambda _: placement.replicated, sums)
     return _like(sums, at.replace(**places))
 
-  def rl(self) -> _Program:
+  def rl(self) -> _RunProgram:
     functions, state, values, beside = self._rl
     batch = self._batch('rl', self.rows)
-    return _Program(
+    return _RunProgram(
       self.jit(lambda v, b: functions.add_microbatch(v, None, b)),
       (values, batch),
       {'policy values': values, 'batch': batch},
@@ -376,11 +376,11 @@ class _Trainer:
       3,
     )
 
-  def hint(self) -> _Program:
+  def hint(self) -> _RunProgram:
     functions, state, values, beside = self._rl
     given = values, values, self._sums(), self._batch('hint', self.rows)
     names = 'policy values', 'teacher', 'sums of gradients', 'batch'
-    return _Program(
+    return _RunProgram(
       self.jit(functions.add_hints, donate_argnums=2),
       given,
       dict(zip(names, given, strict=True)),
@@ -389,11 +389,11 @@ class _Trainer:
       4,
     )
 
-  def rl_update(self) -> _Program:
+  def rl_update(self) -> _RunProgram:
     functions, state, values, beside = self._rl
     sums = self._sums()
     scale = _like(jnp.float32(0), self.placement.replicated)
-    return _Program(
+    return _RunProgram(
       self.jit(functions.apply, donate_argnums=0),
       (state, sums, scale),
       {**_parts(state), 'sums of gradients': sums},
@@ -401,21 +401,21 @@ class _Trainer:
       self.num_tokens,
     )
 
-  def policy(self) -> _Program:
+  def policy(self) -> _RunProgram:
     return self._cast(self._rl[0].policy)
 
-  def publish(self) -> _Program:
+  def publish(self) -> _RunProgram:
     cast = functools.partial(decoder.policy, config=self.model)
     return self._cast(lambda state: cast(state.variables()))
 
-  def _cast(self, cast: Callable[[Any], Any]) -> _Program:
+  def _cast(self, cast: Callable[[Any], Any]) -> _RunProgram:
     _, state, *_ = self._rl
     beside = _parts(state)
     given, read = (
       {'masters': beside.pop('masters')},
       state.replace(opt_state={}),
     )
-    return _Program(self.jit(cast), (read,), given, beside, self.num_tokens)
+    return _RunProgram(self.jit(cast), (read,), given, beside, self.num_tokens)
 
 
 def _parts(state: train_state.TrainState) -> dict[str, Any]:
@@ -428,7 +428,7 @@ def _parts(state: train_state.TrainState) -> dict[str, Any]:
 
 def _engine(
   case: cases.Case, name: str, options: StepOptions, devices: list[Any]
-) -> _Program:
+) -> _RunProgram:
   """Returns a program of an engine over all devices of the case."""
   o = rollout_options.EngineOptions(
     devices=len(devices), num_slots=options.slots, max_len=options.seq_len
@@ -450,7 +450,7 @@ def _engine(
   else:
     jitted, state = built.decode, steps.State(*[whole(rows)] * 3)
     inputs = whole(rows, sum(steps.decode_widths(o))), state, None, False
-  return _Program(
+  return _RunProgram(
     jitted,
     (weights, cache, *inputs),
     {'served weights': weights, 'KV cache': cache},

@@ -142,7 +142,7 @@ def test_calls_of_ragged_dot_are_counted(subject, monkeypatch):
     shape, dtype, sharding=whole
   )
   arguments = like(8, 4), like(2, 4, 4), like(2, dtype='int32')
-  program = programs._Program(jax.jit(twice), arguments, {}, {}, 8)
+  program = programs._RunProgram(jax.jit(twice), arguments, {}, {}, 8)
   monkeypatch.setattr(programs, '_engine', lambda *_: program)
   assert lower(subject, 'decode')[0].ragged_dots == 2
 
