@@ -152,12 +152,12 @@ def line(name: str, task: Any, made: list[Any]) -> dict[str, Any]:
   in_gib = lambda size: round(size / _GIB, 2)
   need, routings = need_of(task), []
   if len(made) == 1:
-    facts = compiled.summary(task.case, *made)
-    for found in compiled.tables(task.case, *made, _SEQ_LEN):
+    facts = compiled.summary(task.case, made[0])
+    for found in compiled.tables(task.case, made[0], _SEQ_LEN):
       if found.title.startswith('By how uneven'):
         routings = found.to_json()['rows']
   else:
-    facts = extended(task, *made)
+    facts = extended(task, made[0], made[1])
   is_tpu = topologies.MACHINES[task.case.machine].platform == 'tpu'
   return {
     'benchmark': 'programs',
@@ -198,7 +198,7 @@ def table(lines: list[dict[str, Any]]) -> str:
       f'{row["ours"]:.3g} of {row["limit"]:.3g}',
       most,
       f'{row["counted"]:.3g}' if row['counted'] else '',
-      f'{row["seconds"]:.3g}',
+      f'{row["seconds"]:.3g}' if row['seconds'] else '',
       'yes' if row['met'] else '**no**',
     ]
     text += f'| {" | ".join(cells)} |\n'

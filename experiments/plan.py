@@ -198,7 +198,7 @@ def _scale_options() -> Any:
   from composer_jax.plan.modelled import scale
 
   known = {f.name: f.default for f in dataclasses.fields(scale.ScaleOptions)}
-  chosen = {}
+  chosen: dict[str, Any] = {}
   for text in _SCALE.value:
     name, _, value = text.partition('=')
     try:
@@ -271,8 +271,9 @@ def _compiled(case: Any, q: types.SimpleNamespace) -> list[Any]:
       libtpu=q.libtpu,
       program=name,
     )
-    made.append((case, aot_process.compile_step(task, q.until)))
-    tables += compiled.tables(*made[-1], q.seq_len)
+    program = aot_process.compile_step(task, q.until)
+    made.append((case, program))
+    tables += compiled.tables(case, program, q.seq_len)
   return tables + [compiled.overview(made)] * (len(made) > 1)
 
 

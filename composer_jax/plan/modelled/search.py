@@ -10,6 +10,7 @@ then by their transfers. What is proposed should be compiled (`--what=compile`).
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
@@ -51,7 +52,9 @@ def traffic(
   Weights are gathered in the forward pass and again for the backward pass,
   gradients scattered once, in float32, and summed over replicas.
   """
-  where = AbstractMesh((mesh.replica, mesh.fsdp, mesh.context), topology.AXES)
+  where: Any = AbstractMesh(
+    (mesh.replica, mesh.fsdp, mesh.context), topology.AXES
+  )
   shapes, axes = (
     trees.flatten_names(tree['params']) for tree in decoder.abstract(model)
   )
