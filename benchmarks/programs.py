@@ -127,7 +127,7 @@ def extended(task: Any, few: Any, more: Any) -> dict[str, Any]:
   terms = {
     name: size
     for name, size in need_of(task).terms.items()
-    if size and name != 'logits'
+    if size and name not in ('logits', 'reshaped experts')  # Temporaries.
   }
   terms['temporaries'] = max(
     whole(lambda _, made: made.temporaries), more.temporaries
@@ -177,7 +177,10 @@ def line(name: str, task: Any, made: list[Any]) -> dict[str, Any]:
     'layers': facts.get('layers'),
     'terms': {k: in_gib(v) for k, v in facts['terms'].items() if v},
     'largest': facts['largest'],
-    'counted': need and in_gib(need.total),
+    # An engine's count is that of decode.
+    'counted': in_gib(need.total)
+    if need and task.program != 'prefill'
+    else None,
     'seconds': round(facts['modelled_seconds'], 4),
     'hidden': round(facts['hidden_share'], 3),
     'routings': routings,

@@ -36,9 +36,10 @@ def test_counted_memory_is_the_compilers_within_a_tenth():
 @pytest.mark.slow
 def test_kept_counts_are_those_of_today():
   for line in LINES:
+    if line['counted'] is None:
+      continue
     task = benchmark.task_of(name_of(line))
-    need = benchmark.need_of(task)
-    today = need and need.total / 2**30
+    today = benchmark.need_of(task).total / 2**30
     assert today == pytest.approx(line['counted'], abs=0.01)
 
 
