@@ -9,7 +9,7 @@ the host; not for GPUs, whose compiler knows no such memory without one), or
 adapters (of rank 16 on attention, dense and shared feed-forward). The step is
 AdamW's on rows of 4,096 tokens, one a device and microbatch, with gradients of
 two microbatches added up, in layout hsdp on a mesh of 1,N,1. `plan.memory`
-counts what `plan.aot` compiles (see `benchmarks.train_compile`).
+counts what `plan.programs` compiles (see `benchmarks.train_compile`).
 """
 
 import argparse
@@ -58,7 +58,7 @@ def _run(name: str, libtpu: str) -> None:
   from composer_jax.models import config as model_config
   from composer_jax.optim import groups
   from composer_jax.pipeline import spec as specs
-  from composer_jax.plan import aot, aot_process, memory, topologies
+  from composer_jax.plan import aot_process, memory, programs, topologies
   from composer_jax.plan import case as cases
   from composer_jax.train import placement as train_placement
 
@@ -90,7 +90,7 @@ def _run(name: str, libtpu: str) -> None:
     )
   task = aot_process.CompileTask(
     case=case,
-    options=aot.StepOptions(
+    options=programs.StepOptions(
       seq_len=_SEQ_LEN,
       accumulate=2,
       optimizer='adam',

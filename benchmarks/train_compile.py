@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_compile --libtpu=FOLDER [--code] [CASE ...]
 
-Nothing runs and no accelerator is needed: `composer_jax.plan.aot` compiles the
+Nothing runs and no accelerator is needed: `composer_jax.plan` compiles the
 step that training runs (forward, backward with recomputation, Muon, donated
 state) with libtpu or XLA:GPU. libtpu comes from
 
@@ -58,7 +58,13 @@ CASES = {
 
 def _run(name: str, arguments: argparse.Namespace) -> None:
   from composer_jax.models import flops
-  from composer_jax.plan import aot, aot_process, compiled, muon, topologies
+  from composer_jax.plan import (
+    aot_process,
+    compiled,
+    muon,
+    programs,
+    topologies,
+  )
   from composer_jax.plan import case as cases
   from composer_jax.train import placement
 
@@ -71,7 +77,7 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
     layout='hsdp',
     dtype='float32',
   )
-  options = aot.StepOptions(
+  options = programs.StepOptions(
     seq_len=_SEQ_LEN,
     accumulate=arguments.accumulate,
     parallel=placement.ParallelOptions(transport=arguments.transport),

@@ -8,10 +8,13 @@ training and serving need on a device, counted, with and without adapters;
 'routing',
 rounds, bytes, memory and modelled time of an exchange by how uneven its routing
 is; 'muon', the matrices that each device orthogonalises, with operations, bytes
-and modelled times; 'compile', the train step compiled by the machines'
-compiler: if it fits, what it computes and sends, and how much of that overlaps
-with products. Nothing is allocated. A wrong flag, config file or mesh ends the
-program with one line; --debug adds the traceback.
+and modelled times; 'search', the best few meshes by counted memory and modelled
+transfers; 'scale', goodput and network times of many replicas, modelled from
+--scale; 'compile', programs of a run compiled by the machines'
+compiler (--program): if they fit, what they compute and send, and how much of
+that overlaps with products. --html writes the answer as a page, too. Nothing is
+allocated. A wrong flag, config file or mesh ends the program with one line;
+--debug adds the traceback.
 """
 
 import dataclasses
@@ -29,13 +32,24 @@ _CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
-_QUESTIONS = ('params', 'memory', 'routing', 'muon', 'compile')
+_QUESTIONS = (
+  *('params', 'memory', 'routing', 'muon', 'search', 'scale', 'compile'),
+)
 # Questions that take options of 'compile', with those.
 _SHARED = {
   'memory': ('--batch', '--seq_len'),
+  'search': ('--seq_len', '--optimizer'),
   'routing': ('--batch', '--seq_len', '--accumulate', '--transport', '--room'),
 }
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
+_HTML = flags.DEFINE_string('html', '', 'File for a page with the tables.')
+_SCALE = flags.DEFINE_list(
+  'scale',
+  [],
+  'What --what=scale is about, NAME=NUMBER: fields of '
+  '`plan.modelled.scale.ScaleOptions`, such as '
+  'replicas=196,checkpoint_s=20,restart_s=300.',
+)
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
 _PLACE = [
   _text('topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'),
@@ -50,6 +64,13 @@ _PLACE = [
   _text('dtype', 'float32', 'Dtype of the parameters.'),
 ]
 _COMPILE = [
+  flags.DEFINE_list(
+    'program',
+    ['train'],
+    'Programs to compile, or all: train, evaluate, muon, rl, hint, rl_update, '
+    'policy, publish, prefill, decode.',
+  ),
+  _int('slots', 16, 'Sessions that the engine works on at once.'),
   _int(
     'batch',
     0,
@@ -130,11 +151,11 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
   from composer_jax.models import placement
   from composer_jax.optim.muon import cost
   from composer_jax.parallel import exchange, rounds, shardings
-  from composer_jax.plan import aot, skew
+  from composer_jax.plan import programs, skew
   from composer_jax.train import placement as train_placement
   from composer_jax.train import step
 
-  aot.StepOptions(  # Refuses what a compiled step refuses.
+  programs.StepOptions(  # Refuses what a compiled step refuses.
     batch_size=q.batch,
     seq_len=q.seq_len,
     accumulate=q.accumulate,
@@ -172,6 +193,23 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
   return skew.table(case.model, shards, num_tokens, cost.BY_NAME[case.machine])
 
 
+def _scale_options() -> Any:
+  """Returns the options that --scale names; a ValueError names a wrong one."""
+  from composer_jax.plan.modelled import scale
+
+  known = {f.name: f.default for f in dataclasses.fields(scale.ScaleOptions)}
+  chosen: dict[str, Any] = {}
+  for text in _SCALE.value:
+    name, _, value = text.partition('=')
+    try:
+      chosen[name] = type(known[name])(value)
+    except (KeyError, ValueError):
+      raise ValueError(
+        f'--scale={text} must be NAME=NUMBER, with a name of {sorted(known)}.'
+      ) from None
+  return scale.ScaleOptions(**chosen)
+
+
 def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   if q.what not in _QUESTIONS:
     raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
@@ -186,6 +224,7 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
   topologies.prepare()
   from composer_jax.plan import case as cases
   from composer_jax.plan import muon, params
+  from composer_jax.plan.modelled import scale, search
 
   case = cases.make(
     fields,
@@ -200,24 +239,42 @@ def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
     return [_fits(case, q.batch, q.seq_len)]
   if q.what == 'muon':
     return muon.tables(case)
+  if q.what == 'search':
+    return [search.table(case, q.optimizer, q.seq_len)]
+  if q.what == 'scale':
+    return scale.tables(case.model, case.mesh.size, _scale_options())
   if q.what == 'routing':
     return [_routing(case, q)]
-  from composer_jax.plan import aot, aot_process, compiled
+  return _compiled(case, q)
+
+
+def _compiled(case: Any, q: types.SimpleNamespace) -> list[Any]:
+  from composer_jax.plan import aot_process, compiled, programs
   from composer_jax.train import placement
 
-  options = aot.StepOptions(
+  options = programs.StepOptions(
     batch_size=q.batch,
     seq_len=q.seq_len,
     accumulate=q.accumulate,
+    slots=q.slots,
     optimizer=q.optimizer,
     remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
     parallel=placement.ParallelOptions(transport=q.transport, room=q.room),
   )
-  task = aot_process.CompileTask(
-    case=case, options=options, topology_name=q.topology, libtpu=q.libtpu
-  )
-  made = aot_process.compile_step(task, q.until)
-  return compiled.tables(case, made, q.seq_len)
+  names = programs.NAMES if q.program == ['all'] else q.program
+  tables, made = [], []
+  for name in names:
+    task = aot_process.CompileTask(
+      case=case,
+      options=options,
+      topology_name=q.topology,
+      libtpu=q.libtpu,
+      program=name,
+    )
+    program = aot_process.compile_step(task, q.until)
+    made.append((case, program))
+    tables += compiled.tables(case, program, q.seq_len)
+  return tables + [compiled.overview(made)] * (len(made) > 1)
 
 
 def _main():
@@ -230,6 +287,12 @@ def _main():
 
     wiring.spec_of(fields)  # Refuses names that a run's config does not have.
   tables = _answer(fields, asked)
+  if _HTML.value:
+    from composer_jax.core import files
+    from composer_jax.report import document
+
+    page = document.render('plan.html', tables=tables, asked=vars(asked))
+    files.write_atomic(_HTML.value, page.encode())
   if _JSON.value:
     rows = [table.to_json() for table in tables]
     print(json.dumps({asked.what: rows}))

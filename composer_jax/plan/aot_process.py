@@ -1,4 +1,4 @@
-"""Compiles a train step in a separate process, to its code or its schedule.
+"""Compiles a program in a separate process, to its code or its schedule.
 
 The TPU compiler decides on memory and on the order of operations long before it
 ends; most of its time goes into machine code. The process is therefore stopped
@@ -13,21 +13,26 @@ import tempfile
 import time
 from multiprocessing import connection
 
-from composer_jax.plan import aot, topologies
+from composer_jax.plan import aot, programs, topologies
 from composer_jax.plan import case as cases
 
 UNTIL = ('code', 'schedule')
 # The last file that the TPU compiler writes before it makes code.
 _LAST = '*after_optimizations_after_buffer_assignment.txt'
-_TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
+# Temporaries, and results that take no donated argument's place.
+_TEMPORARIES = (
+  r'^allocation \d+: size (\d+), '
+  r'(?!color|parameter)(?:preallocated-temp|.*maybe-live-out)'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTask:
   case: cases.Case
-  options: aot.StepOptions
+  options: programs.StepOptions
   topology_name: str
   libtpu: str
+  program: str = 'train'
 
 
 def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
@@ -70,7 +75,9 @@ def _work(pipe: connection.Connection, task: CompileTask, folder: str) -> None:
   try:
     topologies.prepare(task.topology_name, task.libtpu)
     devices = topologies.devices(task.topology_name)
-    traced, lowered = aot.lower(task.case, task.options, devices)
+    traced, lowered = programs.lower(
+      task.case, task.program, task.options, devices
+    )
     pipe.send(traced)
     pipe.send(aot.compile_lowered(traced, lowered, pathlib.Path(folder)))
   except (ValueError, RuntimeError) as error:
@@ -98,7 +105,7 @@ def _receive(
 
 
 def _scheduled(
-  traced: aot.Traced, folder: pathlib.Path, seconds: float
+  traced: programs.Traced, folder: pathlib.Path, seconds: float
 ) -> aot.Compiled:
   text = aot.dumped(folder, _LAST.lstrip('*'))
   buffers = aot.dumped(folder, 'after_optimizations-buffer-assignment.txt')

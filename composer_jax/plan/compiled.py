@@ -1,4 +1,4 @@
-"""`--what=compile`: a train step as compiled for the machines.
+"""`--what=compile`: a program of a run as compiled for the machines.
 
 Memory, collectives and their order are the compiler's. Seconds are modelled by
 `plan.timeline`, not measured.
@@ -16,7 +16,10 @@ from composer_jax.plan import case as cases
 from composer_jax.plan.hlo import narrow, overlap
 
 # Title of the table whose presence means failure.
-FAILED = 'FAILED: involuntary full rematerialisation, or widened products'
+FAILED = (
+  'FAILED: involuntary full rematerialisation, widened products, or ragged_dot'
+)
+_EXPANDS = 'which multiplies by every expert here; see kernels.grouped.matmul'
 _MOST_ROWS = 16
 _GIB = 1 << 30
 
@@ -46,6 +49,39 @@ def tables(
     reading.failures(),
   ]
   return [table for table in candidates if table.rows]
+
+
+def largest(compiled: aot.Compiled) -> str:
+  """Returns what takes most of a device's memory."""
+  return max(compiled.terms, key=lambda name: compiled.terms[name])
+
+
+def overview(
+  readings: list[tuple[cases.Case, aot.Compiled]],
+) -> report.Table:
+  """Returns a line for each program: whether it fits, and what takes most."""
+  rows = []
+  for case, compiled in readings:
+    facts = summary(case, compiled)
+    name = facts['largest']
+    rows.append(
+      (
+        facts['program'],
+        facts['peak'] / _GIB,
+        'yes' if facts['fits'] else 'no',
+        name,
+        compiled.terms[name] / _GIB,
+        facts['modelled_seconds'],
+        facts['hidden_share'],
+      )
+    )
+  return report.Table(
+    title='Programs; GiB of one device, modelled seconds',
+    columns=(
+      *('program', 'GiB', 'fits', 'most', 'its_GiB', 'seconds', 'hidden'),
+    ),
+    rows=rows,
+  )
 
 
 def phase(scope: str) -> str:
@@ -101,12 +137,15 @@ class _Reading:
   def summary(self) -> dict[str, Any]:
     compiled, line = self.compiled, self.line
     return {
+      'program': compiled.traced.program,
       'devices': self.case.mesh.size,
       'tokens': compiled.traced.num_tokens,
       'compile_seconds': compiled.seconds,
       'has_code': compiled.has_code,
       'arguments': compiled.traced.arguments,
       'temporaries': compiled.temporaries,
+      'terms': compiled.terms,
+      'largest': largest(compiled),
       'peak': compiled.peak,
       'hbm': self.hbm,
       'fits': self.fits,
@@ -124,12 +163,15 @@ class _Reading:
     compiled, traced = self.compiled, self.compiled.traced
     until = '' if compiled.has_code else 'until the schedule, without code'
     rows: list[tuple[Any, ...]] = [
-      ('tokens of a step', traced.num_tokens, ''),
+      ('tokens', traced.num_tokens, ''),
       ('seconds to trace', traced.seconds, ''),
       ('seconds to compile', compiled.seconds, until),
-      ('GiB of state and batch', traced.arguments / _GIB, 'donated'),
-      ('GiB of temporaries', compiled.temporaries / _GIB, ''),
-      ('GiB in all', compiled.peak / _GIB, ''),
+      *(
+        (f'GiB of {name}', size / _GIB, self._remark(name))
+        for name, size in compiled.terms.items()
+        if size > 1e-6 * compiled.peak  # Without counters.
+      ),
+      ('GiB in all', compiled.peak / _GIB, f'most: {largest(compiled)}'),
     ]
     if self.hbm is not None:
       free = (self.hbm - compiled.peak) / _GIB
@@ -137,19 +179,23 @@ class _Reading:
       remark = f'{verdict}; {free:.1f} free'
       rows.append(('GiB of a device', self.hbm / _GIB, remark))
     return report.Table(
-      title=f'One step on {self.case.where}; bytes of one device',
+      title=f'{traced.program} on {self.case.where}; bytes of one device',
       columns=('what', 'value', 'remark'),
       rows=rows,
     )
 
+  def _remark(self, name: str) -> str:
+    return 'held meanwhile' if name in self.compiled.traced.beside else ''
+
   def work(self, seq_len: int) -> report.Table:
     program, rates = self.program, self.rates
     tokens = self.compiled.traced.num_tokens / self.case.mesh.size
+    forwards, model = self.compiled.traced.forwards, self.case.model
     whole, causal = (
       tokens
       * (
-        flops.train_per_token(self.case.model, seq_len, causal=causal)
-        + flops.heads_per_token(self.case.model, seq_len, causal=causal)
+        forwards * flops.forward_per_token(model, seq_len, causal=causal)
+        + (forwards >= 3) * flops.heads_per_token(model, seq_len, causal=causal)
       )
       for causal in (False, True)
     )
@@ -171,8 +217,14 @@ class _Reading:
       title=title,
       columns=('what', 'tflop', 'seconds_at_peak', 'of_the_model'),
       rows=[
-        (name, value / 1e12, value / rates.flops, value / whole)
+        (
+          name,
+          value / 1e12,
+          value / rates.flops,
+          value / whole if whole else None,
+        )
         for name, value in rows
+        if program.flops
       ],
     )
 
@@ -180,7 +232,8 @@ class _Reading:
     rows = []
     line, rates = self.line, self.rates
     groups = _grouped(line.transfers, lambda t: (t.collective.kind,))
-    groups['total',] = [*line.transfers]
+    if groups:
+      groups['total',] = [*line.transfers]
     for (kind,), group in groups.items():
       seconds = sum(t.seconds for t in group)
       rows.append(
@@ -208,26 +261,31 @@ class _Reading:
     )
 
   def routings(self) -> report.Table:
-    """Returns the step by how uneven its routing is.
+    """Returns the program by how uneven its routing is.
 
     Further rounds repeat the transfers and products of a whole round, and the
     products of the busiest device are added at peak speed: both too much.
     """
     traced, model, rows = self.compiled.traced, self.case.model, []
     if traced.shards is not None:
+      forwards, tokens = traced.forwards, traced.micro_tokens
       layers = model.num_layers - model.num_dense_layers
-      layers *= traced.num_tokens // (traced.micro_tokens * self.case.mesh.size)
-      copies = traced.micro_tokens * model.moe.num_active
-      row_seconds = skew.row_flops(model) / self.rates.flops
-      routed = skew.effects(model.moe, traced.shards, traced.micro_tokens)
-      for routing, e in routed:
+      layers *= traced.num_tokens // (tokens * self.case.mesh.size)
+      copies = tokens * model.moe.num_active
+      row_seconds = skew.row_flops(model, forwards) / self.rates.flops
+      even = layers * skew.row_bytes(model, traced.shards, tokens, forwards)
+      for routing, e in skew.effects(model.moe, traced.shards, tokens):
         line = timeline.run(self._events(e.rounds), self.rates)
         more = layers * (e.busiest - 1) * copies * row_seconds
-        peak = self.compiled.peak / _GIB
-        rows.append((routing.name, e.rounds, peak, line.seconds + more))
+        busy = e.sent if traced.shards.transport == 'a2a' else e.busiest
+        peak, seconds = self.compiled.peak / _GIB, line.seconds + more
+        rows.append((routing.name, e.rounds, even * busy / 1e9, peak, seconds))
     return report.Table(
-      title='The step by how uneven routing is; modelled, see --what=routing',
-      columns=('routing', 'rounds', 'GiB', 'seconds'),
+      title=(
+        'By how uneven routing is; rows into the busiest device and seconds '
+        'are modelled, see --what=routing'
+      ),
+      columns=('routing', 'rounds', 'rows_GB', 'GiB', 'seconds'),
       rows=rows,
     )
 
@@ -286,6 +344,9 @@ class _Reading:
 
   def failures(self) -> report.Table:
     rows = [(line,) for line in self.compiled.warnings]
+    is_whole = self.case.machine not in ('v5e', 'v5p', 'v6e')
+    if (count := self.compiled.traced.ragged_dots) and is_whole:
+      rows.append((f'{count} calls of ragged_dot, {_EXPANDS}',))
     if self.case.model.precision.products == 'codes':
       try:
         narrow.check(self.compiled.text)

@@ -375,15 +375,22 @@ def serving(
       model, options.pages, options.page_size, options.cache_dtype
     )
   )
-  heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole
+  # Latents are whole, and so are key heads that do not divide.
+  is_cut = getattr(model.attention, 'num_kv_heads', 1) % options.devices == 0
+  # On a TPU decode has these of all layers in the form of its products at once.
+  is_reshaped = platforms.current() == 'tpu' and not options.experts
+  gate_up, gate_up_places = (
+    tree['params']['moe_layers']['moe']['gate_up'] for tree in (served, places)
+  )
   is_turned = model.tie_embeddings and options.devices == 1
   is_turned &= model.numerics == 'fast' and jax.default_backend() == 'cpu'
   terms = {
     'served weights': _bytes(served, places),
     # As `forward.unstack` says.
     'turned table': is_turned * _whole(served['params']['embedding']),
+    'reshaped experts': is_reshaped * _bytes(gate_up, gate_up_places),
     'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
-    'KV cache': _whole(cache) // math.gcd(options.devices, heads),
+    'KV cache': _whole(cache) // (options.devices if is_cut else 1),
     'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,
   }
   return Need(name='engine', devices=options.devices, terms=terms)

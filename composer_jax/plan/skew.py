@@ -121,13 +121,31 @@ def effects(
     yield routing, effect(drawn_PE, shards)
 
 
-def row_flops(model: model_config.ModelConfig) -> int:
-  """Returns operations of a copy of a token in a layer's experts, both passes.
+def row_flops(model: model_config.ModelConfig, forwards: int = 3) -> int:
+  """Returns operations of a copy of a token in a layer's experts.
 
   Three products forward, twice as many backward, and three again if the layer
-  is recomputed.
+  is recomputed; `forwards` 1 is a forward pass alone.
   """
-  return (3 + model.remat) * 6 * model.embed_dim * model.moe.ffw_dim
+  again = model.remat * (forwards >= 3)
+  return (forwards + again) * 6 * model.embed_dim * model.moe.ffw_dim
+
+
+def row_bytes(
+  model: model_config.ModelConfig,
+  shards: rounds.Shards,
+  num_tokens: int,
+  forwards: int = 3,
+) -> float:
+  """Returns bytes of rows that a device receives in a layer at even load.
+
+  Rows travel there and back in both passes; see `rounds.bytes_received`.
+  """
+  others = (shards.num_shards - 1) / shards.num_shards
+  width = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
+  ways = 4 + model.remat if forwards >= 3 else 0
+  ways += 2 * (forwards % 3)  # Passes that are forward alone.
+  return ways * others * num_tokens * model.moe.num_active * width
 
 
 def table(
@@ -144,13 +162,11 @@ def table(
   moe, keeps = model.moe, not model.remat
   copies = num_tokens * moe.num_active
   width = model.embed_dim * jnp.dtype(model.compute_dtype).itemsize
-  # Rows to travel there and back in both passes; see `rounds.bytes_received`.
-  others = (shards.num_shards - 1) / shards.num_shards
-  row_bytes = (5 - keeps) * others * copies * width
+  even = row_bytes(model, shards, num_tokens)
   lines = []
   for routing, e in effects(moe, shards, num_tokens):
-    received = row_bytes * e.sent
-    busy = received if shards.transport == 'a2a' else row_bytes * e.busiest
+    received = even * e.sent
+    busy = received if shards.transport == 'a2a' else even * e.busiest
     products = e.busiest * copies * row_flops(model) / rates.flops
     wire = rates.wire_seconds(busy, shards.num_shards)
     wire += 2 * (2 + keeps) * e.rounds * rates.latency

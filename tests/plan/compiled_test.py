@@ -11,7 +11,14 @@ import pytest
 
 from composer_jax.optim.muon import cost
 from composer_jax.parallel import rounds
-from composer_jax.plan import aot, aot_process, compiled, params, topologies
+from composer_jax.plan import (
+  aot,
+  aot_process,
+  compiled,
+  params,
+  programs,
+  topologies,
+)
 from composer_jax.plan import case as cases
 from composer_jax.plan.hlo import overlap
 from composer_jax.train import placement
@@ -35,7 +42,7 @@ def subject():
   return case_of('cpu:8', '2,2,2')
 
 
-OPTIONS = aot.StepOptions(
+OPTIONS = programs.StepOptions(
   batch_size=8,
   seq_len=16,
   optimizer='adam',
@@ -46,7 +53,7 @@ OPTIONS = aot.StepOptions(
 @pytest.fixture(scope='module')
 def made(subject, tmp_path_factory):
   folder = tmp_path_factory.mktemp('dump')
-  traced, lowered = aot.lower(subject, OPTIONS, jax.devices()[:8])
+  traced, lowered = programs.lower(subject, 'train', OPTIONS, jax.devices()[:8])
   # The code never runs, so it need not be fast.
   options = {'xla_backend_optimization_level': 0}
   return aot.compile_lowered(traced, lowered, folder, options)
@@ -194,7 +201,7 @@ def test_rematerialisation_is_read_from_what_the_compiler_prints(tmp_path):
 )
 def test_impossible_steps_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    aot.StepOptions(**change)
+    programs.StepOptions(**change)
 
 
 def test_only_a_tpu_has_a_schedule_before_its_code(subject):
@@ -270,7 +277,7 @@ def test_command_compiles_in_a_process_of_its_own():
     check=True,
   )
   tables = json.loads(done.stdout)['compile']
-  assert tables[0]['title'].startswith('One step on 4 cpu')
+  assert tables[0]['title'].startswith('train on 4 cpu')
 
 
 @pytest.mark.slow
@@ -286,7 +293,7 @@ def test_the_tpu_compiler_scatters_gradients_in_flight():
   )
   task = aot_process.CompileTask(
     case=subject,
-    options=aot.StepOptions(seq_len=256),
+    options=programs.StepOptions(seq_len=256),
     topology_name='v5p:2x2x2',
     libtpu='',
   )

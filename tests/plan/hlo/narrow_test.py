@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from composer_jax.parallel import rounds
-from composer_jax.plan import aot, aot_process
+from composer_jax.plan import aot_process, programs
 from composer_jax.plan.hlo import narrow, overlap
 from composer_jax.train import placement
 from tests.plan import compiled_test
@@ -170,7 +170,7 @@ def test_a_step_on_tpu_v7_gathers_and_multiplies_codes_and_has_no_ragged_dot():
   )
   task = aot_process.CompileTask(
     case=subject,
-    options=aot.StepOptions(
+    options=programs.StepOptions(
       seq_len=256,
       optimizer='adam',
       parallel=placement.ParallelOptions(wire='codes'),

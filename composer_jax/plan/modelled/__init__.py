@@ -1,0 +1,1 @@
+"""Answers of the planner that no compiler gives: meshes and many replicas."""
