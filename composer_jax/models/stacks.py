@@ -119,7 +119,8 @@ def run(
     count = len(jax.tree.leaves(stacked)[0])
     draws = jnp.arange(count, dtype=jnp.uint32) * jnp.uint32(0x85EBCA6B)
   xs = (stacked, given, (_precise(name, config), draws))
-  return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(xs, config, plan))
+  with jax.named_scope(name):
+    return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(xs, config, plan))
 
 
 def _precise(name, config):

@@ -3,24 +3,30 @@
 import pytest
 
 from composer_jax.optim.muon import cost
-from composer_jax.plan import timeline
+from composer_jax.plan import network, timeline
 from composer_jax.plan.hlo import events as hlo_events
 
-# 1 FLOP and 1 byte take a second within 4 devices, 2 beyond.
-RATES = cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0)
+# 1 FLOP and 1 byte take a second within 4 devices.
+MACHINE = timeline.Machine(
+  rates=cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0),
+  wires=network.Nodes(4, within=1.0, across=0.5),
+  rows=100,
+  used=0.25,
+)
 
 
-def begin(key, num_bytes, *, is_async=True, devices=4):
+def begin(key, num_bytes, *, is_async=True, devices=4, kind='all-gather'):
+  members = devices if isinstance(devices, tuple) else range(devices)
   return hlo_events.Begin(
     key,
     hlo_events.Collective(
-      kind='all-gather',
+      kind=kind,
       dtype='f32',
       bytes=num_bytes,
       result_bytes=num_bytes,
       count=1.0,
       loops=(),
-      groups=frozenset({frozenset(range(devices))}),
+      groups=frozenset({frozenset(members)}),
       is_async=is_async,
       hidden=0.0,
       scope='',
@@ -33,7 +39,7 @@ def work(flops):
 
 
 def run(*events):
-  return timeline.run(events, RATES)
+  return timeline.run(events, MACHINE)
 
 
 END = hlo_events.End
@@ -91,8 +97,22 @@ def test_what_flies_over_a_loop_is_hidden_by_it():
   assert line.hidden_share == 1
 
 
-def test_beyond_a_node_the_wire_is_slower():
-  assert run(begin('a', 3, devices=5), END('a')).seconds == 6
+def test_wires_work_at_once_and_serve_one_transfer_after_another():
+  # Of the 4 others 3 are in the node; the fifth is behind the network.
+  some = begin('b', 4, devices=5, kind='all-to-all')
+  line = run(begin('a', 5), some, END('b'), END('a'))
+  assert [t.seconds for t in line.transfers] == [5, 3]
+  assert line.transfers[1].waited == line.seconds == 8
+  far = begin('b', 4, devices=(0, 4), kind='all-to-all')
+  line = run(begin('a', 8), far, END('b'), END('a'))
+  assert [t.waited for t in line.transfers] == [0, 8]
+  assert line.seconds == 8
+
+
+def test_kernels_skip_rows_that_are_not_in_use():
+  kernel = hlo_events.Multiply(8.0, 'k', frozenset({100, 7}))
+  other = hlo_events.Multiply(8.0, 'k', frozenset({99, 7}))
+  assert (run(kernel).busy, run(other).busy) == (2.0, 8.0)
 
 
 def test_a_program_without_transfers_hides_all_of_them():
