@@ -85,7 +85,7 @@ class _Reading:
   def __init__(self, case: cases.Case, compiled: aot.Compiled):
     self.case, self.compiled = case, compiled
     self.dynamic: dict[str, None] = {}
-    events = self._events(1)  # Even load takes one round.
+    events = self._events(0)  # Even load needs no round of the loop.
     self.program = overlap.count(events)
     self.machine = _machine(case, compiled.traced)
     self.line = timeline.run(events, self.machine)
@@ -93,10 +93,12 @@ class _Reading:
 
   def _events(self, num_rounds: int) -> Any:
     """Returns the program's events with exchanges of so many rounds."""
+    shards = self.compiled.traced.shards
+    further = max(0, num_rounds - shards.parts) if shards else 0
 
     def trips(scope: str) -> float:
       if rounds.FURTHER in scope:
-        return num_rounds - 1.0
+        return float(further)
       self.dynamic[place(scope)] = None
       return 1.0
 
@@ -228,7 +230,8 @@ class _Reading:
       row_seconds = skew.row_flops(model) / self.machine.rates.flops
       routed = skew.effects(model.moe, traced.shards, traced.micro_tokens)
       for routing, e in routed:
-        used = self.machine.used / e.rounds
+        parts = max(traced.shards.parts, 1)
+        used = self.machine.used * parts / max(e.rounds, parts)
         machine = dataclasses.replace(self.machine, used=used)
         line = timeline.run(self._events(e.rounds), machine)
         more = layers * (e.busiest - 1) * copies * row_seconds
@@ -313,7 +316,8 @@ def _machine(case: cases.Case, traced: aot.Traced) -> timeline.Machine:
   rows, used = 0, 1.0
   if traced.shards is not None:
     rows = traced.shards.buffer
-    used = traced.micro_tokens * case.model.moe.num_active / rows
+    copies = traced.micro_tokens * case.model.moe.num_active
+    used = min(1.0, copies / (rows * max(traced.shards.parts, 1)))
   return timeline.Machine(
     rates=cost.BY_NAME[case.machine],
     wires=network.of(case.topology, tuple(case.mesh.shape.values())),

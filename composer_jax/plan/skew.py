@@ -96,8 +96,7 @@ def effect(counts_PE: np.ndarray, shards: rounds.Shards) -> Effect:
   """Returns what an exchange of these copies takes."""
   pairs_PP = counts_PE.reshape(shards.num_shards, shards.num_shards, -1).sum(-1)
   received_P = pairs_PP.sum(0)
-  load = pairs_PP if shards.transport == 'a2a' else received_P
-  number = int(-(-load.max() // shards.rows))
+  number = int(shards.rounds_of(pairs_PP))
   sent = 1.0
   if shards.transport == 'a2a':
     sent = number * shards.rows * shards.num_shards**2 / pairs_PP.sum()

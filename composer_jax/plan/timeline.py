@@ -9,8 +9,10 @@ not hidden. A loop's own transfers do not delay a transfer that is in flight
 around the loop.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from composer_jax.optim.muon import cost
 from composer_jax.plan import network
@@ -24,7 +26,8 @@ class Transfer:
   Attributes:
     collective: the operation; its `count` covers the whole program.
     seconds: time that its transfers take.
-    waited: time in which products wait for it.
+    waited: time in which products stand still while it occupies the wire that
+      they wait for, be it for this transfer or for one behind it.
     beside: time of the products between its begin and its end.
   """
 
@@ -35,7 +38,7 @@ class Transfer:
 
   @property
   def hidden(self) -> float:
-    return self.seconds - min(self.seconds, self.waited)
+    return self.seconds - self.waited
 
   @property
   def why(self) -> str:
@@ -48,7 +51,7 @@ class Transfer:
       return 'no product before its result is used'
     if self.beside < self.seconds:
       return 'products beside it are shorter'
-    return 'behind other transfers'
+    return 'others wait behind it'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,28 +101,51 @@ class Machine:
     return {wire: n + self.rates.latency for wire, n in seconds.items()}
 
 
+class _Turn(NamedTuple):
+  """When a transfer occupies a wire; `index` is that of the transfer."""
+
+  begin: float
+  end: float
+  index: int
+
+
 def run(events: hlo_events.Events, machine: Machine) -> Timeline:
   clock = busy = 0.0
-  free: network.Seconds = {}  # When each wire is free again.
+  turns: dict[str, list[_Turn]] = collections.defaultdict(list)  # by wire
   transfers: list[Transfer] = []
-  # By key: index in `transfers`, time of arrival, and `busy` at the begin.
-  in_flight: dict[str, tuple[int, float, float]] = {}
+  # By key: index in `transfers`, wire of the last arrival, `busy` at the begin.
+  in_flight: dict[str, tuple[int, str, float]] = {}
   for event in events:
     if isinstance(event, hlo_events.Begin):
+      index, last = len(transfers), ''
       seconds = machine.wire_seconds(event.collective)
       for wire, occupied in seconds.items():
-        free[wire] = max(free.get(wire, 0.0), clock) + occupied
-      arrival = max((free[wire] for wire in seconds), default=clock)
-      in_flight[event.key] = (len(transfers), arrival, busy)
+        before = turns[wire][-1].end if turns[wire] else 0.0
+        begin = max(before, clock)
+        turns[wire].append(_Turn(begin, begin + occupied, index))
+        if not last or turns[wire][-1].end > turns[last][-1].end:
+          last = wire
+      in_flight[event.key] = (index, last, busy)
       longest = max(seconds.values(), default=0.0)
       transfers.append(Transfer(event.collective, longest, 0.0, 0.0))
     elif isinstance(event, hlo_events.End):
-      index, arrival, busy_before = in_flight.pop(event.key)
-      waited = max(0.0, arrival - clock)
-      transfers[index] = dataclasses.replace(
-        transfers[index], waited=waited, beside=busy - busy_before
+      index, wire, busy_before = in_flight.pop(event.key)
+      beside = busy - busy_before
+      transfers[index] = dataclasses.replace(transfers[index], beside=beside)
+      queue = turns[wire]
+      arrival = next(
+        (t.end for t in reversed(queue) if t.index == index), clock
       )
-      clock += waited
+      for turn in reversed(queue):
+        if turn.end <= clock:
+          break
+        waited = min(turn.end, arrival) - max(turn.begin, clock)
+        if waited > 0:
+          other = transfers[turn.index]
+          transfers[turn.index] = dataclasses.replace(
+            other, waited=other.waited + waited
+          )
+      clock = max(clock, arrival)
     elif isinstance(event, hlo_events.Repeat):
       inner = run(event.events, machine)
       clock += event.trips * inner.seconds

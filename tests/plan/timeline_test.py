@@ -74,8 +74,15 @@ def test_a_synchronous_collective_stops_everything():
 def test_transfers_wait_for_each_other():
   line = run(begin('a', 3), begin('b', 3), work(4), END('a'), END('b'))
   assert [t.waited for t in line.transfers] == [0, 2]
-  assert line.transfers[1].why == 'behind other transfers'
   assert line.seconds == 6
+
+
+def test_who_occupies_the_wire_is_waited_for():
+  # Products need the short transfer, which stands behind the long one.
+  line = run(begin('a', 5), begin('b', 1), work(2), END('b'), work(9), END('a'))
+  assert [t.waited for t in line.transfers] == [3, 1]
+  assert line.seconds == 15 and line.hidden_share == pytest.approx(2 / 6)
+  assert line.transfers[0].why == 'others wait behind it'
 
 
 def test_loops_take_their_trips():
@@ -102,10 +109,12 @@ def test_wires_work_at_once_and_serve_one_transfer_after_another():
   some = begin('b', 4, devices=5, kind='all-to-all')
   line = run(begin('a', 5), some, END('b'), END('a'))
   assert [t.seconds for t in line.transfers] == [5, 3]
-  assert line.transfers[1].waited == line.seconds == 8
+  # The last wire counts, on which the first transfer has its turn before.
+  assert [t.waited for t in line.transfers] == [5, 3]
+  assert line.seconds == 8
   far = begin('b', 4, devices=(0, 4), kind='all-to-all')
   line = run(begin('a', 8), far, END('b'), END('a'))
-  assert [t.waited for t in line.transfers] == [0, 8]
+  assert [t.waited for t in line.transfers] == [8, 0]
   assert line.seconds == 8
 
 
