@@ -16,6 +16,7 @@ For GPUs the same share is an assumption, as are shortest paths and rings.
 import collections
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,11 +167,6 @@ def _gathered(torus: Torus, groups: Groups) -> list[float]:
   return [load * (n > 0) for n in links] + [whole * (1 - 1 / here)]
 
 
-class _Way(NamedTuple):
-  step: int
-  share: float
-
-
 @functools.cache
 def _paths(size: int, is_ring: bool) -> np.ndarray:
   """Returns the share of [from, to] on link [at, direction] of one side."""
@@ -178,12 +174,12 @@ def _paths(size: int, is_ring: bool) -> np.ndarray:
   for start in range(size):
     for end in range(size):
       up = (end - start) % size if is_ring else end - start
-      ways = [_Way(1 if up > 0 else -1, 1.0)]
+      ways = {1: 1.0} if up > 0 else {-1: 1.0}
       if is_ring and 2 * up > size:
-        ways = [_Way(-1, 1.0)]
+        ways = {-1: 1.0}
       elif is_ring and 2 * up == size:
-        ways = [_Way(1, 0.5), _Way(-1, 0.5)]
-      for step, share in ways:
+        ways = {1: 0.5, -1: 0.5}
+      for step, share in ways.items():
         at = start
         while at != end:
           paths[start, end, at, (1 - step) // 2] += share
@@ -230,21 +226,26 @@ class MeshRates(cost.Rates):
   """Rates of a device whose transfers occupy the wires of a mesh."""
 
   wires: Nodes | Torus
-  devices: int
+  mesh: tuple[int, ...]
+
+  def strides(self, axes: tuple[str, ...]) -> Any:
+    """Returns (size, places from one index to the next) of mesh axes."""
+    return tuple(
+      (self.mesh[i], math.prod(self.mesh[i + 1 :]))
+      for i in map(topology.AXES.index, axes)
+    )
 
   def transfer_seconds(
     self, kind: str, num_bytes: float, strides: Any, count: int
   ) -> float:
-    groups = neighbours(self.devices, strides, count)
+    groups = neighbours(math.prod(self.mesh), strides, count)
     return max(self.wires.seconds(kind, num_bytes, groups).values())
 
 
 def rates(topology_name: str, mesh: tuple[int, ...]) -> MeshRates:
   """Returns the rates of machines on which a mesh of these sizes lies."""
   alone = cost.BY_NAME[topologies.machine(topology_name)]
-  wires = of(topology_name, mesh)
-  devices = topologies.num_devices(topology_name)
-  return MeshRates(**vars(alone), wires=wires, devices=devices)
+  return MeshRates(**vars(alone), wires=of(topology_name, mesh), mesh=mesh)
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.models import config as model_config
-from composer_jax.optim.muon import cost
 from composer_jax.parallel import rounds
-from composer_jax.plan import report
+from composer_jax.plan import network, report
 
 _GIB = 1 << 30
 _SEED = 0
@@ -133,12 +132,12 @@ def table(
   model: model_config.ModelConfig,
   shards: rounds.Shards,
   num_tokens: int,
-  rates: cost.Rates,
+  rates: network.MeshRates,
 ) -> report.Table:
   """Returns rounds, bytes, memory and modelled time of a layer by routing.
 
-  Times are of the busiest device, its products at peak and its rows at the
-  network's speed, one after the other; `num_tokens` are those of a device.
+  Times are of the busiest device, its products at peak and an exchange of as
+  many rows for all, one after the other; `num_tokens` are those of a device.
   """
   moe, keeps = model.moe, not model.remat
   copies = num_tokens * moe.num_active
@@ -151,7 +150,9 @@ def table(
     received = row_bytes * e.sent
     busy = received if shards.transport == 'a2a' else row_bytes * e.busiest
     products = e.busiest * copies * row_flops(model) / rates.flops
-    wire = rates.wire_seconds(busy, shards.num_shards)
+    wire = rates.transfer_seconds(
+      'all-to-all', busy, rates.strides(shards.axes), shards.num_shards
+    )
     wire += 2 * (2 + keeps) * e.rounds * rates.latency
     lines.append(
       (

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax
+import numpy as np
 import pytest
 
 from composer_jax.models import config as model_config
@@ -37,6 +39,19 @@ def test_by_default_only_weights_travel_again():
 @pytest.mark.slow
 def test_with_weights_kept_nothing_travels_again():
   assert not _repeated((*DEFAULT, 'weights'))
+
+
+@pytest.mark.slow
+def test_weights_that_are_gathered_ahead_change_no_bit():
+  config = mesh_test.UNEVEN
+  ahead = dataclasses.replace(config, remat_saves=(*DEFAULT, 'ahead'))
+  (_, before, _), (_, after, sent) = (
+    on_mesh.sharded(c, (1, 2, 4)) for c in (config, ahead)
+  )
+  jax.tree.map(np.testing.assert_array_equal, after, before)
+  # Only experts, which are cut by D here, are gathered again.
+  again = [c for c in sent if 'rematted_computation' in c.scope]
+  assert len(again) == 2
 
 
 @pytest.mark.slow
