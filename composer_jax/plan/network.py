@@ -8,9 +8,9 @@ every dimension of a group at once, as rings, or as lines where a side does not
 close; groups that interleave divide the links. GPUs have a switch in each node
 and a network between nodes.
 
-Links carry 0.9 of the published speed: that is what 'How to Scale Your Model'
-(jax-ml.github.io/scaling-book) has measured on TPUs (90 of 100 GB/s on v5p).
-For GPUs the same share is an assumption, as are shortest paths and rings.
+Links carry 0.9 of the published speed: of 100 GB/s a link of v5p 'How to Scale
+Your Model' (jax-ml.github.io/scaling-book) states 90. For GPUs the same share
+is an assumption, as are shortest paths and rings.
 """
 
 import collections
