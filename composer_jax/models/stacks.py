@@ -7,6 +7,7 @@ a layer's weights are gathered beside the layer before, and its gradients are
 scattered there in the backward pass, so that products hide both.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -213,29 +214,66 @@ def _layer(variables, x_BTD, context, given, config, plan):
     own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
     one, two = (jnp.where(own(x), x, entry[i]) for i, x in enumerate(kept))
     kept = one, two
+  tokens_BT = (query, x_BTD, context.visible, context.segment_ids_BT)
+  tokens_BT = (*tokens_BT, replay_BTA, context.draws_BT)
+  rest = functools.partial(_rest, variables, kept, context, config, plan)
+  chunks = plan.chunks if plan is not None and 'moe' in params else 1
+  piece = lambda x: jnp.split(x, chunks, axis=1) if chunks > 1 else [x]
+  leaves, tree = jax.tree.flatten(tokens_BT)
+  pieces = zip(*map(piece, leaves), strict=True)
+  parts = [rest(*tree.unflatten(leaves)) for leaves in pieces]
+  x_BTD, output = parts[0] if chunks == 1 else _joined(parts)
+  output = output.replace(
+    stats=shards.stacked(output.stats),
+    max_logits=shards.stacked(output.max_logits),
+  )
+  if context.own_BT is not None:
+    output = output.replace(kept=kept)
+  return x_BTD, output
+
+
+def _rest(variables, kept, context, config, plan, query, x_BTD, *tokens_BT):
+  """Returns what `_layer` does, of some tokens, behind keys of all."""
+  params = variables['params']
+  visible, segment_ids_BT, replay_BTA, draws_BT = tokens_BT
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,
     kept,
-    (context.visible, context.segment_ids_BT),
+    (visible, segment_ids_BT),
     config,
     plan,
     is_measured=context.is_measured,
   )
-  output = LayerOutput(max_logits=shards.stacked(max_logits_N))
-  if context.own_BT is not None:
-    output = output.replace(kept=kept)
+  output = LayerOutput(max_logits=max_logits_N)
   if 'ffw' in params:
     return layer_stages.dense(params, x_BTD, out_BTN, config), output
   x_BTD, (ids_BTA, agrees_BT), stats = layer_stages.mixture(
     params,
     variables.get('selection_bias', {}).get('moe', {}).get('bias'),
-    (x_BTD, out_BTN, context.segment_ids_BT != 0, replay_BTA),
+    (x_BTD, out_BTN, segment_ids_BT != 0, replay_BTA),
     config,
     plan=plan,
-    draws_BT=context.draws_BT,
+    draws_BT=draws_BT,
   )
   expert_ids = ids_BTA.astype(jnp.uint16)
   return x_BTD, output.replace(
-    expert_ids=expert_ids, agrees=agrees_BT, stats=shards.stacked(stats)
+    expert_ids=expert_ids, agrees=agrees_BT, stats=stats
   )
+
+
+def _joined(parts):
+  """Returns the results of consecutive tokens as those of all."""
+  x_BTD, outputs = zip(*parts, strict=True)
+  rows = lambda *xs: jnp.concatenate(xs, axis=1)
+  largest = lambda *xs: functools.reduce(jnp.maximum, xs)
+  output = LayerOutput(
+    expert_ids=rows(*(o.expert_ids for o in outputs)),
+    agrees=rows(*(o.agrees for o in outputs)),
+    max_logits=jax.tree.map(largest, *(o.max_logits for o in outputs)),
+    stats=layer_stages.MixtureStats(
+      jax.tree.map(lambda *xs: sum(xs), *(o.stats.router for o in outputs)),
+      jax.tree.map(largest, *(o.stats.rounds for o in outputs)),
+    ),
+  )
+  return rows(*x_BTD), output

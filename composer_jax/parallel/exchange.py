@@ -36,6 +36,8 @@ class ExchangePlan:
     wire: one of `rounds.WIRES`.
     parts: least number of rounds of an exchange, which can overlap; 0 takes the
       platform's.
+    chunks: parts of a device's tokens that attend and travel one after another,
+      so that attention of one stands beside the exchange of another.
   """
 
   mesh: Mesh
@@ -48,6 +50,7 @@ class ExchangePlan:
   sequence_order: str = 'contiguous'
   wire: str = 'values'
   parts: int = 0
+  chunks: int = 1
 
   @property
   def token_axes(self) -> tuple[str, ...]:
@@ -159,7 +162,8 @@ def shards_of(
     name = rounds.transport_of(platforms.current())
   parts = plan.parts
   if not parts:
-    parts = int(keeps) if platforms.current() == 'cpu' else rounds.PARTS
+    parts = max(1, rounds.PARTS // plan.chunks)
+    parts = int(keeps) if platforms.current() == 'cpu' else parts
   return rounds.Shards(
     transport=name,
     axes=axes,
@@ -168,6 +172,7 @@ def shards_of(
     num_local=num_local,
     wire=plan.wire,
     parts=parts,
+    copies=num_tokens * num_active,
     rows=rounds.rows_of(
       name,
       copies=num_tokens * num_active,

@@ -43,7 +43,7 @@ WIRES = ('values', 'codes')
 # Copies that a buffer holds over their mean, by default. With 1.25 a step on 8
 # CPU devices took 13 % longer than with 4, since it needed several rounds.
 ROOM = 2.0
-# Least rounds of an exchange on accelerators. More leave less of it exposed,
+# Least rounds of a layer's exchanges on accelerators. More leave less exposed,
 # but each reads the experts' weights, and adds to their gradients, once more.
 PARTS = 4
 # Scope of the loop of further rounds, where the first ones stand apart.
@@ -66,6 +66,7 @@ class Shards:
     axes: mesh axes of these devices.
     num_local: experts of each device.
     others: other mesh axes, whose devices need the same number of rounds.
+    copies: copies of one device's tokens, the mean load.
     rows: copies that a device can take in a round, from each other device for
       'a2a' and from all together for 'ragged_a2a'.
     wire: one of WIRES.
@@ -79,6 +80,7 @@ class Shards:
   others: tuple[str, ...]
   num_shards: int
   num_local: int
+  copies: int
   rows: int
   wire: str = 'values'
   parts: int = 0

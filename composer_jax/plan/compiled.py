@@ -228,7 +228,8 @@ class _Reading:
       layers *= traced.num_tokens // (traced.micro_tokens * self.case.mesh.size)
       copies = traced.micro_tokens * model.moe.num_active
       row_seconds = skew.row_flops(model) / self.machine.rates.flops
-      routed = skew.effects(model.moe, traced.shards, traced.micro_tokens)
+      num_tokens = traced.shards.copies // model.moe.num_active
+      routed = skew.effects(model.moe, traced.shards, num_tokens)
       for routing, e in routed:
         parts = max(traced.shards.parts, 1)
         used = self.machine.used * parts / max(e.rounds, parts)
@@ -316,8 +317,7 @@ def _machine(case: cases.Case, traced: aot.Traced) -> timeline.Machine:
   rows, used = 0, 1.0
   if traced.shards is not None:
     rows = traced.shards.buffer
-    copies = traced.micro_tokens * case.model.moe.num_active
-    used = min(1.0, copies / (rows * max(traced.shards.parts, 1)))
+    used = min(1.0, traced.shards.copies / (rows * max(traced.shards.parts, 1)))
   return timeline.Machine(
     rates=cost.BY_NAME[case.machine],
     wires=network.of(case.topology, tuple(case.mesh.shape.values())),

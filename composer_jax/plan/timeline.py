@@ -38,7 +38,7 @@ class Transfer:
 
   @property
   def hidden(self) -> float:
-    return self.seconds - self.waited
+    return max(0.0, self.seconds - self.waited)
 
   @property
   def why(self) -> str:

@@ -60,6 +60,14 @@ def test_with_nothing_kept_keys_travel_again_and_copies_do_not():
   assert 'dispatch' not in scopes and 'attention' in scopes
 
 
+@pytest.mark.slow
+def test_tokens_that_attend_in_chunks_give_the_same():
+  config, mesh = mesh_test.WIDE, (2, 2, 2)
+  _, before, _ = on_mesh.sharded(config, mesh, sequence_order='zigzag')
+  _, after, _ = on_mesh.sharded(config, mesh, sequence_order='zigzag', chunks=2)
+  on_mesh.assert_equal(after, before)
+
+
 def test_an_unknown_name_to_save_is_refused():
   with pytest.raises(ValueError, match="remat_saves must be of .* got .'key'"):
     dataclasses.replace(mesh_test.UNEVEN, remat_saves=('key',))
