@@ -80,7 +80,7 @@ DOORS = {
 # rounds and chunks that overlap, weights gathered a layer ahead, Muon's order
 # without names and places on a torus. Later work may add what its issue states
 # and no more: speculation 450.
-SPINE_LINES = 26_770
+SPINE_LINES = 26_775
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 3,400 leases of a fleet, crews of workers and a simulator, 390 the order and
 # balance of RL, 4,600 other people's harnesses, task directories and

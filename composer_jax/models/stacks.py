@@ -83,7 +83,8 @@ def run(
     lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P)
   )
   count = len(jax.tree.leaves(stacked)[0])
-  following = gather = None
+  following: Any = None
+  gather: Any = None
   if plan is not None and 'ahead' in config.remat_saves and count > 1:
     following, gather, stacked, specs = _apart(stacked, specs, config, plan)
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
