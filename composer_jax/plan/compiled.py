@@ -312,13 +312,13 @@ class _Reading:
     return report.Table(title=FAILED, columns=('compiler',), rows=rows)
 
 
-def _machine(case: cases.Case, traced: aot.Traced) -> timeline.Machine:
+def _machine(case: cases.Case, traced: aot.Traced) -> timeline.Speeds:
   """Returns the machine at even load of the experts."""
   rows, used = 0, 1.0
   if traced.shards is not None:
     rows = traced.shards.buffer
     used = min(1.0, traced.shards.copies / (rows * max(traced.shards.parts, 1)))
-  return timeline.Machine(
+  return timeline.Speeds(
     rates=cost.BY_NAME[case.machine],
     wires=network.of(case.topology, tuple(case.mesh.shape.values())),
     rows=rows,

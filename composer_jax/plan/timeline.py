@@ -74,7 +74,7 @@ class Timeline:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class Speeds:
   """Speeds of devices and wires.
 
   Attributes:
@@ -109,7 +109,7 @@ class _Turn(NamedTuple):
   index: int
 
 
-def run(events: hlo_events.Events, machine: Machine) -> Timeline:
+def run(events: hlo_events.Events, machine: Speeds) -> Timeline:
   clock = busy = 0.0
   turns: dict[str, list[_Turn]] = collections.defaultdict(list)  # by wire
   transfers: list[Transfer] = []

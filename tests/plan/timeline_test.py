@@ -7,7 +7,7 @@ from composer_jax.plan import network, timeline
 from composer_jax.plan.hlo import events as hlo_events
 
 # 1 FLOP and 1 byte take a second within 4 devices.
-MACHINE = timeline.Machine(
+MACHINE = timeline.Speeds(
   rates=cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0),
   wires=network.Nodes(4, within=1.0, across=0.5),
   rows=100,
