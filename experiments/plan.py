@@ -148,10 +148,10 @@ def _fits(case: Any, rows: int, seq_len: int) -> Any:
 
 def _routing(case: Any, q: types.SimpleNamespace) -> Any:
   """Counts an exchange of a microbatch of a train step."""
+  from composer_jax.core import platforms
   from composer_jax.models import placement
-  from composer_jax.optim.muon import cost
   from composer_jax.parallel import exchange, rounds, shardings
-  from composer_jax.plan import programs, skew
+  from composer_jax.plan import network, programs, skew
   from composer_jax.train import placement as train_placement
   from composer_jax.train import step
 
@@ -164,8 +164,8 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
     ),
   )
   transport = q.transport
+  platform = topologies.MACHINES[case.machine].platform
   if transport == 'auto':
-    platform = topologies.MACHINES[case.machine].platform
     transport = rounds.transport_of(platform)
   plan = placement.exchange_plan(
     case.model,
@@ -184,13 +184,15 @@ def _routing(case: Any, q: types.SimpleNamespace) -> Any:
   step.check_rows(rows, q.accumulate, shard_rows, '--batch')
   num_tokens = rows * q.seq_len // q.accumulate
   num_tokens //= shardings.product(plan.token_axes, case.mesh)
-  shards = exchange.shards_of(
-    plan,
-    num_tokens=num_tokens,
-    num_active=case.model.moe.num_active,
-    num_local=case.model.moe.num_experts // plan.expert_shards,
-  )
-  return skew.table(case.model, shards, num_tokens, cost.BY_NAME[case.machine])
+  with platforms.targeting(platform, case.machine):
+    shards = exchange.shards_of(
+      plan,
+      num_tokens=num_tokens,
+      num_active=case.model.moe.num_active,
+      num_local=case.model.moe.num_experts // plan.expert_shards,
+    )
+  rates = network.rates(case.topology, tuple(case.mesh.shape.values()))
+  return skew.table(case.model, shards, num_tokens, rates)
 
 
 def _scale_options() -> Any:

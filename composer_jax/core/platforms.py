@@ -6,6 +6,7 @@ platform's compiler will compile.
 """
 
 import contextlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def targeting(
   return _target((platform, kind))
 
 
-def after(earlier: list[jax.Array], x: jax.Array) -> jax.Array:
+def after(earlier: Sequence[jax.Array], x: jax.Array) -> jax.Array:
   """Returns x, but not before `earlier` exist.
 
   XLA drops barriers before it schedules, so x is selected by a condition on

@@ -12,10 +12,14 @@ NUMERICS = ('fast', 'batch_invariant')
 # Roles of weights that adapters may have.
 ADAPTED = ('attention', 'dense', 'shared', 'routed', 'router')
 
-# Tensors of a layer that recomputation may keep: gathered weights, keys and
+# Tensors of a layer that recomputation may keep: gathered weights (with 'ahead'
+# they are gathered, and gradients scattered, beside another layer), keys and
 # values of a row, chosen experts, the outputs of attention, and where no token
 # travels the hidden units of experts.
-REMAT_NAMES = ('weights', 'keys', 'routes', 'attention_out', 'expert_hidden')
+REMAT_NAMES = (
+  *('weights', 'ahead', 'keys', 'routes'),
+  *('attention_out', 'expert_hidden'),
+)
 # Names in older files, of tensors that no gradient needs.
 _RETIRED = ('dispatched', 'combined')
 

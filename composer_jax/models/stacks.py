@@ -2,9 +2,12 @@
 
 On a mesh a layer is one `jax.shard_map` (`parallel.shards`), which gathers the
 layer's weights first; its backward pass recomputes what the config says and
-scatters the weights' gradients to their shards.
+scatters the weights' gradients to their shards. With 'ahead' in `remat_saves`
+a layer's weights are gathered beside the layer before, and its gradients are
+scattered there in the backward pass, so that products hide both.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -79,14 +82,20 @@ def run(
   specs = jax.tree.map(
     lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P)
   )
+  count = len(jax.tree.leaves(stacked)[0])
+  following: Any = None
+  gather: Any = None
+  if plan is not None and 'ahead' in config.remat_saves and count > 1:
+    following, gather, stacked, specs = _apart(stacked, specs, config, plan)
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
 
-  def layer(variables, x_BTD, context, given, place):
+  def layer(variables, ahead, x_BTD, context, given, place):
     is_precise, draw = place
     if draw is not None:
       context = context.replace(draws_BT=context.draws_BT + draw)
     variables = owned(variables)
     whole = layer_stages.whole(variables, specs, config, plan)
+    whole = _merged(jax.tree.map(lambda x: x[0], ahead), whole)
     variables = {**variables, 'params': whole}
     run = lambda c: _layer(variables, x_BTD, context, given, c, plan)
     if is_precise is None:
@@ -106,20 +115,73 @@ def run(
   per_shard = shards.per_shard(
     layer,
     plan,
-    in_specs=(in_specs, where, where, where, P()),
+    in_specs=(in_specs, apart, where, where, where, P()),
     out_specs=(where, output),
   )
 
-  def body(x_BTD, sliced):
-    variables, given, place = sliced
-    return per_shard(variables, x_BTD, context, given, place)
+  def body(carry, sliced):
+    x_BTD, ahead = carry
+    variables, later, given, place = sliced
+    # Depends on no activation, and nothing in this layer on it.
+    later = later and gather(later)
+    x_BTD, output = per_shard(variables, ahead, x_BTD, context, given, place)
+    return (x_BTD, later), output
 
   draws = None  # Of layers, which add to those of tokens.
   if context.draws_BT is not None:
-    count = len(jax.tree.leaves(stacked)[0])
     draws = jnp.arange(count, dtype=jnp.uint32) * jnp.uint32(0x85EBCA6B)
-  xs = (stacked, given, (_precise(name, config), draws))
-  return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(xs, config, plan))
+  xs = (stacked, following, given, (_precise(name, config), draws))
+  with jax.named_scope(name):
+    ahead = None
+    if following is not None:
+      # The first layer follows the last, so that all layers are alike.
+      ahead = gather(jax.tree.map(lambda x_M: x_M[-1], following))
+    unroll = _unroll(count, config, plan)
+    (x_BTD, _), outputs = jax.lax.scan(body, (x_BTD, ahead), xs, unroll=unroll)
+  return x_BTD, outputs
+
+
+def _apart(stacked, specs, config, plan):
+  """Returns what is gathered ahead apart from what is not.
+
+  Returns:
+    The weights that follow each layer's, a function of one layer of them that
+    gathers, and the other variables with their specs. Each device has gathered
+    weights of its own, lest their gradients are summed before they are
+    scattered.
+  """
+
+  def split(tree, is_ahead):
+    def has(name):
+      return is_ahead != (name in layer_stages.EXPERT_ARRAYS)
+
+    params = dict(tree['params'])
+    moe = {k: v for k, v in params.pop('moe', {}).items() if has(k)}
+    params = params if is_ahead else {}
+    return {'params': {**params, 'moe': moe} if moe else params}
+
+  dense, dense_specs = split(stacked, True), split(specs, True)
+  dense, in_specs, owned = shards.lend(dense, dense_specs, plan)
+
+  def gather(variables):
+    variables = owned(variables)
+    whole = layer_stages.whole(variables, dense_specs, config, plan)
+    return shards.stacked(whole)
+
+  gather = shards.per_shard(
+    gather, plan, in_specs=(in_specs,), out_specs=shards.stacked_spec(plan)
+  )
+  following = jax.tree.map(lambda x_M: jnp.roll(x_M, -1, axis=0), dense)
+  rest = ({**tree, **split(tree, False)} for tree in (stacked, specs))
+  return following, gather, *rest
+
+
+def _merged(ahead, whole):
+  """Returns a layer's weights, of which some may have been gathered ahead."""
+  if ahead is None:
+    return whole
+  moe = {**ahead.get('moe', {}), **whole.get('moe', {})}
+  return {**ahead, 'moe': moe} if moe else ahead
 
 
 def _precise(name, config):
@@ -131,14 +193,13 @@ def _precise(name, config):
   return jnp.array([config.is_precise(i) for i in range(config.num_moe_layers)])
 
 
-def _unroll(xs, config, plan):
+def _unroll(length, config, plan):
   """Returns the number of layers in the body of the scan.
 
   On a CPU a loop copies every layer's weights and residuals, a tenth of a train
   step. Recomputation needs the loop, or the compiler would merge both passes.
   On TPUs two layers in a body hid no more transfers (Kimi K2 on 512 v5p).
   """
-  length = len(jax.tree.leaves(xs)[0])
   is_small = length <= _MOST_UNROLLED and plan is None
   is_small = is_small and not config.remat
   return length if is_small and platforms.current() == 'cpu' else 1
@@ -154,29 +215,66 @@ def _layer(variables, x_BTD, context, given, config, plan):
     own = lambda x: jnp.expand_dims(context.own_BT, range(2, x.ndim))
     one, two = (jnp.where(own(x), x, entry[i]) for i, x in enumerate(kept))
     kept = one, two
+  tokens_BT = (query, x_BTD, context.visible, context.segment_ids_BT)
+  tokens_BT = (*tokens_BT, replay_BTA, context.draws_BT)
+  rest = functools.partial(_rest, variables, kept, context, config, plan)
+  chunks = plan.chunks if plan is not None and 'moe' in params else 1
+  piece = lambda x: jnp.split(x, chunks, axis=1) if chunks > 1 else [x]
+  leaves, tree = jax.tree.flatten(tokens_BT)
+  pieces = zip(*map(piece, leaves), strict=True)
+  parts = [rest(*tree.unflatten(leaves)) for leaves in pieces]
+  x_BTD, output = parts[0] if chunks == 1 else _joined(parts)
+  output = output.replace(
+    stats=shards.stacked(output.stats),
+    max_logits=shards.stacked(output.max_logits),
+  )
+  if context.own_BT is not None:
+    output = output.replace(kept=kept)
+  return x_BTD, output
+
+
+def _rest(variables, kept, context, config, plan, query, x_BTD, *tokens_BT):
+  """Returns what `_layer` does, of some tokens, behind keys of all."""
+  params = variables['params']
+  visible, segment_ids_BT, replay_BTA, draws_BT = tokens_BT
   out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,
     kept,
-    (context.visible, context.segment_ids_BT),
+    (visible, segment_ids_BT),
     config,
     plan,
     is_measured=context.is_measured,
   )
-  output = LayerOutput(max_logits=shards.stacked(max_logits_N))
-  if context.own_BT is not None:
-    output = output.replace(kept=kept)
+  output = LayerOutput(max_logits=max_logits_N)
   if 'ffw' in params:
     return layer_stages.dense(params, x_BTD, out_BTN, config), output
   x_BTD, (ids_BTA, agrees_BT), stats = layer_stages.mixture(
     params,
     variables.get('selection_bias', {}).get('moe', {}).get('bias'),
-    (x_BTD, out_BTN, context.segment_ids_BT != 0, replay_BTA),
+    (x_BTD, out_BTN, segment_ids_BT != 0, replay_BTA),
     config,
     plan=plan,
-    draws_BT=context.draws_BT,
+    draws_BT=draws_BT,
   )
   expert_ids = ids_BTA.astype(jnp.uint16)
   return x_BTD, output.replace(
-    expert_ids=expert_ids, agrees=agrees_BT, stats=shards.stacked(stats)
+    expert_ids=expert_ids, agrees=agrees_BT, stats=stats
   )
+
+
+def _joined(parts):
+  """Returns the results of consecutive tokens as those of all."""
+  x_BTD, outputs = zip(*parts, strict=True)
+  rows = lambda *xs: jnp.concatenate(xs, axis=1)
+  largest = lambda *xs: functools.reduce(jnp.maximum, xs)
+  output = LayerOutput(
+    expert_ids=rows(*(o.expert_ids for o in outputs)),
+    agrees=rows(*(o.agrees for o in outputs)),
+    max_logits=jax.tree.map(largest, *(o.max_logits for o in outputs)),
+    stats=layer_stages.MixtureStats(
+      jax.tree.map(lambda *xs: sum(xs), *(o.stats.router for o in outputs)),
+      jax.tree.map(largest, *(o.stats.rounds for o in outputs)),
+    ),
+  )
+  return rows(*x_BTD), output

@@ -34,6 +34,10 @@ class ExchangePlan:
     specs: storage spec of each variable of the model by '/'-joined name.
     sequence_order: order of a row's tokens on the devices; see `sequence`.
     wire: one of `rounds.WIRES`.
+    parts: least number of rounds of an exchange, which can overlap; 0 takes the
+      platform's.
+    chunks: parts of a device's tokens that attend and travel one after another,
+      so that attention of one stands beside the exchange of another.
   """
 
   mesh: Mesh
@@ -45,6 +49,8 @@ class ExchangePlan:
   specs: tuple[tuple[str, P], ...] = ()
   sequence_order: str = 'contiguous'
   wire: str = 'values'
+  parts: int = 0
+  chunks: int = 1
 
   @property
   def token_axes(self) -> tuple[str, ...]:
@@ -130,21 +136,34 @@ def exchange(
     num_tokens=tokens.x_ZD.shape[0],
     num_active=tokens.ids_ZA.shape[1],
     num_local=jax.tree.leaves(weights)[0].shape[0],
+    keeps=keeps,
   )
   y_ZD, count = rounds.exchange(experts, weights, tokens, shards, keeps)
   return y_ZD.reshape(x_BTD.shape), count
 
 
 def shards_of(
-  plan: ExchangePlan, *, num_tokens: int, num_active: int, num_local: int
+  plan: ExchangePlan,
+  *,
+  num_tokens: int,
+  num_active: int,
+  num_local: int,
+  keeps: bool = False,
 ) -> rounds.Shards:
-  """Returns the shards of a plan, with room for so many tokens of a device."""
+  """Returns the shards of a plan, with room for so many tokens of a device.
+
+  `keeps` as in `exchange`, for which a round has to stand before the loop.
+  """
   axes, num_shards = plan.expert_axes, plan.expert_shards
   # Another axis would compute every token again.
   assert set(axes) <= set(plan.token_axes), (axes, plan.token_axes)
   name = plan.transport
   if name == 'auto':
     name = rounds.transport_of(platforms.current())
+  parts = plan.parts
+  if not parts:
+    parts = max(1, rounds.PARTS // plan.chunks)
+    parts = int(keeps) if platforms.current() == 'cpu' else parts
   return rounds.Shards(
     transport=name,
     axes=axes,
@@ -152,12 +171,14 @@ def shards_of(
     num_shards=num_shards,
     num_local=num_local,
     wire=plan.wire,
+    parts=parts,
+    copies=num_tokens * num_active,
     rows=rounds.rows_of(
       name,
       copies=num_tokens * num_active,
       most=num_tokens * min(num_active, num_local),
       num_shards=num_shards,
-      room=plan.room,
+      room=plan.room / max(parts, 1),
     ),
   )
 

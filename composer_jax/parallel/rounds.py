@@ -13,11 +13,16 @@ of which the fullest decides the number of rounds: it is for CPU, where XLA has
 no ragged collective. For tests on CPU 'ragged_a2a' gathers all rows, and each
 device picks its own.
 
-The gradient has a loop of its own and keeps inputs and counts only: rows travel
-again, with the gradients of the outputs. Without recomputation what the first
-round received is kept instead. The small arrays that say where rows are have
-the checkpoint name 'routes'. If a policy of recomputation keeps them, it
-repeats no collective and no sort.
+On accelerators an exchange has at least `PARTS` rounds, which stand before the
+loop of further ones: while one is multiplied, the next arrives and the last one
+returns. Only the first arrival and the last return have no products beside
+them.
+
+The gradient has rounds of its own and keeps inputs and counts only: rows travel
+again, with the gradients of the outputs. Without recomputation what the rounds
+before the loop received is kept instead. The small arrays that say where rows
+are have the checkpoint name 'routes'. If a policy of recomputation keeps them,
+it repeats no collective and no sort.
 """
 
 import dataclasses
@@ -38,7 +43,10 @@ WIRES = ('values', 'codes')
 # Copies that a buffer holds over their mean, by default. With 1.25 a step on 8
 # CPU devices took 13 % longer than with 4, since it needed several rounds.
 ROOM = 2.0
-# Scope of the loop of all rounds but the first, where that stands apart.
+# Least rounds of a layer's exchanges on accelerators. More leave less exposed,
+# but each reads the experts' weights, and adds to their gradients, once more.
+PARTS = 4
+# Scope of the loop of further rounds, where the first ones stand apart.
 FURTHER = 'further_rounds'
 # A kernel's tile of rows on TPU; ragged buffers are whole tiles.
 _TILE = 512
@@ -58,9 +66,13 @@ class Shards:
     axes: mesh axes of these devices.
     num_local: experts of each device.
     others: other mesh axes, whose devices need the same number of rounds.
+    copies: copies of one device's tokens, the mean load.
     rows: copies that a device can take in a round, from each other device for
       'a2a' and from all together for 'ragged_a2a'.
     wire: one of WIRES.
+    parts: least number of rounds if they stand before the loop of others, where
+      transfers of one can take place beside products of another; 0 if all are
+      in the loop.
   """
 
   transport: str
@@ -68,8 +80,10 @@ class Shards:
   others: tuple[str, ...]
   num_shards: int
   num_local: int
+  copies: int
   rows: int
   wire: str = 'values'
+  parts: int = 0
 
   @property
   def buffer(self) -> int:
@@ -78,6 +92,12 @@ class Shards:
       return self.num_shards * self.rows
     # Parts of pairs are whole rows, so each pair may have one more.
     return self.rows + self.num_shards
+
+  def rounds_of(self, pairs_PP: Any) -> Any:
+    """Returns the rounds for copies by sender and receiver."""
+    load = pairs_PP if self.transport == 'a2a' else pairs_PP.sum(0)
+    rounds = -(-load.max() // self.rows)
+    return jnp.maximum(rounds, self.parts * (rounds > 0))
 
 
 def rows_of(
@@ -118,6 +138,7 @@ def bytes_received(
   rows = copies * others / shards.num_shards
   if shards.transport == 'a2a':
     rounds = -(-copies // (shards.num_shards * shards.rows))
+    rounds = max(rounds, shards.parts)
     rows = rounds * others * shards.rows
   # y, two gradients, and x, which goes again unless it is kept.
   return round(rows * (3 * width + (2 - keeps) * (coded or width)))
@@ -144,16 +165,14 @@ def exchange(
     )
     counts_PE = jax.lax.all_gather(sizes_E, shards.axes)
     counts_PPE = counts_PE.reshape(shards.num_shards, shards.num_shards, -1)
-    pairs_PP = counts_PPE.sum(-1)
-    load = pairs_PP if shards.transport == 'a2a' else pairs_PP.sum(0)
-  rounds = -(-load.max() // shards.rows)
+  rounds = shards.rounds_of(counts_PPE.sum(-1))
   if shards.others:
     rounds = jax.lax.pmax(rounds, shards.others)
   draws_Y = None
   if tokens.draws_ZA is not None:
     draws_Y = tokens.draws_ZA.reshape(-1)[order.copy_Y]
   where = dispatch.named_routes((order, counts_PPE, rounds, draws_Y))
-  static = experts, shards, keeps or platforms.current() != 'cpu', keeps
+  static = experts, shards, keeps
   y_ZD = _sums(static, weights, tokens.x_ZD, tokens.gates_ZA, where)
   return y_ZD, rounds
 
@@ -164,19 +183,20 @@ def _sums(static, *arrays):
 
 
 def _forward(static, weights, x_ZD, gates_ZA, where):
-  experts, shards, is_apart, keeps = static
+  experts, shards, keeps = static
   order, counts_PPE, rounds, _ = where
   sent, decoded, _ = _wire(experts, shards, x_ZD)
   sent_YX = _packed(*(dispatch.take(x, order) for x in sent))
 
-  def body(r, y_YD, kept=None):
+  def body(r, y_YD, kept=None, earlier=()):
     part = _part(shards, counts_PPE, rounds, r)
-    rows_RD = decoded(_unpacked(part.there(sent_YX), *sent))
+    words_RX = part.there(platforms.after(earlier, sent_YX))
+    rows_RD = decoded(_unpacked(words_RX, *sent))
     y_RD, hidden_RX = experts.kept(weights, rows_RD, part.sizes_E)
-    return part.back(y_RD, y_YD), (rows_RD, hidden_RX)
+    return part.back(y_RD, y_YD), (rows_RD, hidden_RX), y_RD
 
   y_YD = jnp.zeros((len(sent_YX), x_ZD.shape[1]), x_ZD.dtype)
-  y_YD, kept = _each_round(rounds, body, y_YD, is_apart)
+  y_YD, kept = _each_round(shards, rounds, body, y_YD)
   with jax.named_scope('combine'):
     y_ZD = dispatch.combine(y_YD, gates_ZA, order)
   return y_ZD, (weights, x_ZD, gates_ZA, where, kept if keeps else None)
@@ -185,7 +205,7 @@ def _forward(static, weights, x_ZD, gates_ZA, where):
 def _backward(static, residuals, d_y_ZD):
   weights, x_ZD, gates_ZA, where, kept = residuals
   order, counts_PPE, rounds, draws_Y = where
-  experts, shards, is_apart, _ = static
+  experts, shards, _ = static
   dim, dtype = x_ZD.shape[1], x_ZD.dtype
   gates_Y = gates_ZA.reshape(-1)[order.copy_Y]
   numbers_YK = gates_Y[:, None]
@@ -195,10 +215,11 @@ def _backward(static, residuals, d_y_ZD):
   given = *(dispatch.take(x, order) for x in (*sent, d_y_ZD)), numbers_YK
   given_YX = _packed(*given)
 
-  def body(r, carry, kept=None):
+  def body(r, carry, kept=None, earlier=()):
     d_YX, sums = carry
     part = _part(shards, counts_PPE, rounds, r)
-    words_RX = part.there(given_YX[:, width:] if kept else given_YX)
+    words_YX = given_YX[:, width:] if kept else given_YX
+    words_RX = part.there(platforms.after(earlier, words_YX))
     columns = given[len(sent) :] if kept else given
     *rows, d_out_RD, numbers_RK = _unpacked(words_RX, *columns)
     rows_RD, hidden_RX = kept or (decoded(rows), None)
@@ -213,13 +234,13 @@ def _backward(static, residuals, d_y_ZD):
       hidden_RX,
     )
     d_RX = _packed(d_rows_RD, d_gates_R[:, None])
-    return (part.back(d_RX, d_YX), sums), None
+    return (part.back(d_RX, d_YX), sums), None, d_RX
 
   back = jnp.zeros((len(given_YX), dim), dtype), gates_Y[:, None]
   d_YX = jnp.zeros_like(_packed(*back))
   # The first round apart writes the weights' gradients, others add to them.
-  carry = d_YX, None if is_apart else experts.zeros(weights)
-  (d_YX, sums), _ = _each_round(rounds, body, carry, is_apart, kept)
+  carry = d_YX, None if shards.parts else experts.zeros(weights)
+  (d_YX, sums), _ = _each_round(shards, rounds, body, carry, kept)
   d_x_YD, d_gates_Y1 = _unpacked(d_YX, *back)
   with jax.named_scope('dispatch'):
     d_x_ZD = dispatch.combine(d_x_YD, None, order)
@@ -238,18 +259,22 @@ def _backward(static, residuals, d_y_ZD):
 _sums.defvjp(_forward, _backward)
 
 
-def _each_round(rounds, body, carry, is_apart, kept=None):
-  """Returns the last carry, and what the first round makes if it is apart.
+def _each_round(shards, rounds, body, carry, kept=None):
+  """Returns the last carry, and what the rounds before the loop made.
 
-  Outside of the loop the transfers of the first round can take place beside
-  other work, such as the shared experts. A CPU has no use of that.
+  Outside of the loop transfers can take place beside other work, such as the
+  shared experts. A CPU has no use of that.
   """
-  made = None
-  if is_apart:
-    carry, made = body(0, carry, kept)
-  with jax.named_scope(FURTHER if is_apart else 'rounds'):
+  made, done = [], []
+  for r in range(shards.parts):
+    # Arrives beside the products of the round before, not earlier, so that
+    # returns find the wires free and few buffers are alive.
+    carry, one, out = body(r, carry, kept and kept[r], done[-2:-1])
+    made.append(one)
+    done.append(out)
+  with jax.named_scope(FURTHER if shards.parts else 'rounds'):
     further = lambda r, carry: body(r, carry)[0]
-    return jax.lax.fori_loop(int(is_apart), rounds, further, carry), made
+    return jax.lax.fori_loop(shards.parts, rounds, further, carry), made
 
 
 def _as(dtype, x):

@@ -90,6 +90,12 @@ def check_tokens(
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):
     shardings.check_divides(f'{name} size', size, axes, plan.mesh)
+  width = shape_BT[1] // shardings.product(plan.sequence_axes, plan.mesh)
+  if width % plan.chunks:
+    raise ValueError(
+      f'parallel.chunks ({plan.chunks}) must divide the tokens of a row on a '
+      f'device, and there are {width}.'
+    )
 
 
 def gather(

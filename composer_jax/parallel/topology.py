@@ -6,8 +6,10 @@ experts need no axis of their own and may use more devices than the batch.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
@@ -41,12 +43,18 @@ def make_mesh(
       f'{needed} devices and there are {count}; the product of the axes must '
       'equal the number of devices' + (f': {cure} would fit.' if cure else '.')
     )
-  # Two axes may have to share a side of a TPU slice, as 2 x 128 x 2 does on
-  # 8 x 8 x 8; `jax.make_mesh` refuses that.
-  placed = mesh_utils.create_device_mesh(
-    shape, devices, allow_split_physical_axes=True
-  )
   # Axes are Explicit by default in recent jax; models use Auto.
   return Mesh(
-    placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+    place(shape, devices),
+    AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+  )
+
+
+def place(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+  """Returns devices by their place on a mesh of this shape."""
+  # Two axes may have to share a side of a TPU slice, as 2 x 128 x 2 does on
+  # 8 x 8 x 8; `jax.make_mesh` refuses that.
+  return mesh_utils.create_device_mesh(
+    shape, devices, allow_split_physical_axes=True
   )

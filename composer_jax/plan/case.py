@@ -20,18 +20,23 @@ class Case:
   """The model, machines and layout that a plan is about.
 
   Attributes:
-    machine: kind of the devices, a key of `topologies.MACHINES`.
+    topology: machines, one of `topologies.FORMS`.
     mesh: mesh axes and their sizes, without devices.
     dtype: dtype of the parameters; the selection bias is always float32.
     muon: Muon's options in pretraining; None if pretraining does not use it.
   """
 
   model: model_config.ModelConfig
-  machine: str
+  topology: str
   mesh: AbstractMesh
   layout: layouts.Layout
   dtype: str
   muon: groups.MuonChoices | None
+
+  @property
+  def machine(self) -> str:
+    """Kind of the devices, a key of `topologies.MACHINES`."""
+    return topologies.machine(self.topology)
 
   @property
   def where(self) -> str:
@@ -63,7 +68,7 @@ def make(
   is_muon = cpt.get('optimizer', 'muon') == 'muon'
   return Case(
     model=model_config.ModelConfig.from_dict(fields.get('model', fields)),
-    machine=topologies.machine(topology_name),
+    topology=topology_name,
     mesh=_mesh(topology_name, mesh),
     layout=layouts.BY_NAME[layout],
     dtype=dtype,

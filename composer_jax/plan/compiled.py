@@ -4,6 +4,7 @@ Memory, collectives and their order are the compiler's. Seconds are modelled by
 `plan.timeline`, not measured.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,14 @@ from typing import Any
 from composer_jax.models import flops
 from composer_jax.optim.muon import cost
 from composer_jax.parallel import rounds
-from composer_jax.plan import aot, report, skew, timeline, topologies
+from composer_jax.plan import (
+  aot,
+  network,
+  report,
+  skew,
+  timeline,
+  topologies,
+)
 from composer_jax.plan import case as cases
 from composer_jax.plan.hlo import narrow, overlap
 
@@ -113,18 +121,20 @@ class _Reading:
   def __init__(self, case: cases.Case, compiled: aot.Compiled):
     self.case, self.compiled = case, compiled
     self.dynamic: dict[str, None] = {}
-    events = self._events(1)  # Even load takes one round.
-    self.rates = cost.BY_NAME[case.machine]
+    events = self._events(0)  # Even load needs no round of the loop.
     self.program = overlap.count(events)
-    self.line = timeline.run(events, self.rates)
+    self.machine = _machine(case, compiled.traced)
+    self.line = timeline.run(events, self.machine)
     self.hbm = compiled.limit or topologies.MACHINES[case.machine].hbm
 
   def _events(self, num_rounds: int) -> Any:
     """Returns the program's events with exchanges of so many rounds."""
+    shards = self.compiled.traced.shards
+    further = max(0, num_rounds - shards.parts) if shards else 0
 
     def trips(scope: str) -> float:
       if rounds.FURTHER in scope:
-        return num_rounds - 1.0
+        return float(further)
       self.dynamic[place(scope)] = None
       return 1.0
 
@@ -188,7 +198,7 @@ class _Reading:
     return 'held meanwhile' if name in self.compiled.traced.beside else ''
 
   def work(self, seq_len: int) -> report.Table:
-    program, rates = self.program, self.rates
+    program, rates = self.program, self.machine.rates
     tokens = self.compiled.traced.num_tokens / self.case.mesh.size
     forwards, model = self.compiled.traced.forwards, self.case.model
     whole, causal = (
@@ -230,7 +240,7 @@ class _Reading:
 
   def kinds(self) -> report.Table:
     rows = []
-    line, rates = self.line, self.rates
+    line, machine = self.line, self.machine
     groups = _grouped(line.transfers, lambda t: (t.collective.kind,))
     if groups:
       groups['total',] = [*line.transfers]
@@ -249,10 +259,9 @@ class _Reading:
       )
     return report.Table(
       title=(
-        'Collectives; modelled one after another, from bytes into a device at '
-        f'{rates.within / 1e9:g} GB/s within {rates.node} devices, '
-        f'{rates.across / 1e9:g} beyond, and {1e6 * rates.latency:g} us each; '
-        f'products at peak take {line.busy:.3g} s of {line.seconds:.3g}'
+        f'Collectives; modelled on {machine.wires.words}, with '
+        f'{1e6 * machine.rates.latency:g} us each; products at peak take '
+        f'{line.busy:.3g} s of {line.seconds:.3g}'
       ),
       columns=(
         *('kind', 'number', 'asynchronous', 'GB', 'ms', 'waited_ms', 'hidden'),
@@ -263,8 +272,8 @@ class _Reading:
   def routings(self) -> report.Table:
     """Returns the program by how uneven its routing is.
 
-    Further rounds repeat the transfers and products of a whole round, and the
-    products of the busiest device are added at peak speed: both too much.
+    Further rounds repeat the transfers of a whole round, and the products of
+    the busiest device are added at peak speed: both too much.
     """
     traced, model, rows = self.compiled.traced, self.case.model, []
     if traced.shards is not None:
@@ -272,10 +281,16 @@ class _Reading:
       layers = model.num_layers - model.num_dense_layers
       layers *= traced.num_tokens // (tokens * self.case.mesh.size)
       copies = tokens * model.moe.num_active
-      row_seconds = skew.row_flops(model, forwards) / self.rates.flops
+      rates = self.machine.rates
+      row_seconds = skew.row_flops(model, forwards) / rates.flops
       even = layers * skew.row_bytes(model, traced.shards, tokens, forwards)
-      for routing, e in skew.effects(model.moe, traced.shards, tokens):
-        line = timeline.run(self._events(e.rounds), self.rates)
+      routed_tokens = traced.shards.copies // model.moe.num_active
+      routed = skew.effects(model.moe, traced.shards, routed_tokens)
+      for routing, e in routed:
+        parts = max(traced.shards.parts, 1)
+        used = self.machine.used * parts / max(e.rounds, parts)
+        machine = dataclasses.replace(self.machine, used=used)
+        line = timeline.run(self._events(e.rounds), machine)
         more = layers * (e.busiest - 1) * copies * row_seconds
         busy = e.sent if traced.shards.transport == 'a2a' else e.busiest
         peak, seconds = self.compiled.peak / _GIB, line.seconds + more
@@ -290,15 +305,20 @@ class _Reading:
     )
 
   def exposed(self) -> report.Table:
+    """Returns what products wait for, but for rows below 1 % of it."""
     groups = _grouped(
       self.line.transfers,
       lambda t: (
-        t.collective.kind,
         phase(t.collective.scope),
         place(t.collective.scope),
+        t.collective.kind,
         t.why,
       ),
     )
+    waited = {
+      key: sum(t.waited for t in group) for key, group in groups.items()
+    }
+    total = sum(waited.values())
     rows = [
       (
         *key,
@@ -306,19 +326,19 @@ class _Reading:
         max(map(len, group[0].collective.groups)),
         _bytes(group) / 1e6,
         1e3 * sum(t.seconds for t in group),
-        1e3 * sum(t.waited for t in group),
+        1e3 * waited[key],
       )
       for key, group in groups.items()
-      if key[-1]
+      if waited[key] > 0.01 * total
     ]
     rows.sort(key=lambda row: -row[-1])
     return report.Table(
-      title=f'Waited for longest ({min(len(rows), _MOST_ROWS)} of {len(rows)})',
+      title=f'Exposed transfers; products wait {1e3 * total:.4g} ms in all',
       columns=(
-        *('kind', 'phase', 'where', 'why', 'number', 'devices', 'MB', 'ms'),
-        'waited_ms',
+        *('phase', 'layer and place', 'kind', 'why', 'number', 'devices'),
+        *('MB', 'ms', 'exposed_ms'),
       ),
-      rows=rows[:_MOST_ROWS],
+      rows=rows,
     )
 
   def live(self) -> report.Table:
@@ -353,6 +373,20 @@ class _Reading:
       except narrow.Widened as error:
         rows.append((str(error),))
     return report.Table(title=FAILED, columns=('compiler',), rows=rows)
+
+
+def _machine(case: cases.Case, traced: aot.Traced) -> timeline.Speeds:
+  """Returns the machine at even load of the experts."""
+  rows, used = 0, 1.0
+  if traced.shards is not None:
+    rows = traced.shards.buffer
+    used = min(1.0, traced.shards.copies / (rows * max(traced.shards.parts, 1)))
+  return timeline.Speeds(
+    rates=cost.BY_NAME[case.machine],
+    wires=network.of(case.topology, tuple(case.mesh.shape.values())),
+    rows=rows,
+    used=used,
+  )
 
 
 def _count(transfers: Iterable[timeline.Transfer]) -> float:

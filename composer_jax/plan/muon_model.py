@@ -55,12 +55,21 @@ def wire_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
   total = 0.0
   for group in plan.groups:
     shards, replicas = group.shard_strides, group.replica_strides
-    for num_bytes, strides, count in (
-      (2 * group.exchange_bytes(group.owned), shards, group.num_shards),
-      (group.split_bytes, shards, group.split),
-      (group.gather_bytes(group.owned), replicas, group.sharers),
-    ):
-      total += rates.wire_seconds(num_bytes, cost.span(strides, count))
+    parts = [
+      (
+        'all-to-all',
+        2 * group.exchange_bytes(group.owned),
+        shards,
+        group.num_shards,
+      ),
+      ('all-gather', group.gather_bytes(group.owned), replicas, group.sharers),
+    ]
+    for chunk in group.chunks:
+      shared = group.split_collectives(chunk)
+      parts += [(*collective, shards, group.split) for collective in shared]
+    for kind, num_bytes, strides, count in parts:
+      if num_bytes:
+        total += rates.transfer_seconds(kind, num_bytes, strides, count)
   return total
 
 

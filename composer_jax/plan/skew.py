@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.models import config as model_config
-from composer_jax.optim.muon import cost
 from composer_jax.parallel import rounds
-from composer_jax.plan import report
+from composer_jax.plan import network, report
 
 _GIB = 1 << 30
 _SEED = 0
@@ -96,8 +95,7 @@ def effect(counts_PE: np.ndarray, shards: rounds.Shards) -> Effect:
   """Returns what an exchange of these copies takes."""
   pairs_PP = counts_PE.reshape(shards.num_shards, shards.num_shards, -1).sum(-1)
   received_P = pairs_PP.sum(0)
-  load = pairs_PP if shards.transport == 'a2a' else received_P
-  number = int(-(-load.max() // shards.rows))
+  number = int(shards.rounds_of(pairs_PP))
   sent = 1.0
   if shards.transport == 'a2a':
     sent = number * shards.rows * shards.num_shards**2 / pairs_PP.sum()
@@ -152,12 +150,12 @@ def table(
   model: model_config.ModelConfig,
   shards: rounds.Shards,
   num_tokens: int,
-  rates: cost.Rates,
+  rates: network.MeshRates,
 ) -> report.Table:
   """Returns rounds, bytes, memory and modelled time of a layer by routing.
 
-  Times are of the busiest device, its products at peak and its rows at the
-  network's speed, one after the other; `num_tokens` are those of a device.
+  Times are of the busiest device, its products at peak and an exchange of as
+  many rows for all, one after the other; `num_tokens` are those of a device.
   """
   moe, keeps = model.moe, not model.remat
   copies = num_tokens * moe.num_active
@@ -168,7 +166,9 @@ def table(
     received = even * e.sent
     busy = received if shards.transport == 'a2a' else even * e.busiest
     products = e.busiest * copies * row_flops(model) / rates.flops
-    wire = rates.wire_seconds(busy, shards.num_shards)
+    wire = rates.transfer_seconds(
+      'all-to-all', busy, rates.strides(shards.axes), shards.num_shards
+    )
     wire += 2 * (2 + keeps) * e.rounds * rates.latency
     lines.append(
       (

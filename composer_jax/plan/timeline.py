@@ -1,17 +1,21 @@
 """Models the duration of a schedule and which transfers products hide.
 
-A model, not a measurement. Products run at peak speed, one after another.
-Transfers take their incoming bytes over the network's speed plus a latency,
-also one after another, and run beside the products issued between their begin
-and end. All other work takes no time, so a transfer beside a norm, a softmax or
-a copy counts as not hidden. A loop's own transfers do not delay a transfer that
-is in flight around the loop.
+A model, not a measurement. Products run at peak speed, one after another, which
+gives transfers the least time to hide. Transfers occupy wires (`plan.network`)
+plus a latency: those of one wire one after another, those of different wires at
+once. They run beside the products issued between their begin and end. All other
+work takes no time, so a transfer beside a norm, a softmax or a copy counts as
+not hidden. A loop's own transfers do not delay a transfer that is in flight
+around the loop.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from composer_jax.optim.muon import cost
+from composer_jax.plan import network
 from composer_jax.plan.hlo import events as hlo_events
 
 
@@ -22,7 +26,8 @@ class Transfer:
   Attributes:
     collective: the operation; its `count` covers the whole program.
     seconds: time that its transfers take.
-    waited: time in which products wait for it.
+    waited: time in which products stand still while it occupies the wire that
+      they wait for, be it for this transfer or for one behind it.
     beside: time of the products between its begin and its end.
   """
 
@@ -33,7 +38,7 @@ class Transfer:
 
   @property
   def hidden(self) -> float:
-    return self.seconds - min(self.seconds, self.waited)
+    return max(0.0, self.seconds - self.waited)
 
   @property
   def why(self) -> str:
@@ -46,7 +51,7 @@ class Transfer:
       return 'no product before its result is used'
     if self.beside < self.seconds:
       return 'products beside it are shorter'
-    return 'behind other transfers'
+    return 'others wait behind it'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,41 +73,86 @@ class Timeline:
     return hidden / self.wire if self.wire else 1.0
 
 
-def transfer_seconds(
-  collective: hlo_events.Collective, rates: cost.Rates
-) -> float:
-  """Returns the time of one execution, latency included."""
-  if not collective.bytes:
-    return 0.0
-  span = max(max(group) - min(group) + 1 for group in collective.groups)
-  return rates.wire_seconds(collective.bytes, span) + rates.latency
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speeds:
+  """Speeds of devices and wires.
+
+  Attributes:
+    rows: rows of the buffers of copies of tokens; 0 if there are none.
+    used: share of these rows that kernels meet; they skip the others.
+  """
+
+  rates: cost.Rates
+  wires: network.Nodes | network.Torus
+  rows: int = 0
+  used: float = 1.0
+
+  def product_seconds(self, product: hlo_events.Multiply) -> float:
+    share = self.used if self.rows in product.sizes else 1.0
+    return share * (product.flops or 0.0) / self.rates.flops
+
+  def wire_seconds(self, collective: hlo_events.Collective) -> network.Seconds:
+    """Returns the time that one execution occupies wires, latency included."""
+    if not collective.bytes:
+      return {}
+    seconds = self.wires.seconds(
+      collective.kind, collective.bytes, collective.groups
+    )
+    return {wire: n + self.rates.latency for wire, n in seconds.items()}
 
 
-def run(events: hlo_events.Events, rates: cost.Rates) -> Timeline:
-  clock = busy = wire = 0.0
+class _Turn(NamedTuple):
+  """When a transfer occupies a wire; `index` is that of the transfer."""
+
+  begin: float
+  end: float
+  index: int
+
+
+def run(events: hlo_events.Events, machine: Speeds) -> Timeline:
+  clock = busy = 0.0
+  turns: dict[str, list[_Turn]] = collections.defaultdict(list)  # by wire
   transfers: list[Transfer] = []
-  # By key: index in `transfers`, time of arrival, and `busy` at the begin.
-  in_flight: dict[str, tuple[int, float, float]] = {}
+  # By key: index in `transfers`, wire of the last arrival, `busy` at the begin.
+  in_flight: dict[str, tuple[int, str, float]] = {}
   for event in events:
     if isinstance(event, hlo_events.Begin):
-      seconds = transfer_seconds(event.collective, rates)
-      wire = max(wire, clock) + seconds
-      in_flight[event.key] = (len(transfers), wire, busy)
-      transfers.append(Transfer(event.collective, seconds, 0.0, 0.0))
+      index, last = len(transfers), ''
+      seconds = machine.wire_seconds(event.collective)
+      for wire, occupied in seconds.items():
+        before = turns[wire][-1].end if turns[wire] else 0.0
+        begin = max(before, clock)
+        turns[wire].append(_Turn(begin, begin + occupied, index))
+        if not last or turns[wire][-1].end > turns[last][-1].end:
+          last = wire
+      in_flight[event.key] = (index, last, busy)
+      longest = max(seconds.values(), default=0.0)
+      transfers.append(Transfer(event.collective, longest, 0.0, 0.0))
     elif isinstance(event, hlo_events.End):
-      index, arrival, busy_before = in_flight.pop(event.key)
-      waited = max(0.0, arrival - clock)
-      transfers[index] = dataclasses.replace(
-        transfers[index], waited=waited, beside=busy - busy_before
+      index, wire, busy_before = in_flight.pop(event.key)
+      beside = busy - busy_before
+      transfers[index] = dataclasses.replace(transfers[index], beside=beside)
+      queue = turns[wire]
+      arrival = next(
+        (t.end for t in reversed(queue) if t.index == index), clock
       )
-      clock += waited
+      for turn in reversed(queue):
+        if turn.end <= clock:
+          break
+        waited = min(turn.end, arrival) - max(turn.begin, clock)
+        if waited > 0:
+          other = transfers[turn.index]
+          transfers[turn.index] = dataclasses.replace(
+            other, waited=other.waited + waited
+          )
+      clock = max(clock, arrival)
     elif isinstance(event, hlo_events.Repeat):
-      inner = run(event.events, rates)
+      inner = run(event.events, machine)
       clock += event.trips * inner.seconds
       busy += event.trips * inner.busy
       transfers.extend(_repeated(inner, event))
     else:
-      seconds = (event.flops or 0.0) / rates.flops
+      seconds = machine.product_seconds(event)
       clock, busy = clock + seconds, busy + seconds
   return Timeline(clock, busy, tuple(transfers))
 

@@ -20,12 +20,14 @@ class Machine(NamedTuple):
     dimensions: number of sizes in a topology's name; a TPU slice is a torus.
     platform: jax's name of the platform.
     hbm: bytes of memory of one device; None if it uses the host's memory.
+    kind: jax's `device_kind` of a TPU; '' for others.
     devices: number of jax devices on one chip.
   """
 
   dimensions: int
   platform: str
   hbm: int | None
+  kind: str = ''
   devices: int = 1
 
 
@@ -35,10 +37,10 @@ _GIB = 1 << 30
 # TPU7x 192, shared by two devices) and from NVIDIA's data sheets (GB).
 MACHINES = {
   'cpu': Machine(1, 'cpu', None),
-  'v5e': Machine(2, 'tpu', 16 * _GIB),
-  'v5p': Machine(3, 'tpu', 95 * _GIB),
-  'v6e': Machine(2, 'tpu', 32 * _GIB),
-  'tpu7x': Machine(3, 'tpu', 96 * _GIB, devices=2),
+  'v5e': Machine(2, 'tpu', 16 * _GIB, 'TPU v5 lite'),
+  'v5p': Machine(3, 'tpu', 95 * _GIB, 'TPU v5'),
+  'v6e': Machine(2, 'tpu', 32 * _GIB, 'TPU v6 lite'),
+  'tpu7x': Machine(3, 'tpu', 96 * _GIB, 'TPU7x', devices=2),
   'h100': Machine(1, 'gpu', 80 * 10**9),
   'h200': Machine(1, 'gpu', 141 * 10**9),
 }
@@ -54,9 +56,25 @@ _CUDA = 'pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt'
 
 
 def num_devices(topology: str) -> int:
-  name = machine(topology)
-  sizes = topology.removeprefix(f'{name}:')
-  return MACHINES[name].devices * math.prod(map(int, sizes.split('x')))
+  return MACHINES[machine(topology)].devices * math.prod(sizes(topology))
+
+
+def sizes(topology: str) -> tuple[int, ...]:
+  """Returns the sides of a slice, in chips; of others the number of devices."""
+  return tuple(
+    map(int, topology.removeprefix(f'{machine(topology)}:').split('x'))
+  )
+
+
+def rings(sides: tuple[int, ...]) -> tuple[bool, ...]:
+  """Returns which sides of a TPU slice are closed to rings.
+
+  From Google Cloud's pages: those of whole cubes of 4 x 4 x 4, and in two
+  dimensions those as long as a pod. Twisted tori are not modelled.
+  """
+  if len(sides) == 3:
+    return (all(n % 4 == 0 for n in sides),) * 3
+  return tuple(n == 16 for n in sides)
 
 
 def machine(topology: str) -> str:

@@ -37,18 +37,22 @@ class ParallelOptions:
     wire: 'values' sends tokens to experts in the model's dtype; 'codes' in the
       eight bits that experts in 'mxfp8' or 'fp8' use of them, which changes no
       result.
+    chunks: parts of a device's tokens that attend and travel one after another,
+      so that attention of one stands beside the exchange of another.
   """
 
   transport: str = 'auto'
   room: float = rounds.ROOM
   sequence_order: str = 'auto'
   wire: str = 'values'
+  chunks: int = 1
 
   def __post_init__(self):
     checks.one_of(self, 'transport', ('auto', *rounds.TRANSPORTS))
     checks.one_of(self, 'sequence_order', ('auto', 'contiguous', 'zigzag'))
     checks.one_of(self, 'wire', rounds.WIRES)
     checks.positive(self, 'room')
+    checks.at_least(self, 1, 'chunks')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +93,7 @@ class Placement:
     width = shardings.product(self.plan.token_axes, self.mesh)
     return exchange.shards_of(
       self.plan,
-      num_tokens=num_tokens // width,
+      num_tokens=num_tokens // width // self.plan.chunks,
       num_active=self.model.moe.num_active,
       num_local=self.model.moe.num_experts // self.expert_shards,
     )
@@ -165,6 +169,8 @@ def build(
     sequence_order=order,
     wire=options.wire,
   )
+  if plan is not None:
+    plan = dataclasses.replace(plan, chunks=options.chunks)
   axes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
   lines = [f'mesh: {axes}; layout {layout.name}']
   if plan is not None and is_cut:

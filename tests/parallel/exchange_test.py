@@ -25,6 +25,7 @@ def shards_of(transport, room, num_shards):
     others=(),
     num_shards=num_shards,
     num_local=E // num_shards,
+    copies=Z * A,
     rows=rows,
   )
 
@@ -69,6 +70,7 @@ def test_only_tokens_that_travel_have_rounds():
     others=('replica',),
     num_shards=4,
     num_local=3,
+    copies=128,
     rows=64,
   )
   chosen = dataclasses.replace(plan, transport='auto')

@@ -1,5 +1,6 @@
 """Runs loss and gradients of a decoder on one device and on a mesh of 8."""
 
+import dataclasses
 import functools
 
 import jax
@@ -100,6 +101,7 @@ def compiled(
   layout=layouts.TRAIN,
   is_replayed=False,
   sequence_order='contiguous',
+  chunks=1,
 ):
   """Returns the plan, the program on a mesh, and its arguments' shardings.
 
@@ -109,6 +111,7 @@ def compiled(
   mesh = topology.make_mesh(*shape)
   where = dict(layout=layout, mesh=mesh)
   plan = placement.exchange_plan(config, **where, sequence_order=sequence_order)
+  plan = dataclasses.replace(plan, chunks=chunks)
   places = placement.variable_shardings(config, **where)
   variables, _ = decoder.abstract(config)
   arguments = [variables, jax.eval_shape(batch), None]

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax
+import numpy as np
 import pytest
 
 from composer_jax.models import config as model_config
@@ -40,9 +42,30 @@ def test_with_weights_kept_nothing_travels_again():
 
 
 @pytest.mark.slow
+def test_weights_that_are_gathered_ahead_change_no_bit():
+  config = mesh_test.UNEVEN
+  ahead = dataclasses.replace(config, remat_saves=(*DEFAULT, 'ahead'))
+  (_, before, _), (_, after, sent) = (
+    on_mesh.sharded(c, (1, 2, 4)) for c in (config, ahead)
+  )
+  jax.tree.map(np.testing.assert_array_equal, after, before)
+  # Only experts, which are cut by D here, are gathered again.
+  again = [c for c in sent if 'rematted_computation' in c.scope]
+  assert len(again) == 2
+
+
+@pytest.mark.slow
 def test_with_nothing_kept_keys_travel_again_and_copies_do_not():
   scopes = ' '.join(scope for _, scope in _repeated(()))
   assert 'dispatch' not in scopes and 'attention' in scopes
+
+
+@pytest.mark.slow
+def test_tokens_that_attend_in_chunks_give_the_same():
+  config, mesh = mesh_test.WIDE, (2, 2, 2)
+  _, before, _ = on_mesh.sharded(config, mesh, sequence_order='zigzag')
+  _, after, _ = on_mesh.sharded(config, mesh, sequence_order='zigzag', chunks=2)
+  on_mesh.assert_equal(after, before)
 
 
 def test_an_unknown_name_to_save_is_refused():

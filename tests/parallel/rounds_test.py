@@ -47,11 +47,12 @@ class Variant(NamedTuple):
   room: float
   backend: str = 'blocked'
   keeps: bool = False
+  parts: int = 0
 
 
 # From many rounds to one.
 QUICK = (
-  Variant('a2a', 0.4, keeps=True),
+  Variant('a2a', 0.4, keeps=True, parts=2),
   Variant('ragged_a2a', 0.3, 'ragged'),
 )
 VARIANTS = (
@@ -59,6 +60,7 @@ VARIANTS = (
   Variant('a2a', 0.4),
   Variant('a2a', 2.0, 'ragged', keeps=True),
   Variant('ragged_a2a', 1.25),
+  Variant('ragged_a2a', 2.0, parts=3),
 )
 
 
@@ -72,6 +74,7 @@ def make_plan(mesh='8', variant=VARIANTS[0]):
     weight_specs=(('gate_up', P(axes)), ('down', P(axes))),
     transport=variant.transport,
     room=variant.room,
+    parts=variant.parts,
   )
 
 
@@ -240,7 +243,8 @@ def needed(plan, ids_BTA, valid_BT):
       i for i, axis in enumerate(shape) if axis in plan.expert_axes
     )
     counts = counts.sum(within)
-  return -(-counts.max() // shards.rows)
+  rounds = -(-counts.max() // shards.rows)
+  return max(rounds, shards.parts) if rounds else 0
 
 
 def difference(have, want):
@@ -335,6 +339,7 @@ ROWS = dispatch.Experts(
 def test_the_number_of_rounds_changes_no_bit():
   variants = [Variant('a2a', room) for room in (0.1, 0.5, 8.0)]
   variants.append(Variant('ragged_a2a', 0.2))
+  variants.append(Variant('a2a', 8.0, parts=3))
 
   @functools.partial(jax.jit, compiler_options=_OPTIONS)
   def run(*arrays):

@@ -7,6 +7,7 @@ the terms of `tests.parallel.traffic`.
 import collections
 import functools
 import itertools
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -168,7 +169,7 @@ def case(model: model_config.ModelConfig, shape: tuple[int, ...]) -> cases.Case:
   """Returns the case for `tests.parallel.traffic`."""
   return cases.Case(
     model=model,
-    machine='cpu',
+    topology=f'cpu:{math.prod(shape)}',
     mesh=jax.sharding.AbstractMesh(shape, topology.AXES),
     layout=layouts.TRAIN,
     dtype='float32',

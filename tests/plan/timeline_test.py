@@ -3,24 +3,30 @@
 import pytest
 
 from composer_jax.optim.muon import cost
-from composer_jax.plan import timeline
+from composer_jax.plan import network, timeline
 from composer_jax.plan.hlo import events as hlo_events
 
-# 1 FLOP and 1 byte take a second within 4 devices, 2 beyond.
-RATES = cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0)
+# 1 FLOP and 1 byte take a second within 4 devices.
+MACHINE = timeline.Speeds(
+  rates=cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0),
+  wires=network.Nodes(4, within=1.0, across=0.5),
+  rows=100,
+  used=0.25,
+)
 
 
-def begin(key, num_bytes, *, is_async=True, devices=4):
+def begin(key, num_bytes, *, is_async=True, devices=4, kind='all-gather'):
+  members = devices if isinstance(devices, tuple) else range(devices)
   return hlo_events.Begin(
     key,
     hlo_events.Collective(
-      kind='all-gather',
+      kind=kind,
       dtype='f32',
       bytes=num_bytes,
       result_bytes=num_bytes,
       count=1.0,
       loops=(),
-      groups=frozenset({frozenset(range(devices))}),
+      groups=frozenset({frozenset(members)}),
       is_async=is_async,
       hidden=0.0,
       scope='',
@@ -33,7 +39,7 @@ def work(flops):
 
 
 def run(*events):
-  return timeline.run(events, RATES)
+  return timeline.run(events, MACHINE)
 
 
 END = hlo_events.End
@@ -68,8 +74,15 @@ def test_a_synchronous_collective_stops_everything():
 def test_transfers_wait_for_each_other():
   line = run(begin('a', 3), begin('b', 3), work(4), END('a'), END('b'))
   assert [t.waited for t in line.transfers] == [0, 2]
-  assert line.transfers[1].why == 'behind other transfers'
   assert line.seconds == 6
+
+
+def test_who_occupies_the_wire_is_waited_for():
+  # Products need the short transfer, which stands behind the long one.
+  line = run(begin('a', 5), begin('b', 1), work(2), END('b'), work(9), END('a'))
+  assert [t.waited for t in line.transfers] == [3, 1]
+  assert line.seconds == 15 and line.hidden_share == pytest.approx(2 / 6)
+  assert line.transfers[0].why == 'others wait behind it'
 
 
 def test_loops_take_their_trips():
@@ -91,8 +104,24 @@ def test_what_flies_over_a_loop_is_hidden_by_it():
   assert line.hidden_share == 1
 
 
-def test_beyond_a_node_the_wire_is_slower():
-  assert run(begin('a', 3, devices=5), END('a')).seconds == 6
+def test_wires_work_at_once_and_serve_one_transfer_after_another():
+  # Of the 4 others 3 are in the node; the fifth is behind the network.
+  some = begin('b', 4, devices=5, kind='all-to-all')
+  line = run(begin('a', 5), some, END('b'), END('a'))
+  assert [t.seconds for t in line.transfers] == [5, 3]
+  # The last wire counts, on which the first transfer has its turn before.
+  assert [t.waited for t in line.transfers] == [5, 3]
+  assert line.seconds == 8
+  far = begin('b', 4, devices=(0, 4), kind='all-to-all')
+  line = run(begin('a', 8), far, END('b'), END('a'))
+  assert [t.waited for t in line.transfers] == [8, 0]
+  assert line.seconds == 8
+
+
+def test_kernels_skip_rows_that_are_not_in_use():
+  kernel = hlo_events.Multiply(8.0, 'k', frozenset({100, 7}))
+  other = hlo_events.Multiply(8.0, 'k', frozenset({99, 7}))
+  assert (run(kernel).busy, run(other).busy) == (2.0, 8.0)
 
 
 def test_a_program_without_transfers_hides_all_of_them():

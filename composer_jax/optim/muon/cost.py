@@ -42,6 +42,13 @@ class Rates:
     """
     return num_bytes / (self.within if span <= self.node else self.across)
 
+  def transfer_seconds(
+    self, kind: str, num_bytes: float, strides: muon_plan.Strides, count: int
+  ) -> float:
+    """Returns the time of a collective of `count` neighbours along strides."""
+    del kind
+    return self.wire_seconds(num_bytes, span(strides, count))
+
 
 # TPUs: Google Cloud's tables: bfloat16 peak, HBM bandwidth, half of a chip's
 # bidirectional interconnect bandwidth (v5p 1,200 GB/s, v5e 400, v6e 800), and
@@ -77,22 +84,26 @@ def chunk_times(
   group: muon_plan.MuonGroup, chunk: muon_plan.Chunk, rates: Rates
 ) -> ChunkTimes:
 
-  def transfer(num_bytes, strides, count, collectives=1):
-    seconds = rates.wire_seconds(num_bytes, span(strides, count))
-    return seconds + collectives * rates.latency if num_bytes else 0.0
+  def transfer(kind, num_bytes, strides, count):
+    if not num_bytes:
+      return 0.0
+    seconds = rates.transfer_seconds(kind, num_bytes, strides, count)
+    return seconds + rates.latency
 
   shards, replicas = group.shard_strides, group.replica_strides
   exchange = transfer(
-    group.exchange_bytes(chunk.owned), shards, group.num_shards
+    'all-to-all', group.exchange_bytes(chunk.owned), shards, group.num_shards
   )
-  gather = transfer(group.gather_bytes(chunk.owned), replicas, group.sharers)
+  gather = transfer(
+    'all-gather', group.gather_bytes(chunk.owned), replicas, group.sharers
+  )
   work = max(
     chunk.owned * group.matrix_flops / rates.flops,
     memory_bytes(group, chunk) / rates.memory,
   )
   # Devices that share a matrix wait for each other in every iteration.
-  shared = [num_bytes for _, num_bytes in group.split_collectives(chunk)]
-  work += transfer(sum(shared), shards, group.split, len(shared))
+  for kind, num_bytes in group.split_collectives(chunk):
+    work += transfer(kind, num_bytes, shards, group.split)
   return ChunkTimes(bring=exchange, work=work, give=exchange + gather)
 
 

@@ -8,6 +8,7 @@ shared the work).
 Letters of local arrays: n matrices, p and q the short and the long side.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -319,21 +320,40 @@ def orthogonalize(
   """
   if not momentum:
     return {}, {}
-  run = functools.partial(_run, plan, beta)
-  if not shardings:
-    return run(momentum, gradients, weight)
-  specs = {name: shardings[name].spec for name in momentum}
-  mesh = next(iter(shardings.values())).mesh
-  is_typed = all(
-    group.split == group.num_replicas == 1 for group in plan.groups
+  # The order of the plan stands for names, so that no schedule depends on them.
+  members = [m for group in plan.groups for m in group.members]
+  numbers = {m.name: f'{i:05}' for i, m in enumerate(members)}
+  numbered = lambda tree: {numbers[name]: x for name, x in tree.items()}
+  run = functools.partial(_run, _renamed(plan, numbers), beta)
+  if shardings:
+    specs = numbered({name: shardings[name].spec for name in momentum})
+    mesh = next(iter(shardings.values())).mesh
+    is_typed = all(
+      group.split == group.num_replicas == 1 for group in plan.groups
+    )
+    run = jax.shard_map(
+      run,
+      mesh=mesh,
+      # The weight is an argument, as shard_map's closure may have no arrays on
+      # Explicit axes.
+      in_specs=(specs, specs, PartitionSpec()),
+      out_specs=(specs, specs),
+      # Equal replicas, and collectives among parts of an axis, cannot be typed.
+      check_vma=is_typed and min(mesh.shape.values()) > 1,
+    )
+  results = run(numbered(momentum), numbered(gradients), weight)
+  directions, momentum = (
+    {name: tree[number] for name, number in numbers.items()} for tree in results
   )
-  return jax.shard_map(
-    run,
-    mesh=mesh,
-    # The weight is an argument, as shard_map's closure may have no arrays on
-    # Explicit axes.
-    in_specs=(specs, specs, PartitionSpec()),
-    out_specs=(specs, specs),
-    # Equal replicas, and collectives among parts of an axis, cannot be typed.
-    check_vma=is_typed and min(mesh.shape.values()) > 1,
-  )(momentum, gradients, weight)
+  return directions, momentum
+
+
+def _renamed(
+  plan: muon_plan.MuonPlan, names: dict[str, str]
+) -> muon_plan.MuonPlan:
+  renamed = lambda m: dataclasses.replace(m, name=names[m.name])
+  groups = tuple(
+    dataclasses.replace(group, members=tuple(map(renamed, group.members)))
+    for group in plan.groups
+  )
+  return dataclasses.replace(plan, groups=groups)

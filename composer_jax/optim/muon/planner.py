@@ -81,7 +81,7 @@ def make(
     platform = device.platform if device else 'tpu'
   assumed = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}.get(platform, 'v5p')
   rates = fixed.rates or cost.BY_NAME[assumed]
-  members: dict[tuple, list[plan.Member]] = {}
+  found = []
   for name, matrix in named.items():
     shape = shapes[name].shape
     cuts = _cuts(name, shape, placed.get(name))
@@ -90,7 +90,10 @@ def make(
       axis for axis, size in sizes.items() if size > 1 and axis not in used
     )
     sides, member = _member(name, shape, matrix, cuts)
-    members.setdefault((*sides, replica_axes), []).append(member)
+    found.append(((*sides, replica_axes), member))
+  members: dict[tuple, list[plan.Member]] = {}
+  for key, member in sorted(found, key=_by_form):
+    members.setdefault(key, []).append(member)
   resolved = newton_schulz.resolved(platform)
   groups = [
     _group(key, tuple(alike), sizes, resolved) for key, alike in members.items()
@@ -102,6 +105,18 @@ def make(
     sequence=_sequence(groups, rates),
     devices=math.prod(sizes.values()),
   )
+
+
+def _by_form(found: tuple[tuple[Any, ...], plan.Member]) -> Any:
+  """Returns a key of order that looks at the name last.
+
+  Schedulers break ties by the order of operations, so what a step overlaps
+  must not depend on what parameters are called.
+  """
+  (p, q, *sides, _), m = found
+  placed = [(side.axes, side.dims) for side in sides]
+  dims = m.batch, m.rows, m.columns
+  return p, q, placed, m.shape, dims, m.is_transposed, m.name
 
 
 def _cuts(

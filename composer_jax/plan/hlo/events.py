@@ -61,10 +61,14 @@ class Collective(NamedTuple):
 
 
 class Multiply(NamedTuple):
-  """A product; None stands for unknown flops, '' for no kernel."""
+  """A product; None stands for unknown flops, '' for no kernel.
+
+  `sizes` are those of all dimensions of a kernel's operands.
+  """
 
   flops: float | None
   kernel: str
+  sizes: frozenset[int] = frozenset()
 
 
 class Begin(NamedTuple):
@@ -171,7 +175,7 @@ class ProgramReader:
     if product is not None:
       counts = self.of(product.lhs, product.rhs, product.out)
       flops = product.flops if counts else 0.0
-      return (Multiply(flops, product.kernel),)
+      return (Multiply(flops, product.kernel, product.sizes),)
     called = instruction.called()
     if not called:
       return ()

@@ -23,6 +23,7 @@ class Product(NamedTuple):
   """A product of `flops` operations, two per multiply-add; None if unknown.
 
   A kernel has a name and no sides; other products have sides and no name.
+  `sizes` are those of all dimensions of a kernel's operands.
   """
 
   flops: float | None
@@ -30,6 +31,7 @@ class Product(NamedTuple):
   rhs: list[int]
   out: list[int]
   kernel: str = ''
+  sizes: frozenset[int] = frozenset()
 
 
 def product(
@@ -71,16 +73,16 @@ def _kernel(
   scope = instruction.scope().removesuffix('/pallas_call')
   name = scope.rsplit('/', 1)[-1] or instruction.name
   flops = float(cost.group(1)) if cost else None
+  arrays = [
+    array
+    for operand in instruction.operands
+    for array in text.arrays(computation[operand].shape)
+  ]
   if flops is None and name in _BY_SHAPES:
-    operands = [computation[n].shape for n in instruction.operands]
-    dims = [
-      array.dims
-      for shape in operands
-      for array in text.arrays(shape)
-      if array.dtype[0] in 'bf'
-    ]
+    dims = [array.dims for array in arrays if array.dtype[0] in 'bf']
     flops = _BY_SHAPES[name](dims, tuple(out))
-  return Product(flops, [], [], out, name)
+  sizes = frozenset(size for array in arrays for size in array.dims)
+  return Product(flops, [], [], out, name, sizes)
 
 
 _Dims = tuple[int, ...]

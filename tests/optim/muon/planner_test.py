@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim.muon import cost, newton_schulz
+from composer_jax.optim.muon import cost, exchange, newton_schulz
 from composer_jax.plan import muon_model
 from tests.optim.muon import plans
 
@@ -152,7 +155,7 @@ def test_a_giant_of_less_than_a_hundredth_of_the_step_stays_whole():
       dict(embed=4096, ffw=8192, head_dim=2048, layer=layers),
       rates=cost.BY_NAME['v5p'],
     )
-    return made.groups[0].split
+    return max(made.groups, key=lambda group: group.p).split
 
   assert split_of(64) > 1
   assert split_of(128 * 64) == 1
@@ -241,3 +244,40 @@ def test_a_group_of_many_bytes_and_little_work_is_cut_by_bytes():
   assert heads.flops < 0.02 * wide.flops
   # A third of all bytes.
   assert (len(wide.chunks), len(heads.chunks)) == (1, 3)
+
+
+@pytest.mark.parametrize('mesh', ['HSDP', 'DUAL'])
+def test_names_of_parameters_change_no_plan_and_no_program(mesh):
+  sizes, expert, dense, _ = plans.MESHES[mesh]
+  axes_of = lambda axes: expert if 'expert' in axes else dense
+  leaves = list(plans.LEAVES.values())
+  shapes = [[plans.SIZES[axis] for axis in axes] for axes in leaves]
+
+  def traced(names):
+    specs = [P(*(axes_of(axes).get(a) for a in axes)) for axes in leaves]
+    named = lambda values: dict(zip(names, values, strict=True))
+    placed = plans.mesh_of(sizes)
+    made = plans.plan_of(named(leaves), named(specs), placed, rates=plans.CPU)
+    shardings = named([NamedSharding(placed, spec) for spec in specs])
+
+    def run(arrays):
+      results = exchange.orthogonalize(
+        made,
+        named(arrays),
+        named(arrays),
+        jnp.float32(1),
+        beta=0.9,
+        shardings=shardings,
+      )
+      return [[tree[name] for name in names] for tree in results]
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return made.sequence, str(jax.make_jaxpr(run)(arrays))
+
+  numbers = [f'{i:02}' for i in range(len(leaves))]
+  sequence, program = traced(numbers)
+  assert len(sequence) > 3
+  # Parameters of one form keep their order, as nothing else tells them apart.
+  order = sorted(numbers, key=lambda n: leaves[int(n)])
+  others = dict(zip(order, numbers, strict=True))
+  assert traced([others[n] for n in numbers]) == (sequence, program)
