@@ -32,7 +32,14 @@ import numpy as np
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder, experts
-from composer_jax.rollout import forward, placing, sessions, steps
+from composer_jax.rollout import (
+  controller,
+  drafts,
+  forward,
+  placing,
+  sessions,
+  steps,
+)
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
@@ -46,6 +53,9 @@ _MAX_PUT_OFF = 2
 # Number of pages that one call copies or clears.
 _PAGES_A_CALL = 16
 
+# Dispatches after which drafts know of sessions that ended since.
+_RENEWED_EVERY = 256
+
 
 class Unread(NamedTuple):
   """A dispatch whose report the host has not read yet."""
@@ -54,12 +64,17 @@ class Unread(NamedTuple):
   chunks: list[tuple[int, int]] | None  # (start, end) of rows; None for decode
   report: Any
   version: int
+  depth: int = 0  # drafts of a pass of decode
 
 
 class Engine:
   """Continuous batching of one model over a fixed number of slots.
 
   Only one thread may call it (`rollout.server` serves many), except `place`.
+
+  Attributes:
+    controller: chooses how many tokens each pass drafts; another one may be
+      set, such as that of a single depth.
   """
 
   def __init__(
@@ -71,14 +86,16 @@ class Engine:
     *,
     mesh: jax.sharding.Mesh | None = None,
     shares_base: bool = False,
+    draft: steps.Draft = drafts.by_ngrams,
   ):
     """Copies the weights; compiles nothing yet.
 
     The model is sharded over the mesh; None uses the first `options.devices`
     devices, or if that is 1 the device of the variables. With `shares_base`,
     on one device, frozen parameters are served from the caller's arrays, which
-    must live as long. A ValueError tells that the variables do not fit the
-    model, or the model the mesh.
+    must live as long. `draft` takes the place of n-grams in a test. A
+    ValueError tells that the variables do not fit the model, or the model the
+    mesh.
     """
     self._shapes, self._model = _shapes(variables), config
     expected = decoder.abstract(config)[0]
@@ -92,6 +109,13 @@ class Engine:
       self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
+    speculation, self._num_heads = options.speculation, 0
+    self.controller = controller.Controller(speculation.depths)
+    self._grams = self._table = None
+    if speculation.drafter == 'heads' and config.mtp is not None:
+      self._num_heads = config.mtp.depth
+    if speculation.drafter == 'ngrams':
+      self._grams = drafts.NGrams()
     self._base = forward.shared(variables, config) if shares_base else None
     self._served = self.place(variables, version)
     if decoder.trained(variables) == 'adapters' and not shares_base:
@@ -102,18 +126,26 @@ class Engine:
       (config.num_moe_layers, config.moe.num_active),
       share_sampled=config.numerics == 'batch_invariant',
     )
-    self._programs = steps.build(config, options, self._place)
+    self._programs = steps.build(config, options, self._place, draft)
     self._cache = jax.jit(
       lambda: forward.empty_cache(
-        config, options.pages, options.page_size, options.cache_dtype
+        config,
+        options.pages,
+        options.page_size,
+        options.cache_dtype,
+        self._num_heads,
       ),
       out_shardings=self._place.pools,
     )()
     self._unread: Unread | None = None
     # Rows of the decode program, and their inputs and state on the device.
     self._composition: list[slots_lib.Row] = []
+    self._is_drafting = False
     self._rows_BW: Any = None
     self._state: Any = None
+    # What the last report was of, when it came, and what was compiled by then.
+    self._last: tuple[Any, float, int] | None = None
+    self._renew()
 
   @property
   def version(self) -> int:
@@ -166,9 +198,13 @@ class Engine:
     for num_rows in self.options.extend_rows:
       self._run_extend([], num_rows)
     biases = [None, self._bias()] if guided else [None]
-    for truncate, bias_BV in itertools.product((False, True), biases):
-      self._compose([])
-      self._run_decode(truncate, bias_BV)
+    depths = self.options.speculation.depths
+    for truncate, bias_BV, depth in itertools.product(
+      (False, True), biases, depths
+    ):
+      if not depth or bias_BV is None:
+        self._compose([], depth)
+        self._run_decode(truncate, bias_BV, depth)
 
   def submit(
     self,
@@ -181,8 +217,8 @@ class Engine:
 
     `on_tokens` is called with the tokens of each dispatch when its report is
     read; it must neither raise nor call the engine. While a request with a
-    guide decodes, a dispatch samples one token for every row, and the next one
-    waits for its report. While a request that `is_first` waits, no other one
+    guide decodes, a dispatch samples one token for every row, without drafts,
+    and the next one waits for its report. While a request that `is_first` waits, no other one
     gets a slot.
 
     Raises:
@@ -247,7 +283,11 @@ class Engine:
     )
     is_sharded = self._place.plan is not None
     weights = forward.unstack(
-      variables, self.config, is_sharded=is_sharded, base=base
+      variables,
+      self.config,
+      is_sharded=is_sharded,
+      base=base,
+      num_heads=self._num_heads,
     )
     weights = jax.block_until_ready(weights)
     return placing.PlacedWeights(weights=weights, version=version)
@@ -278,6 +318,7 @@ class Engine:
     table.swap(placed.version, refresh=refresh)
     # Refreshed sessions lost the pages of which the device has tables.
     self._composition = []
+    self._renew()
     table.stats.swap_s = time.perf_counter() - began
     return before
 
@@ -303,7 +344,27 @@ class Engine:
     for session in pending:
       if session.work is not None:
         session.work.waiting += 1
-    return table.take_finished()
+    if not table.stats.dispatches % _RENEWED_EVERY:
+      self._renew()
+    finished = table.take_finished()
+    if not table.running:
+      self._last = None
+    if self._grams is not None:
+      self._learn(finished)
+    return finished
+
+  def _learn(self, finished) -> None:
+    """Remembers what sessions hold, as drafts of others."""
+    for outcome in finished:
+      session = self._slots.sessions.get(outcome.session)
+      if session is not None and isinstance(outcome, records.Completion):
+        start = session.length - len(outcome.tokens_T)
+        self._grams.add(session.tokens_T[: session.length], start)
+
+  def _renew(self) -> None:
+    """Gives the device the n-grams that were learnt so far."""
+    if self._grams is not None:
+      self._table = self._put(self._grams.arrays())
 
   def _put(self, inputs: Any) -> Any:
     # Committed like all arrays; otherwise the first call compiles once more.
@@ -345,27 +406,40 @@ class Engine:
     """Goes on with the state on the device, or uploads it for other rows."""
     rows = [(session, session.at_work) for session in decoding]
     is_guided = any(work.guide for _, work in rows)
-    if rows and rows == self._composition and not is_guided:
+    depth = self.controller.choose(len(rows)) if rows and not is_guided else 0
+    is_composed = rows == self._composition and bool(depth) == self._is_drafting
+    if rows and is_composed and not is_guided:
+      # At least a token a pass comes.
       is_sampling = self._unread and self._unread.chunks is None
       num_coming = self.options.decode_steps if is_sampling else 0
       if any(work.remaining > num_coming for _, work in rows):
-        self._sample()
+        self._sample(depth)
       else:  # The dispatch under way reaches the limit of every row.
         self._read()
       return
     self._read()
     # The report may have ended some sessions.
     if decoding := self._slots.decoding():
-      self._compose(decoding)
-      self._sample()
+      self._compose(decoding, depth)
+      self._sample(depth)
 
-  def _compose(self, decoding: list[sessions.Session]) -> None:
-    """Assigns the rows of decode to sessions; no report may be unread."""
+  def _compose(self, decoding: list[sessions.Session], depth: int) -> None:
+    """Assigns the rows of decode to sessions; no report may be unread.
+
+    Without drafts their state stays away, so that plain decoding costs no more.
+    """
     assert not self._unread
+    self._is_drafting = depth > 0
     width = sum(steps.decode_widths(self.options))
     num_rows = self.options.num_slots
     rows_BW = np.zeros((num_rows, width), np.int32)
     state_3B = np.zeros((3, num_rows), np.int32)
+    drafts_BK = history_BS = None
+    if depth and self._num_heads:
+      shape = (num_rows, self.options.speculation.depth)
+      drafts_BK = np.full(shape, sessions.NOT_SAMPLED, np.int32)
+    elif depth:
+      history_BS = np.zeros((num_rows, self.options.max_len), np.int32)
     for row, session in enumerate(decoding):
       work = session.at_work
       if work.row_W is None:
@@ -373,15 +447,21 @@ class Engine:
       rows_BW[row] = work.row_W
       counts = (session.last_token, session.consumed, work.remaining)
       state_3B[:, row] = counts
+      if drafts_BK is not None and work.drafts_K is not None:
+        drafts_BK[row] = work.drafts_K
+      if history_BS is not None:
+        session.settle()
+        history_BS[row, : session.length] = session.tokens_T[: session.length]
     self._composition = [(session, session.at_work) for session in decoding]
-    inputs = (rows_BW, steps.State(*state_3B))
+    inputs = (rows_BW, steps.State(*state_3B, drafts_BK, history_BS))
     self._rows_BW, self._state = self._put(inputs)
 
-  def _sample(self) -> None:
+  def _sample(self, depth: int) -> None:
     truncate = any(work.request.truncates for _, work in self._composition)
     is_guided = any(work.guide for _, work in self._composition)
     bias_BV = self._bias() if is_guided else None
-    self._add(self._composition, None, self._run_decode(truncate, bias_BV))
+    report = self._run_decode(truncate, bias_BV, depth)
+    self._add(self._composition, None, report, depth)
 
   def _bias(self) -> np.ndarray:
     """Returns what the guides of the composition add to the next logits."""
@@ -392,20 +472,25 @@ class Engine:
         bias_BV[row] = work.guide.bias()
     return bias_BV
 
-  def _run_decode(self, truncate: bool, bias_BV: np.ndarray | None) -> Any:
+  def _run_decode(
+    self, truncate: bool, bias_BV: np.ndarray | None, depth: int
+  ) -> Any:
     inputs = (self._cache, self._rows_BW, self._state)
     bias_BV = None if bias_BV is None else self._put(bias_BV)
+    table = self._table if depth else None
     self._cache, self._state, report = self._programs.decode(
-      self._served.weights, *inputs, bias_BV, truncate
+      self._served.weights, *inputs, bias_BV, table, truncate, depth
     )
     return report
 
-  def _add(self, rows: list[slots_lib.Row], chunks: Any, report: Any) -> None:
+  def _add(
+    self, rows: list[slots_lib.Row], chunks: Any, report: Any, depth: int = 0
+  ) -> None:
     """Begins to fetch a report, and reads the one before it."""
     self._slots.stats.dispatches += 1
     for array in jax.tree.leaves(report):
       array.copy_to_host_async()
-    self._read(Unread(rows, chunks, report, self.version))
+    self._read(Unread(rows, chunks, report, self.version, depth))
 
   def _read(self, following: Unread | None = None) -> None:
     """Waits for the unread report and takes it; `following` is then unread."""
@@ -415,11 +500,28 @@ class Engine:
     report = jax.tree.map(np.asarray, unread.report)
     if unread.chunks is None:
       report = report.replace(version=unread.version)
+      self._measure(unread, report)
       self._slots.sampled(unread.rows, report)
     else:
+      self._last = None
       self._read_extend(unread, unread.chunks, *report)
 
-  def _read_extend(self, unread, chunks, finite_B, routes_MBTA) -> None:
+  def _measure(self, unread: Unread, report: sessions.Sampled) -> None:
+    """Measures a dispatch that came straight after another one like it."""
+    kind = (unread.depth, len(unread.rows))
+    now, traces = time.perf_counter(), self._programs.traces.total()
+    if self._last is not None:
+      last_kind, before, last_traces = self._last
+      if last_kind == kind and last_traces == traces:
+        tokens = int((report.tokens_TB >= 0).sum())
+        self.controller.measure(*kind, tokens, now - before)
+    self._last = (kind, now, traces)
+    if report.counts_X is not None:
+      self.controller.kept_X[: unread.depth + 1] += report.counts_X
+
+  def _read_extend(
+    self, unread, chunks, finite_B, routes_MBTA, drafts_BK
+  ) -> None:
     for row, (session, work) in enumerate(unread.rows):
       start, end = chunks[row]
       if session.work is not work:
@@ -432,6 +534,8 @@ class Engine:
         first = start % self.options.prefill_chunk
         routes_MTA = routes_MBTA[:, row, first : first + end - start]
         routes_TMA = routes_MTA.swapaxes(0, 1)
+      if drafts_BK is not None:
+        work.drafts_K = drafts_BK[row]
       self._slots.extended(session, start, end - start, routes_TMA)
 
 

@@ -226,6 +226,8 @@ class Slots:
     work.pieces.append((report, piece))
     session.length += count
     work.remaining -= count
+    has_drafts = report.drafts_BK is not None
+    work.drafts_K = report.drafts_BK[row] if has_drafts else None
     work.refreshed = False
     self.stats.sampled_tokens += count
     work.stopped = session.last_token in work.request.stop_tokens
