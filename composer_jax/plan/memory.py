@@ -349,7 +349,11 @@ def serving(
   swapped = decoder.without_base(served)
   cache = jax.eval_shape(
     lambda: forward.empty_cache(
-      model, options.pages, options.page_size, options.cache_dtype
+      model,
+      options.pages,
+      options.page_size,
+      options.cache_dtype,
+      options.heads_of(model),
     )
   )
   heads = getattr(model.attention, 'num_kv_heads', 1)  # 1: latents are whole

@@ -109,12 +109,11 @@ class Engine:
       self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
-    speculation, self._num_heads = options.speculation, 0
-    self.controller = controller.Controller(speculation.depths)
+    self.controller = controller.Controller(options.speculation.depths)
+    self._num_heads = options.heads_of(config)
     self._grams = self._table = None
-    if speculation.drafter == 'heads' and config.mtp is not None:
-      self._num_heads = config.mtp.depth
-    if speculation.drafter == 'ngrams':
+    self._has_learnt = True
+    if options.speculation.drafter == 'ngrams':
       self._grams = drafts.NGrams()
     self._base = forward.shared(variables, config) if shares_base else None
     self._served = self.place(variables, version)
@@ -162,9 +161,11 @@ class Engine:
     return self._slots.num_unfinished
 
   def stats(self) -> slots_lib.Stats:
-    table = self._slots
+    table, kept_X = self._slots, self.controller.kept_X
     return dataclasses.replace(
       table.stats,
+      draft_passes=int(kept_X.sum()),
+      draft_tokens=int(kept_X @ np.arange(len(kept_X))),
       sessions=len(table.sessions),
       running=len(table.running),
       waiting=len(table.queue),
@@ -360,11 +361,13 @@ class Engine:
       if session is not None and isinstance(outcome, records.Completion):
         start = session.length - len(outcome.tokens_T)
         self._grams.add(session.tokens_T[: session.length], start)
+        self._has_learnt = True
 
   def _renew(self) -> None:
     """Gives the device the n-grams that were learnt so far."""
-    if self._grams is not None:
+    if self._grams is not None and self._has_learnt:
       self._table = self._put(self._grams.arrays())
+      self._has_learnt = False
 
   def _put(self, inputs: Any) -> Any:
     # Committed like all arrays; otherwise the first call compiles once more.

@@ -134,6 +134,11 @@ class EngineOptions(ServingOptions):
   def pages(self) -> int:
     return self.num_pages or self.num_slots * self.table_len
 
+  def heads_of(self, model: model_config.ModelConfig) -> int:
+    """Returns the number of heads that draft, which have pages of their own."""
+    drafts = self.speculation.drafter == 'heads'
+    return model.mtp.depth if drafts and model.mtp is not None else 0
+
   @property
   def extend_rows(self) -> tuple[int, ...]:
     """Numbers of rows that extend has a program for, ascending."""

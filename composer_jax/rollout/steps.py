@@ -170,7 +170,9 @@ def _build(config, options, place, draft) -> Programs:
   jit = functools.partial(jax.jit, donate_argnums=1)
   return Programs(
     extend=jit(extend, out_shardings=(pools, whole)),
-    decode=jit(decode, out_shardings=(pools, whole, whole), static_argnums=(6, 7)),
+    decode=jit(
+      decode, out_shardings=(pools, whole, whole), static_argnums=(6, 7)
+    ),
     traces=traces,
   )
 
