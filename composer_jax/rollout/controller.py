@@ -10,12 +10,11 @@ Plain decoding runs unless drafts are faster by more than measurements vary.
 Nothing here changes a token: those of all depths are equal.
 """
 
-import collections
 import dataclasses
 
 import numpy as np
 
-# Dispatches of a trial; the first, which follows another depth, is not measured.
+# Dispatches of a trial, whose first follows another depth and is not measured.
 _TRIAL = 4
 # Dispatches between two trials, at first and at most.
 _GAPS = (32, 1024)

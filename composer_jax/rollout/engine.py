@@ -219,8 +219,8 @@ class Engine:
     `on_tokens` is called with the tokens of each dispatch when its report is
     read; it must neither raise nor call the engine. While a request with a
     guide decodes, a dispatch samples one token for every row, without drafts,
-    and the next one waits for its report. While a request that `is_first` waits, no other one
-    gets a slot.
+    and the next one waits for its report. While a request that `is_first`
+    waits, no other one gets a slot.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is

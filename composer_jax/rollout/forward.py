@@ -27,8 +27,8 @@ class Weights(flax.struct.PyTreeNode, kw_only=True):
   """Decoder variables, one tree per layer, dense layers first.
 
   `outer` holds the other variables, as `models.head` expects them. `stacked`
-  holds the parameters that a layer's tree lacks: see `shared`. `heads` are those
-  of `models.mtp`, of an engine that drafts by them.
+  holds the parameters that a layer's tree lacks: see `shared`. `heads` has a
+  tree for each head of `models.mtp` in an engine that drafts by them.
   """
 
   outer: decoder.Variables

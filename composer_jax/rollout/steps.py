@@ -242,7 +242,7 @@ def _decode(
   of_columns = jax.tree.map(repeat, settings) if ahead.depth else settings
 
   def by_column(x_Z):
-    return x_Z.reshape(-1, width, *x_Z.shape[1:])
+    return x_Z.reshape(len(rows_BW), width, *x_Z.shape[1:])
 
   def goes_on(carry):
     step, _, state, _, _ = carry
