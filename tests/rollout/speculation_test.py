@@ -35,7 +35,7 @@ def policies(config, make_variables):
 def _scripted(whole, bad):
   """Returns a function that drafts by sessions' tokens, by first token.
 
-  One draft of four is `bad`; for one position of seven there is none.
+  One draft of six is `bad`; for one position of eleven there is none.
   """
   known_VS = np.zeros((40, serving.LENGTH + 4), np.int32)
   for tokens_T in whole:
@@ -46,8 +46,8 @@ def _scripted(whole, bad):
     first_B1 = history_BS[:, :1]
     at_BK = positions_B[:, None] + 1 + jnp.arange(depth)
     drafts_BK = jnp.asarray(known_VS)[first_B1, at_BK]
-    drafts_BK = jnp.where((at_BK + first_B1) % 4 == 3, bad, drafts_BK)
-    return jnp.where(at_BK % 7 == 6, sessions.NOT_SAMPLED, drafts_BK)
+    drafts_BK = jnp.where((at_BK + first_B1) % 6 == 5, bad, drafts_BK)
+    return jnp.where(at_BK % 11 == 9, sessions.NOT_SAMPLED, drafts_BK)
 
   return draft
 
