@@ -3,9 +3,9 @@
 Drafts pay while steps are bound by memory and drafts come true; with many rows,
 a distribution of high entropy or a large mixture of experts they cost more than
 they give. So each depth is tried for a few dispatches, then the fastest one
-runs. From time to time another one is tried again, more rarely while the
-fastest stays the same, so that trials of slow ones cost less than a hundredth.
-Plain decoding runs unless drafts are faster by more than measurements vary.
+runs. Others are tried again from time to time, as often as the time that their
+trials lose stays below a hundredth. Plain decoding runs unless drafts are
+faster by more than measurements vary.
 
 Nothing here changes a token: those of all depths are equal.
 """
@@ -16,8 +16,10 @@ import numpy as np
 
 # Dispatches of a trial, whose first follows another depth and is not measured.
 _TRIAL = 4
-# Dispatches between two trials, at first and at most.
-_GAPS = (32, 1024)
+# Dispatches between two trials, at least.
+_GAP = 32
+# Part of the time that trials may lose.
+_SHARE = 0.01
 # Weight of what was measured before: about ten dispatches count.
 _DECAY = 0.9
 # How many times the rate of plain decoding a depth must reach.
@@ -30,20 +32,32 @@ class _Load:
 
   Attributes:
     due: depths, the one that has waited longest for a trial first.
-    sums: tokens and seconds of each depth, of which older ones weigh less.
-    best: the fastest depth at the last choice.
-    current: depth that runs, for `left` further dispatches.
+    sums: tokens, seconds and dispatches of each depth, older ones of which
+      weigh less.
     untried: number of depths whose first trial is still to come.
+    current: depth that runs, for `left` further dispatches.
+    budget: seconds that trials may still lose.
   """
 
   due: list[int]
-  untried: int
   sums: dict[int, np.ndarray]
-  best: int
+  untried: int
   current: int = 0
   left: int = 0
-  gap: int = _GAPS[0]
-  is_trial: bool = True
+  is_trial: bool = False
+  budget: float = 0.0
+
+  def rate(self, depth: int) -> float:
+    tokens, seconds, _ = self.sums[depth]
+    return tokens / seconds if seconds else 0.0
+
+  def loss(self, depth: int, best: int) -> float:
+    """Returns the seconds that a trial loses against the best depth."""
+    _, seconds, count = self.sums[depth]
+    if not count or not self.rate(best):
+      return 0.0
+    slower = 1 - self.rate(depth) / self.rate(best)
+    return max(0.0, slower * _TRIAL * seconds / count)
 
 
 class Controller:
@@ -74,35 +88,28 @@ class Controller:
     self, depth: int, num_rows: int, tokens: int, seconds: float
   ) -> None:
     """Takes what a dispatch gave, and the time since the one before it."""
-    sums = self._load(num_rows).sums
-    sums[depth] = _DECAY * sums[depth] + (tokens, seconds)
+    load = self._load(num_rows)
+    load.sums[depth] = _DECAY * load.sums[depth] + (tokens, seconds, 1)
+    load.budget += _SHARE * seconds
 
   def _load(self, num_rows: int) -> _Load:
-    depths = self._depths
-    sums = {depth: np.zeros(2) for depth in depths}
-    load = _Load(list(depths), len(depths), sums, depths[0])
+    sums = {depth: np.zeros(3) for depth in self._depths}
+    load = _Load(list(self._depths), sums, len(self._depths))
     return self._loads.setdefault(num_rows.bit_length(), load)
 
   def _turn(self, load: _Load) -> None:
-    """Begins a trial, or runs the fastest depth until the next."""
-    best = self._best(load)
-    if load.untried or not load.is_trial:
-      load.untried = max(load.untried - 1, 0)
-      is_other = lambda depth: load.untried or depth != best
-      load.current = next(filter(is_other, load.due))
-      load.due.remove(load.current)
-      load.due.append(load.current)
-      load.is_trial, load.left = True, _TRIAL
-      return
-    longer = min(2 * load.gap, _GAPS[1])
-    load.gap = longer if best == load.best else _GAPS[0]
-    load.best = load.current = best
-    load.is_trial, load.left = False, load.gap
-
-  def _best(self, load: _Load) -> int:
-    def rate(depth):
-      tokens, seconds = load.sums[depth]
-      return tokens / seconds if seconds else 0.0
-
-    plain, best = self._depths[0], max(self._depths, key=rate)
-    return best if rate(best) > _MARGIN * rate(plain) else plain
+    """Begins a trial if time allows, or goes on with the best depth."""
+    plain, best = self._depths[0], max(self._depths, key=load.rate)
+    if load.rate(best) <= _MARGIN * load.rate(plain):
+      best = plain
+    if load.is_trial:
+      load.budget -= load.loss(load.current, best)
+    due = load.due[load.due[0] == best and not load.untried]
+    is_affordable = load.loss(due, best) <= load.budget
+    if load.untried or (is_affordable and not load.is_trial):
+      load.untried = max(0, load.untried - 1)
+      load.is_trial, load.current, load.left = True, due, _TRIAL
+      load.due.remove(due)
+      load.due.append(due)
+    else:
+      load.is_trial, load.current, load.left = False, best, _GAP

@@ -146,7 +146,7 @@ def test_a_depth_runs_where_it_is_faster_and_costs_little_where_it_is_not():
     return tokens / seconds, depth
 
   rate, depth = run({0: 1.0, 2: 0.4, 4: 0.2}, 3000)
-  assert depth == 0 and rate > 0.98
+  assert depth == 0 and rate > 0.985
   rate, depth = run({0: 1.0, 2: 1.2, 4: 1.7}, 3000)
   assert depth == 4 and rate > 0.98 * 1.7
   # Not for less than measurements vary by.
