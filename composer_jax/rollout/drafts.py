@@ -1,17 +1,219 @@
-"""Drafts of tokens."""
+"""Drafts: guesses of the next tokens of a session, which a pass verifies.
+
+N-grams guess that what followed the last tokens before follows them again, in
+the session itself or in earlier ones, of which the device has a hash table.
+Heads for multi-token prediction (`models.mtp`) guess with the random numbers of
+the sampler, so that a head that has the policy's distribution guesses the very
+token. No draft changes a token (`rollout.steps`); a wrong one costs time.
+
+Everything here runs inside the device loop but `NGrams`, which learns on the
+host from sessions that ended.
+"""
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax.models import config as config_lib
+from composer_jax.models import layer, mtp
+from composer_jax.parallel import exchange
+from composer_jax.rollout import forward, sampling, sessions
+
+# Tokens of the grams in the table, those to look up first in front.
+_GRAMS = (8, 4)
+# Tokens that a match with the session's own must have to go before the table.
+_CLOSE = 3
+# Tokens that follow a gram in the table, the most that a pass drafts of it.
+_FOLLOWING = 4
 
 
-def by_ngrams(table, history_BS, positions_B, depth):
-  raise NotImplementedError
+class Table(flax.struct.PyTreeNode, kw_only=True):
+  """What followed grams: slot `hash % N` has the newest gram of its hash.
 
+  Two grams with one hash are taken for each other, once in 2^32 pairs.
+  """
 
-def by_heads(weights, pools, *arrays, **how):
-  raise NotImplementedError
+  hashes_N: Any  # uint32
+  tokens_NK: Any  # int32 tokens; NOT_SAMPLED behind a session's end
 
 
 class NGrams:
-  def add(self, tokens_T, start):
-    pass
+  """Learns, on the host, what followed the grams of earlier sessions.
 
-  def arrays(self):
-    return ()
+  Its size is fixed and the newest gram of a slot stays, so that what older
+  policies wrote goes as newer ones write other things.
+  """
+
+  def __init__(self, size: int = 2**17):
+    self._hashes_N = np.zeros(size, np.uint32)
+    self._tokens_NK = np.full(
+      (size, _FOLLOWING), sessions.NOT_SAMPLED, np.int32
+    )
+
+  def add(self, tokens_T: np.ndarray, start: int = 0) -> None:
+    """Learns the tokens of a session from `start` on, after those before."""
+    ahead_T = np.pad(
+      tokens_T, (0, _FOLLOWING), constant_values=sessions.NOT_SAMPLED
+    )
+    ahead_TK = np.lib.stride_tricks.sliding_window_view(ahead_T, _FOLLOWING)
+    for length in _GRAMS:
+      # Places right behind a whole gram.
+      places_X = np.arange(max(start, length), len(tokens_T))
+      columns = [tokens_T[places_X - n] for n in range(1, length + 1)]
+      hashes_X = _hash(columns, np)
+      slots_X = hashes_X % len(self._hashes_N)
+      self._hashes_N[slots_X] = hashes_X
+      self._tokens_NK[slots_X] = ahead_TK[places_X]
+
+  def arrays(self) -> Table:
+    """Returns a copy for the device, whose shapes never change."""
+    return Table(
+      hashes_N=self._hashes_N.copy(), tokens_NK=self._tokens_NK.copy()
+    )
+
+
+def _hash(columns: list[Any], xp: Any) -> Any:
+  """Returns uint32 hashes of grams, whose n-th tokens are the n-th column."""
+  hashes_X = xp.full(columns[0].shape, len(columns), xp.uint32)
+  for column_X in columns:
+    hashes_X = (hashes_X ^ column_X.astype(xp.uint32)) * xp.uint32(0x9E3779B1)
+    hashes_X ^= hashes_X >> xp.uint32(15)
+  return hashes_X
+
+
+def by_ngrams(
+  table: Table, history_BS: jax.Array, positions_B: jax.Array, depth: int
+) -> jax.Array:
+  """Drafts what followed the longest match of the last tokens.
+
+  That is one of at least three tokens in the session itself, the latest of
+  equally long ones; else a gram of the table, the longer first; else a shorter
+  match in the session.
+
+  Args:
+    history_BS: int32 tokens of each row by position, garbage behind
+      `positions_B`.
+    positions_B: int32 positions of the tokens sampled last.
+
+  Returns:
+    int32 drafts_BK of `depth` tokens; `sessions.NOT_SAMPLED` from the column on
+    where there is none.
+  """
+  lengths_B, drafts_BK = _by_session(history_BS, positions_B, depth)
+  drafts_BK = jnp.where(lengths_B[:, None] > 0, drafts_BK, sessions.NOT_SAMPLED)
+  is_settled_B = lengths_B >= _CLOSE
+  for length in _GRAMS:
+    columns = _last(history_BS, positions_B, length)
+    hashes_B = _hash(columns, jnp)
+    slots_B = hashes_B % jnp.uint32(len(table.hashes_N))
+    is_known_B = (table.hashes_N[slots_B] == hashes_B) & ~is_settled_B
+    is_known_B &= positions_B >= length - 1
+    known_BK = table.tokens_NK[slots_B, :depth]
+    drafts_BK = jnp.where(is_known_B[:, None], known_BK, drafts_BK)
+    is_settled_B |= is_known_B
+  return drafts_BK
+
+
+def _last(history_BS, positions_B, count) -> list[jax.Array]:
+  """Returns the last tokens of each row, the latest first."""
+
+  def at(n):
+    places_B1 = jnp.maximum(positions_B - n, 0)[:, None]
+    return jnp.take_along_axis(history_BS, places_B1, axis=1)[:, 0]
+
+  return [at(n) for n in range(count)]
+
+
+def _by_session(history_BS, positions_B, depth):
+  """Returns the length of the longest match, up to a gram's, and its drafts."""
+  places_S = jnp.arange(history_BS.shape[1])
+  # The match ends at place s, behind which a known token follows.
+  goes_on_BS = places_S < positions_B[:, None]
+  lengths_BS = jnp.zeros(history_BS.shape, jnp.int32)
+  for n, last_B in enumerate(_last(history_BS, positions_B, _GRAMS[0])):
+    before_BS = jnp.roll(history_BS, n, axis=1)
+    goes_on_BS &= (before_BS == last_B[:, None]) & (places_S >= n)
+    lengths_BS += goes_on_BS
+  length_B = lengths_BS.max(1)
+  # The latest of the longest ones.
+  ends_BS = jnp.where(lengths_BS == length_B[:, None], places_S, 0)
+  end_B1 = ends_BS.max(1, keepdims=True)
+  # What would follow the last known token is again what follows the match.
+  period_B1 = jnp.maximum(positions_B[:, None] - end_B1, 1)
+  places_BK = end_B1 + 1 + jnp.arange(depth) % period_B1
+  return length_B, jnp.take_along_axis(
+    history_BS, places_BK, axis=1, mode='clip'
+  )
+
+
+def by_heads(
+  weights: forward.Weights,
+  pools: forward.Cache,
+  hidden_BTD: jax.Array,
+  following_BT: jax.Array,
+  valid_BT: jax.Array,
+  positions_BT: jax.Array,
+  tables_BP: jax.Array,
+  settings: sampling.Settings | None,
+  depth: int,
+  *,
+  config: config_lib.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+) -> tuple[jax.Array, forward.Cache]:
+  """Drafts by the heads, each of which consumes a pass of the decoder.
+
+  A head's keys and values lie in pages of its own. Those of a token whose
+  following tokens were not known yet are made of drafts, and stay: if these
+  were wrong, later drafts are somewhat worse.
+
+  Args:
+    pools: pools of each head, with the pages of `tables_BP`.
+    hidden_BTD: states of the decoder after its final norm, at positions_BT.
+    following_BT: int32 tokens at positions_BT + 1.
+    valid_BT: mask of the columns to consume, one after another in each row.
+    settings: how the rows sample; None drafts the likeliest tokens.
+
+  Returns:
+    int32 drafts_BK of the tokens from the last valid position + 2 on,
+    NOT_SAMPLED beyond the number of heads; and the pools.
+  """
+  pages = forward.pages_of(valid_BT, positions_BT, tables_BP, pools, config)
+  columns_T = jnp.arange(valid_BT.shape[1])
+  last_B1 = jnp.where(valid_BT, columns_T, 0).max(1, keepdims=True)
+  at_last = functools.partial(jnp.take_along_axis, indices=last_B1, axis=1)
+  position_B = at_last(positions_BT)[:, 0]
+  tokens_BT, all_pools, drafts = following_BT, list(pools), []
+  for i, variables in enumerate(weights.heads[:depth]):
+    params = variables['params']
+    x_BTD = weights.outer['params']['embedding'][tokens_BT]
+    x_BTD = x_BTD.astype(hidden_BTD.dtype)
+    x_BTD = mtp.join(params, x_BTD, hidden_BTD, config)
+    hidden_BTD, _, all_pools[i] = forward.run_layer(
+      variables, x_BTD, pools[i], pages, config=config, plan=plan, apart=True
+    )
+    state_B1D = jnp.take_along_axis(hidden_BTD, last_B1[..., None], axis=1)
+    scale_D = params['final_norm']['scale']
+    state_B1D = layer.final_norm(scale_D, state_B1D, config)
+    logits_BV = forward.logits(weights, state_B1D, config)[:, 0]
+    if settings is None:
+      draft_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    else:
+      draft_B, _ = sampling.choose(
+        settings,
+        position_B + i + 2,
+        logits_BV,
+        truncate=False,
+        numerics=config.numerics,
+      )
+    drafts.append(draft_B)
+    tokens_BT = jnp.roll(tokens_BT, -1, axis=1)
+    tokens_BT = jnp.where(columns_T == last_B1, draft_B[:, None], tokens_BT)
+  missing = ((0, 0), (0, depth - len(drafts)))
+  drafts_BK = jnp.pad(
+    jnp.stack(drafts, axis=1), missing, constant_values=sessions.NOT_SAMPLED
+  )
+  return drafts_BK, tuple(all_pools)
