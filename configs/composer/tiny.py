@@ -121,8 +121,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     prefill_rows=8,  # sessions in a prefill step; or several numbers, buckets
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
     on_swap='keep',  # keys and values of older weights, or 'refresh' them
-    # Or 'ngrams', the model's 'heads': samples the same tokens, sooner.
-    speculation=dict(drafter='none', depth=4),
   )
   c.rl = dict(
     steps=50,
