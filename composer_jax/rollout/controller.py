@@ -14,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-# Dispatches of a trial, whose first follows another depth and is not measured.
+# Dispatches of a trial.
 _TRIAL = 4
 # Dispatches between two trials, at least.
 _GAP = 32
@@ -84,13 +84,22 @@ class Controller:
     load.left -= 1
     return load.current
 
-  def measure(
-    self, depth: int, num_rows: int, tokens: int, seconds: float
+  def take(
+    self,
+    counts_X: np.ndarray | None,
+    num_rows: int,
+    tokens: int,
+    seconds: float | None,
   ) -> None:
-    """Takes what a dispatch gave, and the time since the one before it."""
-    load = self._load(num_rows)
-    load.sums[depth] = _DECAY * load.sums[depth] + (tokens, seconds, 1)
-    load.budget += _SHARE * seconds
+    """Takes the counts and tokens of a report; None for unknown seconds."""
+    depth = 0
+    if counts_X is not None:
+      depth = len(counts_X) - 1
+      self.kept_X[: depth + 1] += counts_X
+    if seconds is not None and depth in self._depths:
+      load = self._load(num_rows)
+      load.sums[depth] = _DECAY * load.sums[depth] + (tokens, seconds, 1)
+      load.budget += _SHARE * seconds
 
   def _load(self, num_rows: int) -> _Load:
     sums = {depth: np.zeros(3) for depth in self._depths}
