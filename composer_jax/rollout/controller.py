@@ -10,8 +10,6 @@ faster by more than measurements vary.
 Nothing here changes a token: those of all depths are equal.
 """
 
-import dataclasses
-
 import numpy as np
 
 # Dispatches of a trial.
@@ -26,26 +24,16 @@ _DECAY = 0.9
 _MARGIN = 1.02
 
 
-@dataclasses.dataclass
 class _Load:
-  """What is known of one number of rows.
+  """What is known of one number of rows."""
 
-  Attributes:
-    due: depths, the one that has waited longest for a trial first.
-    sums: tokens, seconds and dispatches of each depth, older ones of which
-      weigh less.
-    untried: number of depths whose first trial is still to come.
-    current: depth that runs, for `left` further dispatches.
-    budget: seconds that trials may still lose.
-  """
-
-  due: list[int]
-  sums: dict[int, np.ndarray]
-  untried: int
-  current: int = 0
-  left: int = 0
-  is_trial: bool = False
-  budget: float = 0.0
+  def __init__(self, depths: tuple[int, ...]):
+    # Tokens, seconds and dispatches of each depth; older ones weigh less.
+    self.sums = {depth: np.zeros(3) for depth in depths}
+    self.due = list(depths)  # the one that waits longest for a trial first
+    self.untried = len(depths)
+    self.current = self.left = 0  # depth of so many further dispatches
+    self.is_trial, self.budget = False, 0.0  # seconds that trials may lose
 
   def rate(self, depth: int) -> float:
     tokens, seconds, _ = self.sums[depth]
@@ -102,8 +90,7 @@ class Controller:
       load.budget += _SHARE * seconds
 
   def _load(self, num_rows: int) -> _Load:
-    sums = {depth: np.zeros(3) for depth in self._depths}
-    load = _Load(list(self._depths), sums, len(self._depths))
+    load = _Load(self._depths)
     return self._loads.setdefault(num_rows.bit_length(), load)
 
   def _turn(self, load: _Load) -> None:
