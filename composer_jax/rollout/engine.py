@@ -345,16 +345,16 @@ class Engine:
     if not table.running:
       self._last = None
     if self._grams is not None:
-      self._learn(finished)
+      self._learn(self._grams, finished)
     return finished
 
-  def _learn(self, finished) -> None:
+  def _learn(self, grams: drafts.NGrams, finished: Sequence[Any]) -> None:
     """Remembers what sessions hold, as drafts of others."""
     for outcome in finished:
       session = self._slots.sessions.get(outcome.session)
       if session is not None and isinstance(outcome, records.Completion):
         start = session.length - len(outcome.tokens_T)
-        self._grams.add(session.tokens_T[: session.length], start)
+        grams.add(session.tokens_T[: session.length], start)
         self._num_learnt += 1
         if not self._num_learnt % _LEARNT_AT_ONCE:
           self._renew()
@@ -451,7 +451,9 @@ class Engine:
         session.settle()
         history_BS[row, : session.length] = session.tokens_T[: session.length]
     self._composition = [(session, session.at_work) for session in decoding]
-    inputs = (rows_BW, steps.State(*state_3B, drafts_BK, history_BS))
+    state = steps.State(*state_3B)
+    state = state._replace(drafts_BK=drafts_BK, history_BS=history_BS)
+    inputs = (rows_BW, state)
     self._rows_BW, self._state = self._put(inputs)
 
   def _sample(self) -> None:
@@ -498,8 +500,9 @@ class Engine:
       return
     report = report.replace(version=unread.version)
     # Unknown after a pause, or where a program was compiled meanwhile.
-    is_known = before is not None and before[1] == last[1]
-    seconds = last[0] - before[0] if is_known else None
+    seconds = None
+    if before is not None and before[1] == last[1]:
+      seconds = last[0] - before[0]
     count = int((report.tokens_TB >= 0).sum())
     self.controller.take(report.counts_X, len(unread.rows), count, seconds)
     self._slots.sampled(unread.rows, report)

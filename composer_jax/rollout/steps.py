@@ -127,7 +127,8 @@ def build(
 ) -> Programs:
   """Returns the programs, shared by every engine of the same shapes."""
   # Options that only the host reads change no program.
-  on_host = {'devices': 1, 'share_prefixes': True, 'on_swap': options_lib.KEEP}
+  on_host: dict[str, Any] = {'devices': 1, 'share_prefixes': True}
+  on_host['on_swap'] = options_lib.KEEP
   if options.speculation.drafter != 'heads':
     on_host['speculation'] = options_lib.Speculation()
   return _build(config, dataclasses.replace(options, **on_host), place, draft)
@@ -184,11 +185,11 @@ def _by_heads(config, options, place):
   if options.speculation.drafter != 'heads':
     return None
   how = {'config': config.precise(), 'plan': place.plan}
-  depth = options.speculation.depth
+  how['depth'] = options.speculation.depth
 
   def by_heads(weights, cache, *arrays):
     own, pools = cache[: config.num_layers], cache[config.num_layers :]
-    drafts_BK, pools = drafts.by_heads(weights, pools, *arrays, depth, **how)
+    drafts_BK, pools = drafts.by_heads(weights, pools, *arrays, **how)
     return drafts_BK, (*own, *pools)
 
   return by_heads
@@ -332,8 +333,8 @@ def _decode(
 
   report = _empty_report(config, options, len(rows_BW), width)
   carry = (jnp.int32(0), cache, state, report, jnp.zeros(width, jnp.int32))
-  _, *results, counts_T = jax.lax.while_loop(goes_on, one_pass, carry)
-  cache, state, report = results
+  carry = jax.lax.while_loop(goes_on, one_pass, carry)
+  _, cache, state, report, counts_T = carry
   if depth:
     report = _joined(report).replace(
       counts_X=counts_T, drafts_BK=state.drafts_BK
