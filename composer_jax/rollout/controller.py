@@ -10,11 +10,9 @@ faster by more than measurements vary.
 Nothing here changes a token: those of all depths are equal.
 """
 
-import dataclasses
-
 import numpy as np
 
-# Dispatches of a trial, whose first follows another depth and is not measured.
+# Dispatches of a trial.
 _TRIAL = 4
 # Dispatches between two trials, at least.
 _GAP = 32
@@ -26,26 +24,16 @@ _DECAY = 0.9
 _MARGIN = 1.02
 
 
-@dataclasses.dataclass
 class _Load:
-  """What is known of one number of rows.
+  """What is known of one number of rows."""
 
-  Attributes:
-    due: depths, the one that has waited longest for a trial first.
-    sums: tokens, seconds and dispatches of each depth, older ones of which
-      weigh less.
-    untried: number of depths whose first trial is still to come.
-    current: depth that runs, for `left` further dispatches.
-    budget: seconds that trials may still lose.
-  """
-
-  due: list[int]
-  sums: dict[int, np.ndarray]
-  untried: int
-  current: int = 0
-  left: int = 0
-  is_trial: bool = False
-  budget: float = 0.0
+  def __init__(self, depths: tuple[int, ...]):
+    # Tokens, seconds and dispatches of each depth; older ones weigh less.
+    self.sums = {depth: np.zeros(3) for depth in depths}
+    self.due = list(depths)  # the one that waits longest for a trial first
+    self.untried = len(depths)
+    self.current = self.left = 0  # depth of so many further dispatches
+    self.is_trial, self.budget = False, 0.0  # seconds that trials may lose
 
   def rate(self, depth: int) -> float:
     tokens, seconds, _ = self.sums[depth]
@@ -84,17 +72,25 @@ class Controller:
     load.left -= 1
     return load.current
 
-  def measure(
-    self, depth: int, num_rows: int, tokens: int, seconds: float
+  def take(
+    self,
+    counts_X: np.ndarray | None,
+    num_rows: int,
+    tokens: int,
+    seconds: float | None,
   ) -> None:
-    """Takes what a dispatch gave, and the time since the one before it."""
-    load = self._load(num_rows)
-    load.sums[depth] = _DECAY * load.sums[depth] + (tokens, seconds, 1)
-    load.budget += _SHARE * seconds
+    """Takes the counts and tokens of a report; None for unknown seconds."""
+    depth = 0
+    if counts_X is not None:
+      depth = len(counts_X) - 1
+      self.kept_X[: depth + 1] += counts_X
+    if seconds is not None and depth in self._depths:
+      load = self._load(num_rows)
+      load.sums[depth] = _DECAY * load.sums[depth] + (tokens, seconds, 1)
+      load.budget += _SHARE * seconds
 
   def _load(self, num_rows: int) -> _Load:
-    sums = {depth: np.zeros(3) for depth in self._depths}
-    load = _Load(list(self._depths), sums, len(self._depths))
+    load = _Load(self._depths)
     return self._loads.setdefault(num_rows.bit_length(), load)
 
   def _turn(self, load: _Load) -> None:

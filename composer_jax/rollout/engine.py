@@ -53,8 +53,8 @@ _MAX_PUT_OFF = 2
 # Number of pages that one call copies or clears.
 _PAGES_A_CALL = 16
 
-# Dispatches after which drafts know of sessions that ended since.
-_RENEWED_EVERY = 256
+# Number of completions that drafts learn from together.
+_LEARNT_AT_ONCE = 64
 
 
 class Unread(NamedTuple):
@@ -64,7 +64,6 @@ class Unread(NamedTuple):
   chunks: list[tuple[int, int]] | None  # (start, end) of rows; None for decode
   report: Any
   version: int
-  depth: int = 0  # drafts of a pass of decode
 
 
 class Engine:
@@ -111,10 +110,10 @@ class Engine:
       self._place = placing.on_mesh(config, mesh)
     self.controller = controller.Controller(options.speculation.depths)
     self._num_heads = options.heads_of(config)
-    self._grams = self._table = None
-    self._has_learnt = True
-    if options.speculation.drafter == 'ngrams':
-      self._grams = drafts.NGrams()
+    drafts_grams = options.speculation.drafter == 'ngrams'
+    self._grams = drafts.NGrams() if drafts_grams else None
+    self._table: Any = None
+    self._num_learnt = 0
     self._base = forward.shared(variables, config) if shares_base else None
     self._served = self.place(variables, version)
     if decoder.trained(variables) == 'adapters' and not shares_base:
@@ -139,11 +138,11 @@ class Engine:
     self._unread: Unread | None = None
     # Rows of the decode program, and their inputs and state on the device.
     self._composition: list[slots_lib.Row] = []
-    self._is_drafting = False
+    self._depth = 0  # drafts of a pass of the next dispatch
     self._rows_BW: Any = None
     self._state: Any = None
-    # What the last report was of, when it came, and what was compiled by then.
-    self._last: tuple[Any, float, int] | None = None
+    # When the last report came, and the programs that were compiled by then.
+    self._last: tuple[float, int] | None = None
     self._renew()
 
   @property
@@ -199,13 +198,12 @@ class Engine:
     for num_rows in self.options.extend_rows:
       self._run_extend([], num_rows)
     biases = [None, self._bias()] if guided else [None]
-    depths = self.options.speculation.depths
-    for truncate, bias_BV, depth in itertools.product(
-      (False, True), biases, depths
-    ):
-      if not depth or bias_BV is None:
-        self._compose([], depth)
-        self._run_decode(truncate, bias_BV, depth)
+    for depth in self.options.speculation.depths:
+      self._depth = depth
+      for truncate, bias_BV in itertools.product((False, True), biases):
+        if bias_BV is None or not depth:
+          self._compose([])
+          self._run_decode(truncate, bias_BV)
 
   def submit(
     self,
@@ -278,17 +276,15 @@ class Engine:
       is_own = lambda name: not name.startswith('params/')
       expected = {name: expected[name] for name in filter(is_own, expected)}
     _compare(_shapes(variables), expected, version, dtypes=True)
+    if not self._num_heads:
+      variables = {k: tree for k, tree in variables.items() if k != 'mtp'}
     variables = placing.put(variables, self.config, self._place)
     variables = experts.held(
       variables, self._model, self.config, bool(self.options.experts)
     )
     is_sharded = self._place.plan is not None
     weights = forward.unstack(
-      variables,
-      self.config,
-      is_sharded=is_sharded,
-      base=base,
-      num_heads=self._num_heads,
+      variables, self.config, is_sharded=is_sharded, base=base
     )
     weights = jax.block_until_ready(weights)
     return placing.PlacedWeights(weights=weights, version=version)
@@ -345,29 +341,28 @@ class Engine:
     for session in pending:
       if session.work is not None:
         session.work.waiting += 1
-    if not table.stats.dispatches % _RENEWED_EVERY:
-      self._renew()
     finished = table.take_finished()
     if not table.running:
       self._last = None
     if self._grams is not None:
-      self._learn(finished)
+      self._learn(self._grams, finished)
     return finished
 
-  def _learn(self, finished) -> None:
+  def _learn(self, grams: drafts.NGrams, finished: Sequence[Any]) -> None:
     """Remembers what sessions hold, as drafts of others."""
     for outcome in finished:
       session = self._slots.sessions.get(outcome.session)
       if session is not None and isinstance(outcome, records.Completion):
         start = session.length - len(outcome.tokens_T)
-        self._grams.add(session.tokens_T[: session.length], start)
-        self._has_learnt = True
+        grams.add(session.tokens_T[: session.length], start)
+        self._num_learnt += 1
+        if not self._num_learnt % _LEARNT_AT_ONCE:
+          self._renew()
 
   def _renew(self) -> None:
     """Gives the device the n-grams that were learnt so far."""
-    if self._grams is not None and self._has_learnt:
+    if self._grams is not None:
       self._table = self._put(self._grams.arrays())
-      self._has_learnt = False
 
   def _put(self, inputs: Any) -> Any:
     # Committed like all arrays; otherwise the first call compiles once more.
@@ -410,38 +405,38 @@ class Engine:
     rows = [(session, session.at_work) for session in decoding]
     is_guided = any(work.guide for _, work in rows)
     depth = self.controller.choose(len(rows)) if rows and not is_guided else 0
-    is_composed = rows == self._composition and bool(depth) == self._is_drafting
+    is_composed = rows == self._composition and (depth > 0) == (self._depth > 0)
+    self._depth = depth
     if rows and is_composed and not is_guided:
       # At least a token a pass comes.
       is_sampling = self._unread and self._unread.chunks is None
       num_coming = self.options.decode_steps if is_sampling else 0
       if any(work.remaining > num_coming for _, work in rows):
-        self._sample(depth)
+        self._sample()
       else:  # The dispatch under way reaches the limit of every row.
         self._read()
       return
     self._read()
     # The report may have ended some sessions.
     if decoding := self._slots.decoding():
-      self._compose(decoding, depth)
-      self._sample(depth)
+      self._compose(decoding)
+      self._sample()
 
-  def _compose(self, decoding: list[sessions.Session], depth: int) -> None:
+  def _compose(self, decoding: list[sessions.Session]) -> None:
     """Assigns the rows of decode to sessions; no report may be unread.
 
     Without drafts their state stays away, so that plain decoding costs no more.
     """
     assert not self._unread
-    self._is_drafting = depth > 0
     width = sum(steps.decode_widths(self.options))
     num_rows = self.options.num_slots
     rows_BW = np.zeros((num_rows, width), np.int32)
     state_3B = np.zeros((3, num_rows), np.int32)
     drafts_BK = history_BS = None
-    if depth and self._num_heads:
+    if self._depth and self._num_heads:
       shape = (num_rows, self.options.speculation.depth)
       drafts_BK = np.full(shape, sessions.NOT_SAMPLED, np.int32)
-    elif depth:
+    elif self._depth:
       history_BS = np.zeros((num_rows, self.options.max_len), np.int32)
     for row, session in enumerate(decoding):
       work = session.at_work
@@ -456,15 +451,16 @@ class Engine:
         session.settle()
         history_BS[row, : session.length] = session.tokens_T[: session.length]
     self._composition = [(session, session.at_work) for session in decoding]
-    inputs = (rows_BW, steps.State(*state_3B, drafts_BK, history_BS))
+    state = steps.State(*state_3B)
+    state = state._replace(drafts_BK=drafts_BK, history_BS=history_BS)
+    inputs = (rows_BW, state)
     self._rows_BW, self._state = self._put(inputs)
 
-  def _sample(self, depth: int) -> None:
+  def _sample(self) -> None:
     truncate = any(work.request.truncates for _, work in self._composition)
     is_guided = any(work.guide for _, work in self._composition)
     bias_BV = self._bias() if is_guided else None
-    report = self._run_decode(truncate, bias_BV, depth)
-    self._add(self._composition, None, report, depth)
+    self._add(self._composition, None, self._run_decode(truncate, bias_BV))
 
   def _bias(self) -> np.ndarray:
     """Returns what the guides of the composition add to the next logits."""
@@ -475,25 +471,21 @@ class Engine:
         bias_BV[row] = work.guide.bias()
     return bias_BV
 
-  def _run_decode(
-    self, truncate: bool, bias_BV: np.ndarray | None, depth: int
-  ) -> Any:
+  def _run_decode(self, truncate: bool, bias_BV: np.ndarray | None) -> Any:
     inputs = (self._cache, self._rows_BW, self._state)
     bias_BV = None if bias_BV is None else self._put(bias_BV)
-    table = self._table if depth else None
+    table = self._table if self._depth else None
     self._cache, self._state, report = self._programs.decode(
-      self._served.weights, *inputs, bias_BV, table, truncate, depth
+      self._served.weights, *inputs, bias_BV, table, truncate, self._depth
     )
     return report
 
-  def _add(
-    self, rows: list[slots_lib.Row], chunks: Any, report: Any, depth: int = 0
-  ) -> None:
+  def _add(self, rows: list[slots_lib.Row], chunks: Any, report: Any) -> None:
     """Begins to fetch a report, and reads the one before it."""
     self._slots.stats.dispatches += 1
     for array in jax.tree.leaves(report):
       array.copy_to_host_async()
-    self._read(Unread(rows, chunks, report, self.version, depth))
+    self._read(Unread(rows, chunks, report, self.version))
 
   def _read(self, following: Unread | None = None) -> None:
     """Waits for the unread report and takes it; `following` is then unread."""
@@ -501,26 +493,19 @@ class Engine:
     if unread is None:
       return
     report = jax.tree.map(np.asarray, unread.report)
-    if unread.chunks is None:
-      report = report.replace(version=unread.version)
-      self._measure(unread, report)
-      self._slots.sampled(unread.rows, report)
-    else:
-      self._last = None
+    last = (time.perf_counter(), self._programs.traces.total())
+    before, self._last = self._last, last
+    if unread.chunks is not None:
       self._read_extend(unread, unread.chunks, *report)
-
-  def _measure(self, unread: Unread, report: sessions.Sampled) -> None:
-    """Measures a dispatch that came straight after another one like it."""
-    kind = (unread.depth, len(unread.rows))
-    now, traces = time.perf_counter(), self._programs.traces.total()
-    if self._last is not None:
-      last_kind, before, last_traces = self._last
-      if last_kind == kind and last_traces == traces:
-        tokens = int((report.tokens_TB >= 0).sum())
-        self.controller.measure(*kind, tokens, now - before)
-    self._last = (kind, now, traces)
-    if report.counts_X is not None:
-      self.controller.kept_X[: unread.depth + 1] += report.counts_X
+      return
+    report = report.replace(version=unread.version)
+    # Unknown after a pause, or where a program was compiled meanwhile.
+    seconds = None
+    if before is not None and before[1] == last[1]:
+      seconds = last[0] - before[0]
+    count = int((report.tokens_TB >= 0).sum())
+    self.controller.take(report.counts_X, len(unread.rows), count, seconds)
+    self._slots.sampled(unread.rows, report)
 
   def _read_extend(
     self, unread, chunks, finite_B, routes_MBTA, drafts_BK

@@ -76,7 +76,6 @@ def unstack(
   *,
   is_sharded: bool = False,
   base: Weights | None = None,
-  num_heads: int = 0,
 ) -> Weights:
   """Splits stacked layers; `compute_dtype` float32 widens bfloat16 weights.
 
@@ -88,7 +87,7 @@ def unstack(
   with the embedding axis first (`kernels.linear`).
 
   Codes of experts stay as they are. Frozen weights are those of `base` if that
-  is given: the same arrays. Of heads the first `num_heads` are kept.
+  is given: the same arrays.
   """
   widen = config.compute_dtype == 'float32'
 
@@ -97,17 +96,17 @@ def unstack(
     is_widened &= name.rpartition('/')[2] not in formats.PARTS
     return jnp.array(x, jnp.float32 if is_widened else x.dtype, copy=True)
 
-  if not num_heads:
-    variables = {k: tree for k, tree in variables.items() if k != 'mtp'}
   variables = trees.map_names(copy, variables)
   outer, layers = dict(variables.get('params', {})), []
   for name, length in config.stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
     layers += [experts.layer_of(stack, i, config) for i in range(length)]
     outer.pop(name, None)
-  heads = variables.get('mtp', {})
-  heads = {kind: tree['layers'] for kind, tree in heads.items()}
-  heads = [jax.tree.map(lambda x, i=i: x[i], heads) for i in range(num_heads)]
+  heads = []
+  if 'mtp' in variables and config.mtp is not None:
+    stack = {k: tree['layers'] for k, tree in variables['mtp'].items()}
+    cut = lambda i: jax.tree.map(lambda x: x[i], stack)
+    heads = list(map(cut, range(config.mtp.depth)))
   on_cpu = jax.default_backend() == 'cpu'
   is_split = base is None or not base.stacked
   if config.numerics == 'fast' and on_cpu and not is_sharded and is_split:

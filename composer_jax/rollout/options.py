@@ -33,7 +33,7 @@ class Speculation:
 
   def __post_init__(self):
     checks.one_of(self, 'drafter', DRAFTERS)
-    checks.one_of(self, 'depth', DEPTHS[1:])
+    checks.require(self, 'depth', self.depth in DEPTHS[1:], 'be 2 or 4')
 
   @property
   def depths(self) -> tuple[int, ...]:

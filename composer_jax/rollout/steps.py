@@ -127,7 +127,10 @@ def build(
 ) -> Programs:
   """Returns the programs, shared by every engine of the same shapes."""
   # Options that only the host reads change no program.
-  on_host = {'devices': 1, 'share_prefixes': True, 'on_swap': options_lib.KEEP}
+  on_host: dict[str, Any] = {'devices': 1, 'share_prefixes': True}
+  on_host['on_swap'] = options_lib.KEEP
+  if options.speculation.drafter != 'heads':
+    on_host['speculation'] = options_lib.Speculation()
   return _build(config, dataclasses.replace(options, **on_host), place, draft)
 
 
@@ -162,9 +165,9 @@ def _build(config, options, place, draft) -> Programs:
     words = ' truncating' * truncate + ' guided' * (bias_BV is not None)
     words += f' drafting {depth}' * (depth > 0)
     traces[f'decode {len(rows_BW)}{words}'] += 1
-    ahead = _Ahead(depth, functools.partial(draft, table), by_heads)
+    drafters = (functools.partial(draft, table), by_heads)
     inputs = (weights, cache, rows_BW, state, bias_BV, truncate)
-    return _decode(run, config, options, ahead, *inputs)
+    return _decode(run, config, options, (depth, *drafters), *inputs)
 
   pools, whole = place.pools, place.whole
   jit = functools.partial(jax.jit, donate_argnums=1)
@@ -177,24 +180,16 @@ def _build(config, options, place, draft) -> Programs:
   )
 
 
-class _Ahead(NamedTuple):
-  """Who drafts, and how many tokens a pass; heads if a State has drafts."""
-
-  depth: int
-  by_ngrams: Callable[..., Any]
-  by_heads: Callable[..., Any] | None
-
-
 def _by_heads(config, options, place):
   """Returns (weights, cache, arrays of a chunk) -> (drafts_BK, cache)."""
   if options.speculation.drafter != 'heads':
     return None
   how = {'config': config.precise(), 'plan': place.plan}
-  depth = options.speculation.depth
+  how['depth'] = options.speculation.depth
 
   def by_heads(weights, cache, *arrays):
     own, pools = cache[: config.num_layers], cache[config.num_layers :]
-    drafts_BK, pools = drafts.by_heads(weights, pools, *arrays, depth, **how)
+    drafts_BK, pools = drafts.by_heads(weights, pools, *arrays, **how)
     return drafts_BK, (*own, *pools)
 
   return by_heads
@@ -221,8 +216,10 @@ def _decode(
 ):
   """Makes up to `decode_steps` passes over the rows without the host.
 
-  With a bias, which depends on the token before, it is a single one.
+  With a bias, which depends on the token before, it is a single one. `ahead` is
+  the depth, and functions that draft; those of heads if the state has drafts.
   """
+  depth, by_ngrams, by_heads = ahead
   parts = _split(rows_BW, decode_widths(options))
   table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = parts
   floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
@@ -236,10 +233,10 @@ def _decode(
   # Finished rows idle until the host reads the report: at most a quarter may.
   min_active = jnp.maximum(used_B1.sum() * 3 // 4, 1)
   most = options.decode_steps if bias_BV is None else 1
-  width = ahead.depth + 1
+  width = depth + 1
   columns_T = jnp.arange(width, dtype=jnp.int32)
   repeat = functools.partial(jnp.repeat, repeats=width, axis=0)
-  of_columns = jax.tree.map(repeat, settings) if ahead.depth else settings
+  of_columns = jax.tree.map(repeat, settings) if depth else settings
 
   def by_column(x_Z):
     return x_Z.reshape(len(rows_BW), width, *x_Z.shape[1:])
@@ -254,12 +251,12 @@ def _decode(
     tokens_BT = state.tokens_B[:, None]
     # A draft that would be consumed beyond the last token has no page.
     valid_BT = columns_T < state.remaining_B[:, None]
-    if ahead.depth:
+    if depth:
       drafts_BK = state.drafts_BK
       if drafts_BK is None:
         places = (state.history_BS, state.positions_B)
-        drafts_BK = ahead.by_ngrams(*places, ahead.depth)
-      tokens_BT = jnp.append(tokens_BT, drafts_BK[:, : ahead.depth], axis=1)
+        drafts_BK = by_ngrams(*places, depth)
+      tokens_BT = jnp.append(tokens_BT, drafts_BK[:, :depth], axis=1)
       is_token_BT = (tokens_BT >= 0).at[:, 0].set(True)
       valid_BT &= jnp.cumprod(is_token_BT, axis=1).astype(bool)
     positions_BT = state.positions_B[:, None] + columns_T
@@ -270,7 +267,7 @@ def _decode(
       jnp.maximum(tokens_BT, 0),
       valid_BT,
       *where,
-      apart=ahead.depth > 0,
+      apart=depth > 0,
     )
     logits_BTV = forward.logits(weights, hidden_BTD, config)
     logits_ZV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
@@ -319,9 +316,9 @@ def _decode(
       positions_B=state.positions_B + count_B,
       remaining_B=jnp.where(at_last(ends_BT), 0, left_B),
     )
-    if state.drafts_BK is not None and ahead.depth:
+    if state.drafts_BK is not None and depth:
       arrays = (hidden_BTD, drawn_BT, kept_BT, *where, settings)
-      drafts_BK, cache = ahead.by_heads(weights, cache, *arrays)
+      drafts_BK, cache = by_heads(weights, cache, *arrays)
       after = after._replace(drafts_BK=drafts_BK)
     if state.history_BS is not None:
       rows_B1 = jnp.arange(len(rows_BW))[:, None]
@@ -336,9 +333,9 @@ def _decode(
 
   report = _empty_report(config, options, len(rows_BW), width)
   carry = (jnp.int32(0), cache, state, report, jnp.zeros(width, jnp.int32))
-  _, *results, counts_T = jax.lax.while_loop(goes_on, one_pass, carry)
-  cache, state, report = results
-  if ahead.depth:
+  carry = jax.lax.while_loop(goes_on, one_pass, carry)
+  _, cache, state, report, counts_T = carry
+  if depth:
     report = _joined(report).replace(
       counts_X=counts_T, drafts_BK=state.drafts_BK
     )

@@ -134,6 +134,11 @@ def test_what_is_drafted_changes_no_token_and_no_record(config, plain):
   assert num_tokens == engine.stats().sampled_tokens
 
 
+def _take(chosen, depth, num_rows, rate):
+  counts_X = np.zeros(depth + 1, int) if depth else None
+  chosen.take(counts_X, num_rows, 10, 10 / rate)
+
+
 def test_a_depth_runs_where_it_is_faster_and_costs_little_where_it_is_not():
   def run(rates, dispatches):
     """Returns the rate of all dispatches, and the last one's depth."""
@@ -142,7 +147,7 @@ def test_a_depth_runs_where_it_is_faster_and_costs_little_where_it_is_not():
     for _ in range(dispatches):
       depth = chosen.choose(8)
       tokens, seconds = tokens + 10, seconds + 10 / rates[depth]
-      chosen.measure(depth, 8, 10, 10 / rates[depth])
+      _take(chosen, depth, 8, rates[depth])
     return tokens / seconds, depth
 
   rate, depth = run({0: 1.0, 2: 0.4, 4: 0.2}, 3000)
@@ -159,13 +164,13 @@ def test_a_controller_notices_that_drafts_come_true_no_more():
   for i in range(400):
     depths.append(chosen.choose(3))
     rate = (0.5 if i >= 200 else 2.0) if depths[-1] else 1.0
-    chosen.measure(depths[-1], 3, 10, 10 / rate)
+    _take(chosen, depths[-1], 3, rate)
   assert depths[199] == 4
   assert np.mean(depths[-100:]) < 1
 
 
 def test_what_cannot_be_drafted_is_refused(config):
-  with pytest.raises(ValueError, match=r'depth must be .*2, 4.*got 3'):
+  with pytest.raises(ValueError, match='depth must be 2 or 4; got 3'):
     options_lib.Speculation(drafter='ngrams', depth=3)
   with pytest.raises(ValueError, match="'none', 'ngrams', 'heads'.*'eagle'"):
     options_lib.Speculation(drafter='eagle')
