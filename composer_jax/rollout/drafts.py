@@ -31,7 +31,7 @@ _CLOSE = 3
 _FOLLOWING = 4
 
 
-class Table(flax.struct.PyTreeNode, kw_only=True):
+class Grams(flax.struct.PyTreeNode, kw_only=True):
   """What followed grams: slot `hash % N` has the newest gram of its hash.
 
   Two grams with one hash are taken for each other, once in 2^32 pairs.
@@ -69,9 +69,9 @@ class NGrams:
       self._hashes_N[slots_X] = hashes_X
       self._tokens_NK[slots_X] = ahead_TK[places_X]
 
-  def arrays(self) -> Table:
+  def arrays(self) -> Grams:
     """Returns a copy for the device, whose shapes never change."""
-    return Table(
+    return Grams(
       hashes_N=self._hashes_N.copy(), tokens_NK=self._tokens_NK.copy()
     )
 
@@ -86,7 +86,7 @@ def _hash(columns: list[Any], xp: Any) -> Any:
 
 
 def by_ngrams(
-  table: Table, history_BS: jax.Array, positions_B: jax.Array, depth: int
+  table: Grams, history_BS: jax.Array, positions_B: jax.Array, depth: int
 ) -> jax.Array:
   """Drafts what followed the longest match of the last tokens.
 

@@ -148,7 +148,8 @@ def _build(config, options, place, draft) -> Programs:
     columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
     valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
     positions_BT = position_B1 + columns_T
-    tokens_BT, following_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    following_BT = jnp.roll(tokens_BT, -1, axis=1)[:, : len(columns_T)]
+    tokens_BT = tokens_BT[:, : len(columns_T)]
     hidden_BTD, ids_MBTA, cache = run(
       weights, cache, tokens_BT, valid_BT, positions_BT, table_BP
     )
@@ -248,17 +249,17 @@ def _decode(
 
   def one_pass(carry):
     step, cache, state, report, counts_T = carry
-    tokens_BT = state.tokens_B[:, None]
+    drafts_BK = jnp.zeros((len(rows_BW), 0), jnp.int32)
     # A draft that would be consumed beyond the last token has no page.
     valid_BT = columns_T < state.remaining_B[:, None]
     if depth:
       drafts_BK = state.drafts_BK
       if drafts_BK is None:
-        places = (state.history_BS, state.positions_B)
-        drafts_BK = by_ngrams(*places, depth)
-      tokens_BT = jnp.append(tokens_BT, drafts_BK[:, :depth], axis=1)
-      is_token_BT = (tokens_BT >= 0).at[:, 0].set(True)
-      valid_BT &= jnp.cumprod(is_token_BT, axis=1).astype(bool)
+        drafts_BK = by_ngrams(state.history_BS, state.positions_B, depth)
+      drafts_BK = drafts_BK[:, :depth]
+      is_draft_BK = jnp.cumprod(drafts_BK >= 0, axis=1).astype(bool)
+      valid_BT = valid_BT.at[:, 1:].set(valid_BT[:, 1:] & is_draft_BK)
+    tokens_BT = jnp.append(state.tokens_B[:, None], drafts_BK, axis=1)
     positions_BT = state.positions_B[:, None] + columns_T
     where = (jnp.where(valid_BT, positions_BT, 0), table_BP)
     hidden_BTD, ids_MBTA, cache = run(
@@ -285,8 +286,8 @@ def _decode(
     stopped_BT = (drawn_BT[..., None] == stop_tokens_BX[:, None]).any(-1)
     ends_BT = stopped_BT | ~finite_BT
     # The first draw is kept, and another if the one before it was its draft.
-    follows_BT = (drawn_BT[:, :-1] == tokens_BT[:, 1:]) & ~ends_BT[:, :-1]
-    kept_BT = valid_BT.at[:, 1:].set(valid_BT[:, 1:] & follows_BT)
+    follows_BK = (drawn_BT[:, :depth] == drafts_BK) & ~ends_BT[:, :depth]
+    kept_BT = valid_BT.at[:, 1:].set(valid_BT[:, 1:] & follows_BK)
     kept_BT = jnp.cumprod(kept_BT, axis=1).astype(bool)
     count_B = kept_BT.sum(1, dtype=jnp.int32)
     top_logprobs_ZX, top_ids_ZX = _top(logits_ZV, options.num_top)

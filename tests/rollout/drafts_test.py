@@ -116,7 +116,7 @@ def config(make_config):
 def model(config, make_variables):
   """Returns variables, and the pieces of the engine that drafts need."""
   variables = decoder.policy(make_variables(config, 0))
-  weights = forward.unstack(variables, config, num_heads=2)
+  weights = forward.unstack(variables, config)
 
   @jax.jit
   def consume(cache, tokens_BT, following_BT, valid_BT, positions_BT, settings):
