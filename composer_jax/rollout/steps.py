@@ -196,6 +196,17 @@ def _by_heads(config, options, place):
   return by_heads
 
 
+def _settings(keys_B2, floats_B3, top_ks_B1) -> sampling.Settings:
+  floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
+  return sampling.Settings(
+    keys_B2=jax.lax.bitcast_convert_type(keys_B2, jnp.uint32),
+    temperatures_B=floats_B3[:, 0],
+    top_ps_B=floats_B3[:, 1],
+    top_ks_B=top_ks_B1[:, 0],
+    min_ps_B=floats_B3[:, 2],
+  )
+
+
 def _empty_report(config, options, num_rows: int, width: int):
   def zeros(dtype, *shape):
     return jnp.zeros((options.decode_steps * width, *shape), dtype)
@@ -221,16 +232,10 @@ def _decode(
   the depth, and functions that draft; those of heads if the state has drafts.
   """
   depth, by_ngrams, by_heads = ahead
-  parts = _split(rows_BW, decode_widths(options))
-  table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = parts
-  floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
-  settings = sampling.Settings(
-    keys_B2=jax.lax.bitcast_convert_type(keys_B2, jnp.uint32),
-    temperatures_B=floats_B3[:, 0],
-    top_ps_B=floats_B3[:, 1],
-    top_ks_B=top_ks_B1[:, 0],
-    min_ps_B=floats_B3[:, 2],
+  table_BP, stop_tokens_BX, *packed, used_B1 = _split(
+    rows_BW, decode_widths(options)
   )
+  settings = _settings(*packed)
   # Finished rows idle until the host reads the report: at most a quarter may.
   min_active = jnp.maximum(used_B1.sum() * 3 // 4, 1)
   most = options.decode_steps if bias_BV is None else 1
@@ -322,12 +327,11 @@ def _decode(
       drafts_BK, cache = by_heads(weights, cache, *arrays)
       after = after._replace(drafts_BK=drafts_BK)
     if state.history_BS is not None:
-      rows_B1 = jnp.arange(len(rows_BW))[:, None]
-      end = state.history_BS.shape[1]
-      at_BT = jnp.where(kept_BT, positions_BT + 1, end)
-      history_BS = state.history_BS.at[rows_B1, at_BT].set(
-        drawn_BT, mode='drop'
+      at_BT = jnp.where(kept_BT, positions_BT + 1, options.max_len)
+      set_row = lambda row_S, at_T, new_T: row_S.at[at_T].set(
+        new_T, mode='drop'
       )
+      history_BS = jax.vmap(set_row)(state.history_BS, at_BT, drawn_BT)
       after = after._replace(history_BS=history_BS)
     counts_T += (count_B[:, None] == columns_T + 1).sum(0, dtype=jnp.int32)
     return step + 1, cache, after, report, counts_T
