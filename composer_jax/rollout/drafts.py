@@ -10,7 +10,6 @@ Everything here runs inside the device loop but `NGrams`, which learns on the
 host from sessions that ended.
 """
 
-import functools
 from typing import Any
 
 import flax.struct
@@ -168,7 +167,9 @@ def by_heads(
 
   A head's keys and values lie in pages of its own. Those of a token whose
   following tokens were not known yet are made of drafts, and stay: if these
-  were wrong, later drafts are somewhat worse.
+  were wrong, later drafts are somewhat worse. Beyond the number of heads the
+  last one goes on by single tokens, its own state in the place of the state
+  that it was trained to read.
 
   Args:
     pools: pools of each head, with the pages of `tables_BP`.
@@ -178,42 +179,53 @@ def by_heads(
     settings: how the rows sample; None drafts the likeliest tokens.
 
   Returns:
-    int32 drafts_BK of the tokens from the last valid position + 2 on,
-    NOT_SAMPLED beyond the number of heads; and the pools.
+    int32 drafts_BK of the tokens from the last valid position + 2 on, and the
+    pools.
   """
-  pages = forward.pages_of(valid_BT, positions_BT, tables_BP, pools, config)
+  heads, all_pools, drafts = weights.heads, [*pools], []
   columns_T = jnp.arange(valid_BT.shape[1])
   last_B1 = jnp.where(valid_BT, columns_T, 0).max(1, keepdims=True)
-  at_last = functools.partial(jnp.take_along_axis, indices=last_B1, axis=1)
-  position_B = at_last(positions_BT)[:, 0]
-  tokens_BT, all_pools, drafts = following_BT, list(pools), []
-  for i, variables in enumerate(weights.heads[:depth]):
-    params = variables['params']
-    x_BTD = weights.outer['params']['embedding'][tokens_BT]
-    x_BTD = x_BTD.astype(hidden_BTD.dtype)
-    x_BTD = mtp.join(params, x_BTD, hidden_BTD, config)
-    hidden_BTD, _, all_pools[i] = forward.run_layer(
-      variables, x_BTD, pools[i], pages, config=config, plan=plan, apart=True
+  position_B1 = jnp.take_along_axis(positions_BT, last_B1, axis=1)
+
+  def run(i, places, tokens_BT, x_BTD):
+    pages = forward.pages_of(*places, tables_BP, pools, config)
+    table_VD = weights.outer['params']['embedding']
+    embedded_BTD = table_VD[tokens_BT].astype(x_BTD.dtype)
+    x_BTD = mtp.join(heads[i]['params'], embedded_BTD, x_BTD, config)
+    how: Any = dict(config=config, plan=plan, apart=True)
+    x_BTD, _, all_pools[i] = forward.run_layer(
+      heads[i], x_BTD, all_pools[i], pages, **how
     )
-    state_B1D = jnp.take_along_axis(hidden_BTD, last_B1[..., None], axis=1)
-    scale_D = params['final_norm']['scale']
-    state_B1D = layer.final_norm(scale_D, state_B1D, config)
-    logits_BV = forward.logits(weights, state_B1D, config)[:, 0]
-    if settings is None:
-      draft_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    else:
-      draft_B, _ = sampling.choose(
-        settings,
-        position_B + i + 2,
-        logits_BV,
-        truncate=False,
-        numerics=config.numerics,
-      )
-    drafts.append(draft_B)
+    return x_BTD
+
+  def draft(i, state_B1D):
+    scale_D = heads[i]['params']['final_norm']['scale']
+    normed_B1D = layer.final_norm(scale_D, state_B1D, config)
+    logits_BV = forward.logits(weights, normed_B1D, config)[:, 0]
+    positions_B = position_B1[:, 0] + len(drafts) + 2
+    drafts.append(_drawn(settings, positions_B, logits_BV, config))
+    return normed_B1D
+
+  x_BTD, tokens_BT, places = hidden_BTD, following_BT, (valid_BT, positions_BT)
+  for i in range(min(depth, len(heads))):
+    x_BTD = run(i, places, tokens_BT, x_BTD)
+    state_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1)
+    normed_B1D = draft(i, state_B1D)
     tokens_BT = jnp.roll(tokens_BT, -1, axis=1)
-    tokens_BT = jnp.where(columns_T == last_B1, draft_B[:, None], tokens_BT)
-  missing = ((0, 0), (0, depth - len(drafts)))
-  drafts_BK = jnp.pad(
-    jnp.stack(drafts, axis=1), missing, constant_values=sessions.NOT_SAMPLED
-  )
-  return drafts_BK, tuple(all_pools)
+    tokens_BT = jnp.where(columns_T == last_B1, drafts[-1], tokens_BT)
+  for i in range(depth - len(heads)):
+    # The decoder's states, which a first head reads, are normed.
+    state_B1D = normed_B1D if len(heads) == 1 else state_B1D
+    places = (valid_BT.any(1, keepdims=True), position_B1 + 1 + i)
+    state_B1D = run(len(heads) - 1, places, drafts[-1], state_B1D)
+    normed_B1D = draft(len(heads) - 1, state_B1D)
+  return jnp.concatenate(drafts, axis=1), tuple(all_pools)
+
+
+def _drawn(settings, positions_B, logits_BV, config):
+  """Returns the token of each row, [B, 1], truncated distributions whole."""
+  if settings is None:
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)[:, None]
+  return sampling.choose(
+    settings, positions_B, logits_BV, truncate=False, numerics=config.numerics
+  )[0][:, None]

@@ -112,60 +112,62 @@ def config(make_config):
   return dataclasses.replace(make_config(), mtp=heads)
 
 
-@pytest.fixture(scope='module')
-def model(config, make_variables):
-  """Returns variables, and the pieces of the engine that drafts need."""
-  variables = decoder.policy(make_variables(config, 0))
-  weights = forward.unstack(variables, config)
-
-  @jax.jit
-  def consume(cache, tokens_BT, following_BT, valid_BT, positions_BT, settings):
-    where = (valid_BT, positions_BT, jnp.zeros((1, 1), jnp.int32))
-    hidden_BTD, _, cache = forward.forward(
-      weights, cache, tokens_BT, *where, config=config
-    )
-    drafts_BK, pools = drafts.by_heads(
-      weights,
-      cache[config.num_layers :],
-      hidden_BTD,
-      following_BT,
-      *where,
-      settings,
-      3,
-      config=config,
-      plan=None,
-    )
-    return drafts_BK, (*cache[: config.num_layers], *pools)
-
-  return variables, consume
+@functools.partial(jax.jit, static_argnames=('config', 'depth'))
+def _consume(
+  weights, cache, tokens_BT, valid_BT, positions_BT, settings, config, depth
+):
+  where = (valid_BT, positions_BT, jnp.zeros((1, 1), jnp.int32))
+  hidden_BTD, _, cache = forward.forward(
+    weights, cache, tokens_BT[:, :-1], *where, config=config
+  )
+  arrays = (hidden_BTD, tokens_BT[:, 1:], *where, settings, depth)
+  pools = cache[config.num_layers :]
+  drafts_BK, pools = drafts.by_heads(
+    weights, pools, *arrays, config=config, plan=None
+  )
+  return drafts_BK, (*cache[: config.num_layers], *pools)
 
 
 @functools.partial(jax.jit, static_argnames='config')
-def _logits_of_heads(variables, tokens_BT, config):
-  """Returns logits_TV of the trainer's heads, one after another."""
+def _states(variables, tokens_BT, config, stand_in=None):
+  """Returns hidden_BTD of the decoder and of the trainer's heads.
+
+  With `stand_in` it takes the place of the last but one state of the decoder.
+  """
   positions_BT = jnp.arange(tokens_BT.shape[1])[None]
   ones_BT = jnp.ones_like(tokens_BT)
-  output = decoder.Decoder(config).apply(
-    variables, tokens_BT, ones_BT, positions_BT
+  hidden_BTD = (
+    decoder.Decoder(config)
+    .apply(variables, tokens_BT, ones_BT, positions_BT)
+    .hidden_BTD
   )
+  if stand_in is not None:
+    hidden_BTD = hidden_BTD.at[:, -2].set(stand_in)
   batch = batches.LMBatch(
     tokens_BT=tokens_BT,
     segment_ids_BT=ones_BT,
     positions_BT=positions_BT,
     loss_weights_BT=jnp.ones(tokens_BT.shape),
   )
-  heads, hidden_BTD = variables['mtp'], output.hidden_BTD
   made = mtp.states(
-    heads, variables, hidden_BTD, batch, config=config, plan=None
+    variables['mtp'], variables, hidden_BTD, batch, config=config, plan=None
   )
-  return [head.logits(variables, state, config)[0] for state, _ in made]
+  return [state_BTD for state_BTD, _ in made]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('num_heads', [1, 2])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_heads_draft_what_the_trained_heads_say(config, model, temperature):
+def test_heads_draft_what_the_trained_heads_say(
+  config, make_variables, num_heads, temperature
+):
   """In chunks of any border, as the trainer's heads over the whole session."""
-  variables, consume = model
+  variables = decoder.policy(make_variables(config, 0))
+  variables['mtp'] = jax.tree.map(lambda x: x[:num_heads], variables['mtp'])
+  config = dataclasses.replace(
+    config, mtp=config_lib.MTPConfig(depth=num_heads, layer='moe')
+  )
+  weights = forward.unstack(variables, config)
   length, chunk = 13, 8
   random = np.random.default_rng(1)
   tokens_T = random.integers(0, config.vocab_size, length + 1).astype(np.int32)
@@ -176,28 +178,28 @@ def test_heads_draft_what_the_trained_heads_say(config, model, temperature):
     top_ks_B=np.zeros(1, np.int32),
     min_ps_B=np.zeros(1, np.float32),
   )
-  cache = forward.empty_cache(config, 1, 40, num_heads=2)
+  cache = forward.empty_cache(config, 1, 40, num_heads=num_heads)
   for start, end in ((0, 6), (6, length)):
     padded_T = np.zeros(chunk + 1, np.int32)
     padded_T[: end - start + 1] = tokens_T[start : end + 1]
     valid_BT = (np.arange(chunk) < end - start)[None]
     positions_BT = (start + np.arange(chunk, dtype=np.int32))[None]
-    inputs = (padded_T[None, :-1], padded_T[None, 1:], valid_BT, positions_BT)
-    drafts_BK, cache = consume(cache, *inputs, settings)
+    inputs = (padded_T[None], valid_BT, positions_BT, settings)
+    drafts_BK, cache = _consume(weights, cache, *inputs, config=config, depth=2)
   drafted_K = np.asarray(drafts_BK)[0]
-  assert drafted_K[2] == NONE  # There are two heads.
-  whole_T = np.array([*tokens_T, *drafted_K[:2]], np.int32)
-  logits = _logits_of_heads(
-    jax.tree.map(lambda x: x.astype(jnp.float32), variables),
-    whole_T[None],
-    config,
-  )
-  for depth, logits_TV in enumerate(logits, start=1):
+  whole_BT = np.array([[*tokens_T, *drafted_K]], np.int32)
+  variables = jax.tree.map(lambda x: x.astype(jnp.float32), variables)
+  states = _states(variables, whole_BT, config)
+  wanted = [state_BTD[0, length - 1] for state_BTD in states]
+  if num_heads == 1:
+    # The head's state there stands for the decoder's at the next token.
+    whole_BT = whole_BT[:, : length + 2]
+    (state_BTD,) = _states(variables, whole_BT, config, wanted[0])
+    wanted.append(state_BTD[0, length])
+  for depth, state_D in enumerate(wanted, start=1):
+    logits_BV = head.logits(variables, state_D[None, None], config)[:, 0]
+    position_B = np.array([length + depth], np.int32)
     drawn = sampling.draw(
-      settings,
-      np.array([length + depth], np.int32),
-      logits_TV[length - 1][None],
-      truncate=False,
-      numerics='fast',
+      settings, position_B, logits_BV, truncate=False, numerics='fast'
     )
     assert drawn.tokens_B[0] == drafted_K[depth - 1]
