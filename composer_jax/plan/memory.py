@@ -336,6 +336,8 @@ def serving(
 ) -> Need:
   """Counts an engine: weights before and after a swap, and the KV cache."""
   model = rollout_options.served(model, options)
+  if not options.heads_of(model):
+    model = dataclasses.replace(model, mtp=None)  # An engine drops its heads.
   mesh = specs.Mesh(fsdp=options.devices)
   variables, places = _described(model, mesh, layouts.DECODE)
   if options.experts:

@@ -194,7 +194,7 @@ def zero_pages(cache: Cache, pages_N: jax.Array) -> Cache:
   return jax.tree.map(lambda pool: pool.at[pages_N].set(0, mode='drop'), cache)
 
 
-class Pages(NamedTuple):
+class Places(NamedTuple):
   """Where a chunk's tokens lie in the pools, and what a layer needs of them."""
 
   valid_BT: jax.Array
@@ -210,7 +210,7 @@ def pages_of(
   tables_BP: jax.Array,
   cache: Cache,
   config: config_lib.ModelConfig,
-) -> Pages:
+) -> Places:
   """Looks the pages of a chunk's tokens up; arguments as of `forward`."""
   num_pages, *_, page_size, _ = cache[0][1].shape
   blocks_BT = positions_BT // page_size
@@ -218,14 +218,14 @@ def pages_of(
   # Past the end of the pools, where a write is dropped.
   pages_BT = jnp.where(valid_BT, pages_BT, num_pages)
   cos_sin = layer.angles(positions_BT, config)
-  return Pages(valid_BT, positions_BT, tables_BP, pages_BT, cos_sin)
+  return Places(valid_BT, positions_BT, tables_BP, pages_BT, cos_sin)
 
 
 def run_layer(
   variables: decoder.Variables,
   x_BTD: jax.Array,
   pools: paged.Pools,
-  pages: Pages,
+  pages: Places,
   *,
   config: config_lib.ModelConfig,
   plan: exchange.ExchangePlan | None,

@@ -148,7 +148,8 @@ def _build(config, options, place, draft) -> Programs:
     columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
     valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
     positions_BT = position_B1 + columns_T
-    tokens_BT, following_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    following_BT = jnp.roll(tokens_BT, -1, axis=1)[:, : len(columns_T)]
+    tokens_BT = tokens_BT[:, : len(columns_T)]
     hidden_BTD, ids_MBTA, cache = run(
       weights, cache, tokens_BT, valid_BT, positions_BT, table_BP
     )
@@ -195,6 +196,17 @@ def _by_heads(config, options, place):
   return by_heads
 
 
+def _settings(keys_B2, floats_B3, top_ks_B1) -> sampling.Settings:
+  floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
+  return sampling.Settings(
+    keys_B2=jax.lax.bitcast_convert_type(keys_B2, jnp.uint32),
+    temperatures_B=floats_B3[:, 0],
+    top_ps_B=floats_B3[:, 1],
+    top_ks_B=top_ks_B1[:, 0],
+    min_ps_B=floats_B3[:, 2],
+  )
+
+
 def _empty_report(config, options, num_rows: int, width: int):
   def zeros(dtype, *shape):
     return jnp.zeros((options.decode_steps * width, *shape), dtype)
@@ -220,16 +232,10 @@ def _decode(
   the depth, and functions that draft; those of heads if the state has drafts.
   """
   depth, by_ngrams, by_heads = ahead
-  parts = _split(rows_BW, decode_widths(options))
-  table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = parts
-  floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
-  settings = sampling.Settings(
-    keys_B2=jax.lax.bitcast_convert_type(keys_B2, jnp.uint32),
-    temperatures_B=floats_B3[:, 0],
-    top_ps_B=floats_B3[:, 1],
-    top_ks_B=top_ks_B1[:, 0],
-    min_ps_B=floats_B3[:, 2],
+  table_BP, stop_tokens_BX, *packed, used_B1 = _split(
+    rows_BW, decode_widths(options)
   )
+  settings = _settings(*packed)
   # Finished rows idle until the host reads the report: at most a quarter may.
   min_active = jnp.maximum(used_B1.sum() * 3 // 4, 1)
   most = options.decode_steps if bias_BV is None else 1
@@ -248,17 +254,17 @@ def _decode(
 
   def one_pass(carry):
     step, cache, state, report, counts_T = carry
-    tokens_BT = state.tokens_B[:, None]
+    drafts_BK = jnp.zeros((len(rows_BW), 0), jnp.int32)
     # A draft that would be consumed beyond the last token has no page.
     valid_BT = columns_T < state.remaining_B[:, None]
     if depth:
       drafts_BK = state.drafts_BK
       if drafts_BK is None:
-        places = (state.history_BS, state.positions_B)
-        drafts_BK = by_ngrams(*places, depth)
-      tokens_BT = jnp.append(tokens_BT, drafts_BK[:, :depth], axis=1)
-      is_token_BT = (tokens_BT >= 0).at[:, 0].set(True)
-      valid_BT &= jnp.cumprod(is_token_BT, axis=1).astype(bool)
+        drafts_BK = by_ngrams(state.history_BS, state.positions_B, depth)
+      drafts_BK = drafts_BK[:, :depth]
+      is_draft_BK = jnp.cumprod(drafts_BK >= 0, axis=1).astype(bool)
+      valid_BT = valid_BT.at[:, 1:].set(valid_BT[:, 1:] & is_draft_BK)
+    tokens_BT = jnp.append(state.tokens_B[:, None], drafts_BK, axis=1)
     positions_BT = state.positions_B[:, None] + columns_T
     where = (jnp.where(valid_BT, positions_BT, 0), table_BP)
     hidden_BTD, ids_MBTA, cache = run(
@@ -285,8 +291,8 @@ def _decode(
     stopped_BT = (drawn_BT[..., None] == stop_tokens_BX[:, None]).any(-1)
     ends_BT = stopped_BT | ~finite_BT
     # The first draw is kept, and another if the one before it was its draft.
-    follows_BT = (drawn_BT[:, :-1] == tokens_BT[:, 1:]) & ~ends_BT[:, :-1]
-    kept_BT = valid_BT.at[:, 1:].set(valid_BT[:, 1:] & follows_BT)
+    follows_BK = (drawn_BT[:, :depth] == drafts_BK) & ~ends_BT[:, :depth]
+    kept_BT = valid_BT.at[:, 1:].set(valid_BT[:, 1:] & follows_BK)
     kept_BT = jnp.cumprod(kept_BT, axis=1).astype(bool)
     count_B = kept_BT.sum(1, dtype=jnp.int32)
     top_logprobs_ZX, top_ids_ZX = _top(logits_ZV, options.num_top)
@@ -321,12 +327,11 @@ def _decode(
       drafts_BK, cache = by_heads(weights, cache, *arrays)
       after = after._replace(drafts_BK=drafts_BK)
     if state.history_BS is not None:
-      rows_B1 = jnp.arange(len(rows_BW))[:, None]
-      end = state.history_BS.shape[1]
-      at_BT = jnp.where(kept_BT, positions_BT + 1, end)
-      history_BS = state.history_BS.at[rows_B1, at_BT].set(
-        drawn_BT, mode='drop'
+      at_BT = jnp.where(kept_BT, positions_BT + 1, options.max_len)
+      set_row = lambda row_S, at_T, new_T: row_S.at[at_T].set(
+        new_T, mode='drop'
       )
+      history_BS = jax.vmap(set_row)(state.history_BS, at_BT, drawn_BT)
       after = after._replace(history_BS=history_BS)
     counts_T += (count_B[:, None] == columns_T + 1).sum(0, dtype=jnp.int32)
     return step + 1, cache, after, report, counts_T

@@ -167,7 +167,7 @@ def test_heads_draft_what_the_trained_heads_say(
   config = dataclasses.replace(
     config, mtp=config_lib.MTPConfig(depth=num_heads, layer='moe')
   )
-  weights = forward.unstack(variables, config, num_heads=num_heads)
+  weights = forward.unstack(variables, config)
   length, chunk = 13, 8
   random = np.random.default_rng(1)
   tokens_T = random.integers(0, config.vocab_size, length + 1).astype(np.int32)
