@@ -3,7 +3,7 @@
   python -m benchmarks.speculation [--quick] [--workdir=runs/tiny] [CASE]
 
 Both engines sample the same tokens, tokens per CPU second count, prompts
-included. Cases, each at several batches, with 2 and 4 drafts a pass:
+included. Cases, each at several batches, with 4 drafts a pass:
   'repeated': 8.1M random weights (`benchmarks.rollout`), 40 + 128 tokens. The
     table of n-grams has seen each session, so that nearly all drafts are right.
   'unseen': the same with other seeds, no draft is right, and the engine chooses
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import interleaved, rollout_model
 
 _BATCHES = (1, 4, 8, 64)
-_DEPTHS = (2, 4)
+_DEPTH = 4
 _NEW = 128
 _COST_NEW = 48  # tokens of a session where passes are timed
 _TURN = 64  # most tokens of a turn
@@ -251,15 +251,15 @@ def _measure(run, name: str, task: _Task, depths, goal) -> None:
 
 
 def repeated(run) -> None:
-  for batch, depth in itertools.product(run.batches, _DEPTHS):
-    case = f'repeated 8.1M, batch {batch}, {depth} drafts'
-    _measure(run, case, _random(batch, True), (depth,), 'limit')
+  for batch in run.batches:
+    case = f'repeated 8.1M, batch {batch}'
+    _measure(run, case, _random(batch, True), (_DEPTH,), 'limit')
 
 
 def unseen(run) -> None:
   for batch in run.batches:
     case = f'unseen 8.1M, batch {batch}'
-    _measure(run, case, _random(batch, False), (0, *_DEPTHS), 'plain')
+    _measure(run, case, _random(batch, False), (0, 2, _DEPTH), 'plain')
 
 
 def policy(run, numerics: str = 'fast') -> None:
@@ -268,9 +268,7 @@ def policy(run, numerics: str = 'fast') -> None:
   word = 'policy' if numerics == 'fast' else 'invariant policy'
   for batch in run.batches:
     task = _policy(run.workdir, batch, numerics)
-    for depth in _DEPTHS:
-      case = f'{word}, batch {batch}, {depth} drafts'
-      _measure(run, case, task, (depth,), 'limit')
+    _measure(run, f'{word}, batch {batch}', task, (_DEPTH,), 'limit')
 
 
 def invariant(run) -> None:
@@ -290,7 +288,7 @@ def main() -> None:
     parser.error(
       f'{sorted(unknown)} are unknown cases; known are {sorted(known)}.'
     )
-  run.rounds = 2 if run.quick else 5
+  run.rounds = 2 if run.quick else 3
   run.batches = (1, 8) if run.quick else _BATCHES
   run.report = functools.partial(interleaved.report, 'speculation')
   for name in run.cases or known:
