@@ -28,15 +28,14 @@ _GRAMS = (8, 4)
 _CLOSE = 3
 # Tokens that follow a gram in the table, the most that a pass drafts of it.
 _FOLLOWING = 4
+# An odd number near 2^32 over the golden ratio, as in Fibonacci hashing.
+_FACTOR = np.uint32(0x9E3779B1)
 
 
 class Grams(flax.struct.PyTreeNode, kw_only=True):
-  """What followed grams: slot `hash % N` has the newest gram of its hash.
+  """What followed grams: slot `hash % N` has the newest gram of its hash."""
 
-  Two grams with one hash are taken for each other, once in 2^32 pairs.
-  """
-
-  hashes_N: Any  # uint32
+  hashes_N: Any  # uint32; grams of one hash are taken for each other
   tokens_NK: Any  # int32 tokens; NOT_SAMPLED behind a session's end
 
 
@@ -49,38 +48,34 @@ class NGrams:
 
   def __init__(self, size: int = 2**17):
     self._hashes_N = np.zeros(size, np.uint32)
-    self._tokens_NK = np.full(
-      (size, _FOLLOWING), sessions.NOT_SAMPLED, np.int32
-    )
+    self._tokens_NK = np.full((size, _FOLLOWING), sessions.NOT_SAMPLED)
 
   def add(self, tokens_T: np.ndarray, start: int = 0) -> None:
     """Learns the tokens of a session from `start` on, after those before."""
-    ahead_T = np.pad(
-      tokens_T, (0, _FOLLOWING), constant_values=sessions.NOT_SAMPLED
-    )
-    ahead_TK = np.lib.stride_tricks.sliding_window_view(ahead_T, _FOLLOWING)
+    windows = np.lib.stride_tricks.sliding_window_view
+    none = (sessions.NOT_SAMPLED,) * _FOLLOWING
+    following_TK = windows(np.append(tokens_T, none), _FOLLOWING)
     for length in _GRAMS:
-      # Places right behind a whole gram.
-      places_X = np.arange(max(start, length), len(tokens_T))
-      columns = [tokens_T[places_X - n] for n in range(1, length + 1)]
-      hashes_X = _hash(columns, np)
-      slots_X = hashes_X % len(self._hashes_N)
-      self._hashes_N[slots_X] = hashes_X
-      self._tokens_NK[slots_X] = ahead_TK[places_X]
+      first = max(start, length)
+      if first < len(tokens_T):
+        hashes_X = _hash(windows(tokens_T, length)[first - length : -1], np)
+        slots_X = hashes_X % len(self._hashes_N)
+        self._hashes_N[slots_X] = hashes_X
+        self._tokens_NK[slots_X] = following_TK[first:-1]
 
   def arrays(self) -> Grams:
     """Returns a copy for the device, whose shapes never change."""
-    return Grams(
-      hashes_N=self._hashes_N.copy(), tokens_NK=self._tokens_NK.copy()
-    )
+    tokens_NK = self._tokens_NK.astype(np.int32)
+    return Grams(hashes_N=self._hashes_N.copy(), tokens_NK=tokens_NK)
 
 
-def _hash(columns: list[Any], xp: Any) -> Any:
-  """Returns uint32 hashes of grams, whose n-th tokens are the n-th column."""
-  hashes_X = xp.full(columns[0].shape, len(columns), xp.uint32)
-  for column_X in columns:
-    hashes_X = (hashes_X ^ column_X.astype(xp.uint32)) * xp.uint32(0x9E3779B1)
-    hashes_X ^= hashes_X >> xp.uint32(15)
+def _hash(grams_XN: Any, xp: Any) -> Any:
+  """Returns uint32 hashes of grams of N tokens."""
+  count, length = grams_XN.shape
+  hashes_X = xp.full(count, length, xp.uint32)
+  for n in range(length):
+    hashes_X = (hashes_X ^ grams_XN[:, n].astype(xp.uint32)) * _FACTOR
+    hashes_X ^= hashes_X >> 15
   return hashes_X
 
 
@@ -106,8 +101,7 @@ def by_ngrams(
   drafts_BK = jnp.where(lengths_B[:, None] > 0, drafts_BK, sessions.NOT_SAMPLED)
   is_settled_B = lengths_B >= _CLOSE
   for length in _GRAMS:
-    columns = _last(history_BS, positions_B, length)
-    hashes_B = _hash(columns, jnp)
+    hashes_B = _hash(_last(history_BS, positions_B, length), jnp)
     slots_B = hashes_B % jnp.uint32(len(table.hashes_N))
     is_known_B = (table.hashes_N[slots_B] == hashes_B) & ~is_settled_B
     is_known_B &= positions_B >= length - 1
@@ -117,14 +111,10 @@ def by_ngrams(
   return drafts_BK
 
 
-def _last(history_BS, positions_B, count) -> list[jax.Array]:
-  """Returns the last tokens of each row, the latest first."""
-
-  def at(n):
-    places_B1 = jnp.maximum(positions_B - n, 0)[:, None]
-    return jnp.take_along_axis(history_BS, places_B1, axis=1)[:, 0]
-
-  return [at(n) for n in range(count)]
+def _last(history_BS, positions_B, count):
+  """Returns the last tokens of each row, [B, count]; any before the first."""
+  places_BN = positions_B[:, None] + jnp.arange(1 - count, 1)
+  return jnp.take_along_axis(history_BS, jnp.maximum(places_BN, 0), axis=1)
 
 
 def _by_session(history_BS, positions_B, depth):
@@ -133,9 +123,10 @@ def _by_session(history_BS, positions_B, depth):
   # The match ends at place s, behind which a known token follows.
   goes_on_BS = places_S < positions_B[:, None]
   lengths_BS = jnp.zeros(history_BS.shape, jnp.int32)
-  for n, last_B in enumerate(_last(history_BS, positions_B, _GRAMS[0])):
+  last_BN = _last(history_BS, positions_B, _GRAMS[0])
+  for n in range(_GRAMS[0]):
     before_BS = jnp.roll(history_BS, n, axis=1)
-    goes_on_BS &= (before_BS == last_B[:, None]) & (places_S >= n)
+    goes_on_BS &= (before_BS == last_BN[:, -1 - n, None]) & (places_S >= n)
     lengths_BS += goes_on_BS
   length_B = lengths_BS.max(1)
   # The latest of the longest ones.

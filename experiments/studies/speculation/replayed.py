@@ -5,6 +5,7 @@ before, and on the random numbers of its position. So each drafter drafts at
 every place of an episode, and passes are counted afterwards.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,11 +75,11 @@ _by_ngrams = jax.jit(drafts.by_ngrams, static_argnums=3)
 
 
 def by_ngrams(
-  episodes: Sequence[Episode], table: drafts.Grams, length: int
+  episodes: Sequence[Episode], grams: drafts.NGrams, length: int
 ) -> list[np.ndarray]:
   """Returns drafts_TK of each episode, of at most `length` tokens."""
   made = [np.full((length, DEPTH), -1, np.int32) for _ in episodes]
-  table = jax.device_put(table)
+  table = jax.device_put(grams.arrays())
   places = [
     (i, place)
     for i, e in enumerate(episodes)
@@ -100,13 +101,15 @@ def by_ngrams(
   return made
 
 
-def learnt(episodes: Iterable[Episode]) -> drafts.Grams:
-  """Returns the table of what the episodes' policy sampled."""
-  grams = drafts.NGrams()
+def learnt(
+  episodes: Iterable[Episode], before: drafts.NGrams | None = None
+) -> drafts.NGrams:
+  """Learns what the episodes' policy sampled, on top of a copy of `before`."""
+  grams = copy.deepcopy(before) or drafts.NGrams()
   for episode in episodes:
     for start, end in episode.turns():
       grams.add(episode.tokens_T[:end], start)
-  return grams.arrays()
+  return grams
 
 
 @functools.partial(jax.jit, static_argnames='config')

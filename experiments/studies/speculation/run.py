@@ -103,18 +103,20 @@ def _by_tables(
 ) -> Iterator[tuple[str, int, list[np.ndarray]]]:
   """Yields names and ages of tables, and their drafts; 0 for no age."""
 
-  def drafted(table):
-    return replayed.by_ngrams(tested, table, length)
+  def drafted(grams):
+    return replayed.by_ngrams(tested, grams, length)
 
-  yield 'session', 0, drafted(drafts.NGrams(1).arrays())
-  yield 'earlier', 0, drafted(replayed.learnt(earlier))
-  # Those of the same task are among the earlier ones, all but the episode.
-  groups = {e.group: [x for x in tested if x.group == e.group] for e in tested}
+  yield 'session', 0, drafted(drafts.NGrams(1))
+  of_earlier = replayed.learnt(earlier)
+  yield 'earlier', 0, drafted(of_earlier)
+  # The other episodes of the same task have ended, too.
   made = []
   for episode in tested:
-    others = [x for x in groups[episode.group] if x is not episode]
-    table = replayed.learnt([*earlier, *others])
-    made += replayed.by_ngrams([episode], table, length)
+    others = [
+      e for e in tested if e.group == episode.group and e is not episode
+    ]
+    grams = replayed.learnt(others, of_earlier)
+    made += replayed.by_ngrams([episode], grams, length)
   yield 'siblings', 0, made
   # Tables of two versions each, of which the newer is `age` versions old.
   versions = sorted({e.version for e in (*earlier, *tested)})
