@@ -178,8 +178,9 @@ def by_heads(
   last_B1 = jnp.where(valid_BT, columns_T, 0).max(1, keepdims=True)
   position_B1 = jnp.take_along_axis(positions_BT, last_B1, axis=1)
 
-  def run(i, places, tokens_BT, x_BTD):
-    pages = forward.pages_of(*places, tables_BP, pools, config)
+  def run(i, valid_BT, positions_BT, tokens_BT, x_BTD):
+    where = (valid_BT, positions_BT, tables_BP)
+    pages = forward.pages_of(*where, pools, config)
     table_VD = weights.outer['params']['embedding']
     embedded_BTD = table_VD[tokens_BT].astype(x_BTD.dtype)
     x_BTD = mtp.join(heads[i]['params'], embedded_BTD, x_BTD, config)
@@ -197,19 +198,19 @@ def by_heads(
     drafts.append(_drawn(settings, positions_B, logits_BV, config))
     return normed_B1D
 
-  x_BTD, tokens_BT, places = hidden_BTD, following_BT, (valid_BT, positions_BT)
+  x_BTD, tokens_BT, state_B1D, normed_B1D = hidden_BTD, following_BT, None, None
   for i in range(min(depth, len(heads))):
-    x_BTD = run(i, places, tokens_BT, x_BTD)
+    x_BTD = run(i, valid_BT, positions_BT, tokens_BT, x_BTD)
     state_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1)
     normed_B1D = draft(i, state_B1D)
     tokens_BT = jnp.roll(tokens_BT, -1, axis=1)
     tokens_BT = jnp.where(columns_T == last_B1, drafts[-1], tokens_BT)
-  for i in range(depth - len(heads)):
+  last, is_used_B1 = len(heads) - 1, valid_BT.any(1, keepdims=True)
+  for i in range(1, depth - last):
     # The decoder's states, which a first head reads, are normed.
-    state_B1D = normed_B1D if len(heads) == 1 else state_B1D
-    places = (valid_BT.any(1, keepdims=True), position_B1 + 1 + i)
-    state_B1D = run(len(heads) - 1, places, drafts[-1], state_B1D)
-    normed_B1D = draft(len(heads) - 1, state_B1D)
+    x_B1D = state_B1D if last else normed_B1D
+    state_B1D = run(last, is_used_B1, position_B1 + i, drafts[-1], x_B1D)
+    normed_B1D = draft(last, state_B1D)
   return jnp.concatenate(drafts, axis=1), tuple(all_pools)
 
 

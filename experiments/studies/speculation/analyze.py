@@ -20,9 +20,25 @@ _NAMES = {
 }
 
 
+def row_of(by_depth: dict[int, results.Row]) -> results.Row:
+  """Returns the row of the largest depth."""
+  return by_depth[max(by_depth)]
+
+
 def table(rows: list[results.Row]) -> str:
-  """A line for each stage, drafter and kind of turn."""
-  head = ('run', 'stage', 'drafter', 'turns', *map(str, _DEPTHS), 'right')
+  """A line for each stage, drafter and kind of turn.
+
+  Columns 1 to 4 are tokens a pass with so many drafts. The last one is the
+  share of passes, with the most drafts, in which the first k are right.
+  """
+  head = (
+    'run',
+    'stage',
+    'drafter',
+    'turns',
+    *map(str, _DEPTHS),
+    'right drafts',
+  )
   lines = [head, ('---',) * len(head)]
   groups: dict[tuple, dict[int, results.Row]] = {}
   for row in rows:
@@ -32,7 +48,7 @@ def table(rows: list[results.Row]) -> str:
     key = (str(row['run']), row['stage'], name, row['kind'])
     groups.setdefault(key, {})[row['depth']] = row
   for key, by_depth in groups.items():
-    if key[3] == 'other':
+    if key[3] == 'other' or (row_of(by_depth)['age'] and key[3] != 'all'):
       continue
     rates = [
       f'{by_depth[k]["tokens"] / by_depth[k]["passes"]:.2f}'
@@ -40,7 +56,7 @@ def table(rows: list[results.Row]) -> str:
       else ''
       for k in _DEPTHS
     ]
-    last = by_depth[max(by_depth)]
+    last = row_of(by_depth)
     shares = ' '.join(f'{n / last["passes"]:.2f}' for n in last['right'])
     lines.append((*key, *rates, shares))
   return ''.join(f'| {" | ".join(line)} |\n' for line in lines)

@@ -125,7 +125,12 @@ def _drawn(
   hidden_BTD = decoder.Decoder(config).apply(variables, *given).hidden_BTD
   states = [hidden_BTD]
   if heads is not None:
-    batch = batches.LMBatch(*given, loss_weights_BT=mask_BT.astype(jnp.float32))
+    batch = batches.LMBatch(
+      tokens_BT=tokens_BT,
+      segment_ids_BT=segments_BT,
+      positions_BT=positions_BT,
+      loss_weights_BT=mask_BT.astype(jnp.float32),
+    )
     made = mtp.states(
       heads, variables, hidden_BTD, batch, config=config, plan=None
     )
