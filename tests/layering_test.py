@@ -76,11 +76,11 @@ DOORS = {
 # named by lease, 50 workers that join again with the engine that they have, 930
 # backward passes of few bits, products of codes, and codes of weights, tokens,
 # engines and bundles, 850 heads for multi-token prediction: their layers, their
-# chunked loss and their part of all three kinds of steps, 760 speculation:
+# chunked loss and their part of all three kinds of steps, 740 speculation:
 # drafts of two kinds, passes that verify them, a sampler that couples the two,
 # and the choice of a depth. Later work may add what its issue states and no
 # more.
-SPINE_LINES = 27_320
+SPINE_LINES = 27_300
 # Of these 2,700 are adapters, supervised processes and languages of imports,
 # 3,400 leases of a fleet, crews of workers and a simulator, 390 the order and
 # balance of RL, 4,600 other people's harnesses, task directories and
