@@ -53,8 +53,8 @@ _MAX_PUT_OFF = 2
 # Number of pages that one call copies or clears.
 _PAGES_A_CALL = 16
 
-# Number of completions that drafts learn from together.
-_LEARNT_AT_ONCE = 64
+# Dispatches after which the device has n-grams of what ended since.
+_RENEWED_EVERY = 32
 
 
 class Unread(NamedTuple):
@@ -110,10 +110,11 @@ class Engine:
       self._place = placing.on_mesh(config, mesh)
     self.controller = controller.Controller(options.speculation.depths)
     self._num_heads = options.heads_of(config)
-    drafts_grams = options.speculation.drafter == 'ngrams'
-    self._grams = drafts.NGrams() if drafts_grams else None
+    self._grams: drafts.NGrams | None = None
+    if options.speculation.drafter == 'ngrams':
+      self._grams = drafts.NGrams()
     self._table: Any = None
-    self._num_learnt = 0
+    self._renewed_at = 0
     self._base = forward.shared(variables, config) if shares_base else None
     self._served = self.place(variables, version)
     if decoder.trained(variables) == 'adapters' and not shares_base:
@@ -355,14 +356,14 @@ class Engine:
       if session is not None and isinstance(outcome, records.Completion):
         start = session.length - len(outcome.tokens_T)
         grams.add(session.tokens_T[: session.length], start)
-        self._num_learnt += 1
-        if not self._num_learnt % _LEARNT_AT_ONCE:
+        if self._slots.stats.dispatches >= self._renewed_at + _RENEWED_EVERY:
           self._renew()
 
   def _renew(self) -> None:
     """Gives the device the n-grams that were learnt so far."""
     if self._grams is not None:
       self._table = self._put(self._grams.arrays())
+      self._renewed_at = self._slots.stats.dispatches
 
   def _put(self, inputs: Any) -> Any:
     # Committed like all arrays; otherwise the first call compiles once more.
