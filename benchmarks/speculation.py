@@ -22,6 +22,7 @@ import functools
 import itertools
 import pathlib
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -252,23 +253,24 @@ def _measure(run, name: str, task: _Task, depths, goal) -> None:
 
 def repeated(run) -> None:
   for batch in run.batches:
-    case = f'repeated 8.1M, batch {batch}'
+    case = f'repeated 8.1M: batch {batch}'
     _measure(run, case, _random(batch, True), (_DEPTH,), 'limit')
 
 
 def unseen(run) -> None:
   for batch in run.batches:
-    case = f'unseen 8.1M, batch {batch}'
+    case = f'unseen 8.1M: batch {batch}'
     _measure(run, case, _random(batch, False), (0, 2, _DEPTH), 'plain')
 
 
 def policy(run, numerics: str = 'fast') -> None:
   if not run.workdir:
-    return print('policy needs --workdir=RUN.')
+    print('policy and invariant need --workdir=RUN.', file=sys.stderr)
+    return
   word = 'policy' if numerics == 'fast' else 'invariant policy'
   for batch in run.batches:
     task = _policy(run.workdir, batch, numerics)
-    _measure(run, f'{word}, batch {batch}', task, (_DEPTH,), 'limit')
+    _measure(run, f'{word}: batch {batch}', task, (_DEPTH,), 'limit')
 
 
 def invariant(run) -> None:

@@ -31,7 +31,7 @@ _HEADS = flags.DEFINE_string(
   'heads', '', "Run whose SFT trained heads for this one's; '' for itself."
 )
 _TOKENS = flags.DEFINE_integer(
-  'tokens', 6000, 'Least number of tokens that the SFT policy samples.'
+  'tokens', 3000, 'Least number of tokens that the SFT policy samples.'
 )
 _STAGES = flags.DEFINE_list('stages', ['sft', 'rl'], 'Stages to measure.')
 _ROLLOUTS = 8
