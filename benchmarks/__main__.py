@@ -29,7 +29,7 @@ README = ROOT / 'benchmarks' / 'README.md'
 NAMES = (
   *('train_step', 'grouped_matmul', 'expert_growth', 'expert_parallel'),
   *('attention', 'decode', 'rollout', 'delta', 'hf_import', 'muon'),
-  *('few_bits', 'route_codec', 'sandbox', 'transfer'),
+  *('few_bits', 'route_codec', 'sandbox', 'speculation', 'transfer'),
 )
 # Files that decide the results. The results themselves change meanwhile.
 _CODE = ('composer_jax', 'configs', 'benchmarks/*.py')

@@ -61,7 +61,7 @@ def config(
 
 
 @functools.cache
-def _variables(config):
+def variables(config):
   import dataclasses
 
   import jax
@@ -69,7 +69,7 @@ def _variables(config):
   from composer_jax.models import decoder
 
   if config.numerics != 'fast':
-    return _variables(dataclasses.replace(config, numerics='fast'))
+    return variables(dataclasses.replace(config, numerics='fast'))
   init = jax.jit(
     lambda key: decoder.policy(decoder.init(config, key)),
     # Compiles four times as fast and changes the last bits.
@@ -93,7 +93,7 @@ def engine(config, batch: int, **over: Any):
     share_prefixes=False,
   )
   return engine.Engine(
-    config, _variables(config), 0, engine.EngineOptions(**(options | over))
+    config, variables(config), 0, engine.EngineOptions(**(options | over))
   )
 
 
@@ -138,7 +138,7 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
 
   c = engine.config
   width = 4 if c.compute_dtype == 'float32' else 2
-  total = sum(x.size for x in jax.tree.leaves(_variables(c))) * width
+  total = sum(x.size for x in jax.tree.leaves(variables(c))) * width
   expert = 3 * c.embed_dim * c.moe.ffw_dim * width
   dense = total - c.num_moe_layers * c.moe.num_experts * expert
   if not c.tie_embeddings:
@@ -211,7 +211,7 @@ def _masters(config):
   import jax
   import jax.numpy as jnp
 
-  return jax.tree.map(lambda x: x.astype(jnp.float32), _variables(config))
+  return jax.tree.map(lambda x: x.astype(jnp.float32), variables(config))
 
 
 def train_steps(config, rows: int, length: int):

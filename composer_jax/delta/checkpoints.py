@@ -101,12 +101,13 @@ def read(source: str) -> dict[str, np.ndarray]:
   arrays = _read_ours(folder)
   if {'params', 'opt_state'} <= {name.partition('/')[0] for name in arrays}:
     # A train state, which holds more than the model.
-    kept = ('params/', 'selection_bias')
-    arrays = {n: a for n, a in arrays.items() if n.startswith(kept)}
+    named = {re.sub('^heads/', 'mtp/', n): a for n, a in arrays.items()}
+    kept = '(mtp/)?(params/|selection_bias)'
+    arrays = {n: a for n, a in named.items() if re.match(kept, n)}
   # As `decoder.policy`, whose selection bias stays float32.
   return {
     name: array.astype(ml_dtypes.bfloat16)
-    if name.startswith('params/') and array.dtype == np.float32
+    if re.match('(mtp/)?params/', name) and array.dtype == np.float32
     else array
     for name, array in arrays.items()
   }

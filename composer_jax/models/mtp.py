@@ -230,8 +230,30 @@ def _states(heads, variables, hidden_BTD, batch, ahead, config, plan):
   return made
 
 
+def join(
+  params: Any,
+  x_BTD: jax.Array,
+  hidden_BTD: jax.Array,
+  config: model_config.ModelConfig,
+) -> jax.Array:
+  """Returns the input of a head's layer, by whole parameters of the head."""
+
+  def stage(params, parts_BTD):
+    weight, scales = params
+    both = zip(parts_BTD, scales, strict=True)
+    normed = [norm.rms_norm(x, s, config.norm_eps) for x, s in both]
+    return linear.linear(jnp.concatenate(normed, axis=-1), weight)
+
+  scales = [params[f'{n}_norm']['scale'] for n in ('embedding', 'hidden')]
+  scales = [scale_D.astype(jnp.float32) for scale_D in scales]
+  weight = params['projection'].astype(x_BTD.dtype)
+  return rows.map_rows(
+    stage, (weight, scales), (x_BTD, hidden_BTD), numerics=config.numerics
+  )
+
+
 def _join(params, x_BTD, hidden_BTD, config, plan):
-  """Returns the input of a head's layer; `params` have a leading axis of 1."""
+  """Joins in shards; `params` have a leading axis of 1."""
   spec = shards.specs_of(
     plan, 'mtp/params/layers/projection', params['projection']
   )
@@ -239,17 +261,8 @@ def _join(params, x_BTD, hidden_BTD, config, plan):
 
   def stage(params, x_BTD, hidden_BTD):
     weight = shards.gather(params['projection'], spec, dtype=x_BTD.dtype)
-    scales = [params[f'{n}_norm']['scale'] for n in ('embedding', 'hidden')]
-    scales = [scale_D.astype(jnp.float32) for scale_D in scales]
-    return rows.map_rows(
-      joined, (weight, scales), (x_BTD, hidden_BTD), numerics=config.numerics
-    )
-
-  def joined(params, parts_BTD):
-    weight, scales = params
-    both = zip(parts_BTD, scales, strict=True)
-    normed = [norm.rms_norm(x, s, config.norm_eps) for x, s in both]
-    return linear.linear(jnp.concatenate(normed, axis=-1), weight)
+    whole = {**params, 'projection': weight}
+    return join(whole, x_BTD, hidden_BTD, config)
 
   where = shards.tokens_spec(plan)
   params = jax.tree.map(lambda x: x[0], params)

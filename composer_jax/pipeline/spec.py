@@ -288,7 +288,7 @@ class Spec:
 
   def engine_options(self) -> rollout_options.EngineOptions:
     return rollout_options.EngineOptions(
-      max_len=self.episode.max_tokens, **dataclasses.asdict(self.rollout)
+      max_len=self.episode.max_tokens, **vars(self.rollout)
     )
 
   def update_options(self) -> update.UpdateOptions:

@@ -359,6 +359,8 @@ def serving(
 ) -> Need:
   """Counts an engine: weights before and after a swap, and the KV cache."""
   model = rollout_options.served(model, options)
+  if not options.heads_of(model):
+    model = dataclasses.replace(model, mtp=None)  # An engine drops its heads.
   mesh = specs.Mesh(fsdp=options.devices)
   variables, places = _described(model, mesh, layouts.DECODE)
   if options.experts:
@@ -372,7 +374,11 @@ def serving(
   swapped = decoder.without_base(served)
   cache = jax.eval_shape(
     lambda: forward.empty_cache(
-      model, options.pages, options.page_size, options.cache_dtype
+      model,
+      options.pages,
+      options.page_size,
+      options.cache_dtype,
+      options.heads_of(model),
     )
   )
   # Latents are whole, and so are key heads that do not divide.

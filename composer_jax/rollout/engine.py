@@ -32,7 +32,14 @@ import numpy as np
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder, experts
-from composer_jax.rollout import forward, placing, sessions, steps
+from composer_jax.rollout import (
+  controller,
+  drafts,
+  forward,
+  placing,
+  sessions,
+  steps,
+)
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
@@ -45,6 +52,9 @@ _MAX_PUT_OFF = 2
 
 # Number of pages that one call copies or clears.
 _PAGES_A_CALL = 16
+
+# Dispatches after which the device has n-grams of what ended since.
+_RENEWED_EVERY = 32
 
 
 class Unread(NamedTuple):
@@ -60,6 +70,10 @@ class Engine:
   """Continuous batching of one model over a fixed number of slots.
 
   Only one thread may call it (`rollout.server` serves many), except `place`.
+
+  Attributes:
+    controller: chooses how many tokens each pass drafts; another one may be
+      set, such as that of a single depth.
   """
 
   def __init__(
@@ -71,14 +85,16 @@ class Engine:
     *,
     mesh: jax.sharding.Mesh | None = None,
     shares_base: bool = False,
+    draft: steps.Draft = drafts.by_ngrams,
   ):
     """Copies the weights; compiles nothing yet.
 
     The model is sharded over the mesh; None uses the first `options.devices`
     devices, or if that is 1 the device of the variables. With `shares_base`,
     on one device, frozen parameters are served from the caller's arrays, which
-    must live as long. A ValueError tells that the variables do not fit the
-    model, or the model the mesh.
+    must live as long. `draft` takes the place of n-grams in a test. A
+    ValueError tells that the variables do not fit the model, or the model the
+    mesh.
     """
     self._shapes, self._model = _shapes(variables), config
     expected = decoder.abstract(config)[0]
@@ -92,6 +108,13 @@ class Engine:
       self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
+    self.controller = controller.Controller(options.speculation.depths)
+    self._num_heads = options.heads_of(config)
+    self._grams: drafts.NGrams | None = None
+    if options.speculation.drafter == 'ngrams':
+      self._grams = drafts.NGrams()
+    self._table: Any = None
+    self._renewed_at = 0
     self._base = forward.shared(variables, config) if shares_base else None
     self._served = self.place(variables, version)
     if decoder.trained(variables) == 'adapters' and not shares_base:
@@ -102,18 +125,26 @@ class Engine:
       (config.num_moe_layers, config.moe.num_active),
       share_sampled=config.numerics == 'batch_invariant',
     )
-    self._programs = steps.build(config, options, self._place)
+    self._programs = steps.build(config, options, self._place, draft)
     self._cache = jax.jit(
       lambda: forward.empty_cache(
-        config, options.pages, options.page_size, options.cache_dtype
+        config,
+        options.pages,
+        options.page_size,
+        options.cache_dtype,
+        self._num_heads,
       ),
       out_shardings=self._place.pools,
     )()
     self._unread: Unread | None = None
     # Rows of the decode program, and their inputs and state on the device.
     self._composition: list[slots_lib.Row] = []
+    self._depth = 0  # drafts of a pass of the next dispatch
     self._rows_BW: Any = None
     self._state: Any = None
+    # When the last report came, and the programs that were compiled by then.
+    self._last: tuple[float, int] | None = None
+    self._renew()
 
   @property
   def version(self) -> int:
@@ -130,9 +161,11 @@ class Engine:
     return self._slots.num_unfinished
 
   def stats(self) -> slots_lib.Stats:
-    table = self._slots
+    table, kept_X = self._slots, self.controller.kept_X
     return dataclasses.replace(
       table.stats,
+      draft_passes=int(kept_X.sum()),
+      draft_tokens=int(kept_X @ np.arange(len(kept_X))),
       sessions=len(table.sessions),
       running=len(table.running),
       waiting=len(table.queue),
@@ -166,9 +199,12 @@ class Engine:
     for num_rows in self.options.extend_rows:
       self._run_extend([], num_rows)
     biases = [None, self._bias()] if guided else [None]
-    for truncate, bias_BV in itertools.product((False, True), biases):
-      self._compose([])
-      self._run_decode(truncate, bias_BV)
+    for depth in self.options.speculation.depths:
+      self._depth = depth
+      for truncate, bias_BV in itertools.product((False, True), biases):
+        if bias_BV is None or not depth:
+          self._compose([])
+          self._run_decode(truncate, bias_BV)
 
   def submit(
     self,
@@ -181,9 +217,9 @@ class Engine:
 
     `on_tokens` is called with the tokens of each dispatch when its report is
     read; it must neither raise nor call the engine. While a request with a
-    guide decodes, a dispatch samples one token for every row, and the next one
-    waits for its report. While a request that `is_first` waits, no other one
-    gets a slot.
+    guide decodes, a dispatch samples one token for every row, without drafts,
+    and the next one waits for its report. While a request that `is_first`
+    waits, no other one gets a slot.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
@@ -241,6 +277,8 @@ class Engine:
       is_own = lambda name: not name.startswith('params/')
       expected = {name: expected[name] for name in filter(is_own, expected)}
     _compare(_shapes(variables), expected, version, dtypes=True)
+    if not self._num_heads:
+      variables = {k: tree for k, tree in variables.items() if k != 'mtp'}
     variables = placing.put(variables, self.config, self._place)
     variables = experts.held(
       variables, self._model, self.config, bool(self.options.experts)
@@ -278,6 +316,7 @@ class Engine:
     table.swap(placed.version, refresh=refresh)
     # Refreshed sessions lost the pages of which the device has tables.
     self._composition = []
+    self._renew()
     table.stats.swap_s = time.perf_counter() - began
     return before
 
@@ -303,7 +342,28 @@ class Engine:
     for session in pending:
       if session.work is not None:
         session.work.waiting += 1
-    return table.take_finished()
+    finished = table.take_finished()
+    if not table.running:
+      self._last = None
+    if self._grams is not None:
+      self._learn(self._grams, finished)
+    return finished
+
+  def _learn(self, grams: drafts.NGrams, finished: Sequence[Any]) -> None:
+    """Remembers what sessions hold, as drafts of others."""
+    for outcome in finished:
+      session = self._slots.sessions.get(outcome.session)
+      if session is not None and isinstance(outcome, records.Completion):
+        start = session.length - len(outcome.tokens_T)
+        grams.add(session.tokens_T[: session.length], start)
+        if self._slots.stats.dispatches >= self._renewed_at + _RENEWED_EVERY:
+          self._renew()
+
+  def _renew(self) -> None:
+    """Gives the device the n-grams that were learnt so far."""
+    if self._grams is not None:
+      self._table = self._put(self._grams.arrays())
+      self._renewed_at = self._slots.stats.dispatches
 
   def _put(self, inputs: Any) -> Any:
     # Committed like all arrays; otherwise the first call compiles once more.
@@ -345,7 +405,11 @@ class Engine:
     """Goes on with the state on the device, or uploads it for other rows."""
     rows = [(session, session.at_work) for session in decoding]
     is_guided = any(work.guide for _, work in rows)
-    if rows and rows == self._composition and not is_guided:
+    depth = self.controller.choose(len(rows)) if rows and not is_guided else 0
+    is_composed = rows == self._composition and (depth > 0) == (self._depth > 0)
+    self._depth = depth
+    if rows and is_composed and not is_guided:
+      # At least a token a pass comes.
       is_sampling = self._unread and self._unread.chunks is None
       num_coming = self.options.decode_steps if is_sampling else 0
       if any(work.remaining > num_coming for _, work in rows):
@@ -360,12 +424,21 @@ class Engine:
       self._sample()
 
   def _compose(self, decoding: list[sessions.Session]) -> None:
-    """Assigns the rows of decode to sessions; no report may be unread."""
+    """Assigns the rows of decode to sessions; no report may be unread.
+
+    Without drafts their state stays away, so that plain decoding costs no more.
+    """
     assert not self._unread
     width = sum(steps.decode_widths(self.options))
     num_rows = self.options.num_slots
     rows_BW = np.zeros((num_rows, width), np.int32)
     state_3B = np.zeros((3, num_rows), np.int32)
+    drafts_BK = history_BS = None
+    if self._depth and self._num_heads:
+      shape = (num_rows, self.options.speculation.depth)
+      drafts_BK = np.full(shape, sessions.NOT_SAMPLED, np.int32)
+    elif self._depth:
+      history_BS = np.zeros((num_rows, self.options.max_len), np.int32)
     for row, session in enumerate(decoding):
       work = session.at_work
       if work.row_W is None:
@@ -373,8 +446,15 @@ class Engine:
       rows_BW[row] = work.row_W
       counts = (session.last_token, session.consumed, work.remaining)
       state_3B[:, row] = counts
+      if drafts_BK is not None and work.drafts_K is not None:
+        drafts_BK[row] = work.drafts_K
+      if history_BS is not None:
+        session.settle()
+        history_BS[row, : session.length] = session.tokens_T[: session.length]
     self._composition = [(session, session.at_work) for session in decoding]
-    inputs = (rows_BW, steps.State(*state_3B))
+    state = steps.State(*state_3B)
+    state = state._replace(drafts_BK=drafts_BK, history_BS=history_BS)
+    inputs = (rows_BW, state)
     self._rows_BW, self._state = self._put(inputs)
 
   def _sample(self) -> None:
@@ -395,8 +475,9 @@ class Engine:
   def _run_decode(self, truncate: bool, bias_BV: np.ndarray | None) -> Any:
     inputs = (self._cache, self._rows_BW, self._state)
     bias_BV = None if bias_BV is None else self._put(bias_BV)
+    table = self._table if self._depth else None
     self._cache, self._state, report = self._programs.decode(
-      self._served.weights, *inputs, bias_BV, truncate
+      self._served.weights, *inputs, bias_BV, table, truncate, self._depth
     )
     return report
 
@@ -413,13 +494,23 @@ class Engine:
     if unread is None:
       return
     report = jax.tree.map(np.asarray, unread.report)
-    if unread.chunks is None:
-      report = report.replace(version=unread.version)
-      self._slots.sampled(unread.rows, report)
-    else:
+    last = (time.perf_counter(), self._programs.traces.total())
+    before, self._last = self._last, last
+    if unread.chunks is not None:
       self._read_extend(unread, unread.chunks, *report)
+      return
+    report = report.replace(version=unread.version)
+    # Unknown after a pause, or where a program was compiled meanwhile.
+    seconds = None
+    if before is not None and before[1] == last[1]:
+      seconds = last[0] - before[0]
+    count = int((report.tokens_TB >= 0).sum())
+    self.controller.take(report.counts_X, len(unread.rows), count, seconds)
+    self._slots.sampled(unread.rows, report)
 
-  def _read_extend(self, unread, chunks, finite_B, routes_MBTA) -> None:
+  def _read_extend(
+    self, unread, chunks, finite_B, routes_MBTA, drafts_BK
+  ) -> None:
     for row, (session, work) in enumerate(unread.rows):
       start, end = chunks[row]
       if session.work is not work:
@@ -432,6 +523,8 @@ class Engine:
         first = start % self.options.prefill_chunk
         routes_MTA = routes_MBTA[:, row, first : first + end - start]
         routes_TMA = routes_MTA.swapaxes(0, 1)
+      if drafts_BK is not None:
+        work.drafts_K = drafts_BK[row]
       self._slots.extended(session, start, end - start, routes_TMA)
 
 

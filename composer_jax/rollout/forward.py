@@ -9,7 +9,7 @@ sessions of an engine share; the caller's tables assign pages to rows
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -27,12 +27,14 @@ class Weights(flax.struct.PyTreeNode, kw_only=True):
   """Decoder variables, one tree per layer, dense layers first.
 
   `outer` holds the other variables, as `models.head` expects them. `stacked`
-  holds the parameters that a layer's tree lacks: see `shared`.
+  holds the parameters that a layer's tree lacks: see `shared`. `heads` has a
+  tree for each head of `models.mtp` in an engine that drafts by them.
   """
 
   outer: decoder.Variables
   layers: tuple[decoder.Variables, ...]
   stacked: decoder.Variables = dataclasses.field(default_factory=dict)
+  heads: tuple[decoder.Variables, ...] = ()
 
 
 # For each layer two pools of pages: keys [pages, K, H, page] and values
@@ -100,16 +102,25 @@ def unstack(
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
     layers += [experts.layer_of(stack, i, config) for i in range(length)]
     outer.pop(name, None)
+  heads = []
+  if 'mtp' in variables and config.mtp is not None:
+    stack = {k: tree['layers'] for k, tree in variables['mtp'].items()}
+    cut = lambda i: jax.tree.map(lambda x: x[i], stack)
+    heads = list(map(cut, range(config.mtp.depth)))
   on_cpu = jax.default_backend() == 'cpu'
   is_split = base is None or not base.stacked
   if config.numerics == 'fast' and on_cpu and not is_sharded and is_split:
     layers = [_split_experts(layer) for layer in layers]
+    heads = [_split_experts(head) for head in heads]
     if config.tie_embeddings and outer:
       outer['unembedding'] = outer['embedding'].T.copy()
   if base is not None:
     pairs = zip(base.layers, layers, strict=True)
-    return base.replace(layers=tuple({**old, **new} for old, new in pairs))
-  return Weights(outer={'params': outer}, layers=tuple(layers))
+    layers = tuple({**old, **new} for old, new in pairs)
+    return base.replace(layers=layers, heads=tuple(heads))
+  return Weights(
+    outer={'params': outer}, layers=tuple(layers), heads=tuple(heads)
+  )
 
 
 def _split_experts(variables):
@@ -133,8 +144,12 @@ def empty_cache(
   num_pages: int,
   page_size: int,
   dtype: str = '',
+  num_heads: int = 0,
 ) -> Cache:
-  """Returns a cache of zeros; `dtype` '' is that of activations."""
+  """Returns a cache of zeros, with pools of heads behind those of the layers.
+
+  `dtype` '' is that of activations.
+  """
   a = config.attention
   if isinstance(a, config_lib.MLAConfig):
     first, second = (page_size, a.kv_lora_dim), (page_size, a.rope_dim)
@@ -145,7 +160,8 @@ def empty_cache(
   def pool(shape):
     return jnp.zeros((num_pages, *shape), dtype or config.compute_dtype)
 
-  return tuple((pool(first), pool(second)) for _ in range(config.num_layers))
+  count = config.num_layers + num_heads
+  return tuple((pool(first), pool(second)) for _ in range(count))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -178,6 +194,108 @@ def zero_pages(cache: Cache, pages_N: jax.Array) -> Cache:
   return jax.tree.map(lambda pool: pool.at[pages_N].set(0, mode='drop'), cache)
 
 
+class Places(NamedTuple):
+  """Where a chunk's tokens lie in the pools, and what a layer needs of them."""
+
+  valid_BT: jax.Array
+  positions_BT: jax.Array
+  tables_BP: jax.Array
+  pages_BT: jax.Array
+  cos_sin: tuple[jax.Array, jax.Array]
+
+
+def pages_of(
+  valid_BT: jax.Array,
+  positions_BT: jax.Array,
+  tables_BP: jax.Array,
+  cache: Cache,
+  config: config_lib.ModelConfig,
+) -> Places:
+  """Looks the pages of a chunk's tokens up; arguments as of `forward`."""
+  num_pages, *_, page_size, _ = cache[0][1].shape
+  blocks_BT = positions_BT // page_size
+  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
+  # Past the end of the pools, where a write is dropped.
+  pages_BT = jnp.where(valid_BT, pages_BT, num_pages)
+  cos_sin = layer.angles(positions_BT, config)
+  return Places(valid_BT, positions_BT, tables_BP, pages_BT, cos_sin)
+
+
+def run_layer(
+  variables: decoder.Variables,
+  x_BTD: jax.Array,
+  pools: paged.Pools,
+  pages: Places,
+  *,
+  config: config_lib.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+  apart: bool = False,
+) -> tuple[jax.Array, jax.Array | None, paged.Pools]:
+  """Runs a decoder layer of either kind over a chunk.
+
+  With `apart`, a token whose key or value is not finite writes zeros and fails
+  alone: tokens before it in the chunk get the bits that they get without it.
+
+  Returns:
+    x_BTD, expert_ids_BTA (None of a dense layer), and the pools.
+  """
+  c = config
+  page_size = pools[1].shape[-2]
+  places = (pages.pages_BT, pages.positions_BT % page_size)
+  params = layer.prepare(variables, c)
+  query, kept = layer.attention_inputs(
+    params, x_BTD, pages.cos_sin, c, is_paged=True
+  )
+  with jax.named_scope('attention'):
+    # Written first: the chunk also attends to its own keys in the pages.
+    if pools[0].dtype == jnp.float8_e4m3fn:
+      kept = tuple(map(grids.e4m3, kept))  # A cast would not saturate.
+    if apart:
+      x_BTD, kept = _apart(x_BTD, kept)
+    axes = paged.token_axes(pools)
+    written: Any = tuple(
+      paged.write(pool, new_BT, *places, token_axis=axis)
+      for pool, new_BT, axis in zip(pools, kept, axes, strict=True)
+    )
+    seen = (pages.tables_BP, pages.positions_BT)
+    if c.numerics == 'batch_invariant':
+      out_BTN = tiled.attend_paged(query, written, *seen, pages.valid_BT)
+    else:
+      # Pages of the longest row after this chunk. Latent attention uses its
+      # absorbed form for context too, although for chunks of some hundred
+      # tokens (171 for Kimi K2) and more, expanding keys and values would cost
+      # less.
+      blocks_BT = pages.positions_BT // page_size
+      num_blocks = jnp.where(pages.valid_BT, blocks_BT + 1, 0).max()
+      out_BTN = paged.attend(query, written, *seen, num_blocks=num_blocks)
+  if 'moe' not in params:
+    x_BTD = layer.dense(params, x_BTD, out_BTN, c, is_paged=True)
+    return x_BTD, None, written
+  x_BTD, (ids_BTA, _), _ = layer.mixture(
+    params,
+    variables.get('selection_bias', {}).get('moe', {}).get('bias'),
+    (x_BTD, out_BTN, pages.valid_BT, None),
+    c,
+    is_paged=True,
+    plan=plan,
+  )
+  return x_BTD, ids_BTA.astype(jnp.uint16), written
+
+
+def _apart(x_BTD, kept):
+  """Moves what is not finite from cache entries to the token's own state."""
+
+  def is_finite(entry_BT):
+    axes = tuple(range(2, entry_BT.ndim))
+    return jnp.isfinite(entry_BT).all(axes)
+
+  finite_BT = is_finite(kept[0]) & is_finite(kept[1])
+  kept = tuple(
+    jnp.where(jnp.expand_dims(finite_BT, range(2, x.ndim)), x, 0) for x in kept
+  )
+  return jnp.where(finite_BT[..., None], x_BTD, jnp.nan), kept
+
+
 def forward(
   weights: Weights,
   cache: Cache,
@@ -188,6 +306,7 @@ def forward(
   *,
   config: config_lib.ModelConfig,
   plan: exchange.ExchangePlan | None = None,
+  apart: bool = False,
 ) -> tuple[jax.Array, jax.Array, Cache]:
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
@@ -197,57 +316,30 @@ def forward(
     tables_BP: int32 page of each logical page of a row. A page that two rows
       share must not be written by either.
     plan: exchange between expert shards (`layouts.DECODE`); None on one device.
+    apart: true for drafts, which may be taken back: see `run_layer`.
 
   Returns:
-    hidden_BTD after the final norm, uint16 expert_ids_MBTA, and the cache.
+    hidden_BTD after the final norm, uint16 expert_ids_MBTA, and the cache,
+    whose pools beyond those of the decoder's layers are as they were.
   """
   c = config
   x_BTD = weights.outer['params']['embedding'][tokens_BT]
   x_BTD = x_BTD.astype(c.compute_dtype)
-  cos_sin = layer.angles(positions_BT, c)
-  num_pages, *_, page_size, _ = cache[0][1].shape
-  blocks_BT = positions_BT // page_size
-  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
-  # Past the end of the pools, where a write is dropped.
-  pages_BT = jnp.where(valid_BT, pages_BT, num_pages)
-  places = (pages_BT, positions_BT % page_size)
-  axes = paged.token_axes(cache[0])
-  if c.numerics == 'batch_invariant':
-    attend = functools.partial(tiled.attend_paged, valid_BT=valid_BT)
-  else:
-    # Pages of the longest row after this chunk. Latent attention uses its
-    # absorbed form for context too, although for chunks of some hundred tokens
-    # (171 for Kimi K2) and more, expanding keys and values would cost less.
-    num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
-    attend = functools.partial(paged.attend, num_blocks=num_blocks)
-  all_pools, routes = [], []
+  pages = pages_of(valid_BT, positions_BT, tables_BP, cache, c)
+  all_pools, routes = list(cache), []
   for i, variables in enumerate(_layers(weights)):
-    params = layer.prepare(variables, c)
-    query, kept = layer.attention_inputs(
-      params, x_BTD, cos_sin, c, is_paged=True
-    )
-    with jax.named_scope('attention'):
-      # Written first: the chunk also attends to its own keys in the pages.
-      if cache[i][0].dtype == jnp.float8_e4m3fn:
-        kept = tuple(map(grids.e4m3, kept))  # A cast would not saturate.
-      pools: Any = tuple(
-        paged.write(pool, new_BT, *places, token_axis=axis)
-        for pool, new_BT, axis in zip(cache[i], kept, axes, strict=True)
-      )
-      out_BTN = attend(query, pools, tables_BP, positions_BT)
-    all_pools.append(pools)
-    if i < c.num_dense_layers:
-      x_BTD = layer.dense(params, x_BTD, out_BTN, c, is_paged=True)
-      continue
-    x_BTD, (ids_BTA, _), _ = layer.mixture(
-      params,
-      variables.get('selection_bias', {}).get('moe', {}).get('bias'),
-      (x_BTD, out_BTN, valid_BT, None),
-      c.precise() if c.is_precise(i - c.num_dense_layers) else c,
-      is_paged=True,
+    m = i - c.num_dense_layers
+    x_BTD, ids_BTA, all_pools[i] = run_layer(
+      variables,
+      x_BTD,
+      cache[i],
+      pages,
+      config=c.precise() if m >= 0 and c.is_precise(m) else c,
       plan=plan,
+      apart=apart,
     )
-    routes.append(ids_BTA.astype(jnp.uint16))
+    if ids_BTA is not None:
+      routes.append(ids_BTA)
   scale_D = weights.outer['params']['final_norm']['scale']
   hidden_BTD = layer.final_norm(scale_D, x_BTD, c)
   return hidden_BTD, jnp.stack(routes), tuple(all_pools)

@@ -9,6 +9,37 @@ from composer_jax.numerics import formats
 
 KEEP, REFRESH = 'keep', 'refresh'
 ON_SWAP = (KEEP, REFRESH)
+DRAFTERS = ('none', 'ngrams', 'heads')
+# Drafts of a pass for which there are programs; 0 is plain decoding.
+DEPTHS = (0, 2, 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation:
+  """How the engine decodes several tokens of a session in one pass.
+
+  It changes no token and no record, only how fast they come.
+
+  Attributes:
+    drafter: 'ngrams' drafts what followed the last tokens before, in the
+      session or in earlier ones; 'heads' drafts by the model's heads for
+      multi-token prediction; 'none' decodes a token a pass.
+    depth: largest number of drafts of a session in one pass, 2 or 4; the engine
+      takes fewer or none while that is faster.
+  """
+
+  drafter: str = 'none'
+  depth: int = 4
+
+  def __post_init__(self):
+    checks.one_of(self, 'drafter', DRAFTERS)
+    checks.require(self, 'depth', self.depth in DEPTHS[1:], 'be 2 or 4')
+
+  @property
+  def depths(self) -> tuple[int, ...]:
+    """Numbers of drafts that a pass may have, ascending."""
+    most = 0 if self.drafter == 'none' else self.depth
+    return tuple(depth for depth in DEPTHS if depth <= most)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +53,8 @@ class ServingOptions:
     prefill_chunk: context tokens that a session consumes in one extend.
     prefill_rows: sessions in one extend; several numbers compile one program
       each, of which the smallest sufficient one runs.
-    decode_steps: tokens of a session in one dispatch; weights change between.
+    decode_steps: passes over a session in one dispatch, each of which samples a
+      token, or several with speculation; weights change between dispatches.
     page_size: tokens of a page of the KV cache.
     num_pages: pages of the KV cache; 0 for num_slots sessions of max_len.
     record_routes: true to record the expert ids of each token, which replay
@@ -41,6 +73,7 @@ class ServingOptions:
     cache_dtype: 'float8_e4m3fn' of keys and values in the KV cache, which then
       has half the bytes of bfloat16, and log-probabilities that differ from the
       trainer's; '' for that of activations.
+    speculation: who drafts tokens, and how many; none by default.
   """
 
   devices: int = 1
@@ -56,6 +89,7 @@ class ServingOptions:
   compute_dtype: str = ''
   experts: str = ''
   cache_dtype: str = ''
+  speculation: Speculation = Speculation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +134,11 @@ class EngineOptions(ServingOptions):
   def pages(self) -> int:
     return self.num_pages or self.num_slots * self.table_len
 
+  def heads_of(self, model: model_config.ModelConfig) -> int:
+    """Returns the number of heads that draft, which have pages of their own."""
+    drafts = self.speculation.drafter == 'heads'
+    return model.mtp.depth if drafts and model.mtp is not None else 0
+
   @property
   def extend_rows(self) -> tuple[int, ...]:
     """Numbers of rows that extend has a program for, ascending."""
@@ -112,9 +151,15 @@ def served(
 ) -> model_config.ModelConfig:
   """Returns the model as an engine of the options computes it.
 
-  A ValueError says that experts of the model have no codes, or that they or a
-  cache of few bits break the law of its numerics.
+  A ValueError says that experts of the model have no codes, that they or a
+  cache of few bits break the law of its numerics, or that the model lacks heads
+  to draft.
   """
+  if options.speculation.drafter == 'heads' and model.mtp is None:
+    raise ValueError(
+      "speculation.drafter is 'heads', and the model has none: give it heads "
+      "by model.mtp and train them, or set 'ngrams'."
+    )
   if options.cache_dtype and model.numerics == 'batch_invariant':
     raise ValueError(
       f'cache_dtype is {options.cache_dtype!r}, and the numerics '

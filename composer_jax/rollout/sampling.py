@@ -2,8 +2,8 @@
 
 A token's random numbers are a function of its session's seed tuple and its
 absolute position, never of the slot, the batch or the number of steps taken.
-Two numbers per token suffice; Gumbel noise needs one for each entry of the
-vocabulary and costs as much as a small model's experts.
+So a draft that is drawn at the same seed and position from a similar
+distribution is often the same token (`choose`).
 
 If a request truncates its distribution (`records.SampleRequest`), or a guide
 (`sessions.Guide`) adds to its logits, token and log-probability are those of
@@ -11,6 +11,7 @@ the distribution that results. Raw log-probabilities are those of the model, at
 temperature 1.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -67,16 +68,7 @@ def draw(
   truncate: bool,
   numerics: str,
 ) -> Drawn:
-  """Draws one token per row by the inverse of its distribution function.
-
-  The vocabulary is split into about sqrt(V) classes: one uniform number chooses
-  a class by its share, another one a token of the class.
-
-  Both numbers are multiples of 2^-24, and a running sum of n float32 terms is
-  off by at most n 2^-24 of the whole, so a token's probability is off by about
-  as much of the whole and of its class. Gumbel noise from float32 uniforms is
-  no finer: it never exceeds 17, so it never draws tokens further behind. A
-  token of weight zero is never drawn.
+  """Draws one token per row, and returns it with its log-probabilities.
 
   `positions_B` are those of the drawn tokens. `bias_BV` is added to the logits;
   -inf excludes a token. `truncate` says that some rows truncate; rows that do
@@ -85,20 +77,16 @@ def draw(
   greedy_B = settings.temperatures_B == 0
   temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)
   altered_B = _truncates(settings)
-  scaled_BV = logits_BV / temperatures_B[:, None]
   if bias_BV is not None:
     altered_B |= (bias_BV != 0).any(-1)
-    scaled_BV = (logits_BV + bias_BV) / temperatures_B[:, None]
-  if truncate:
-    kept_BV = _each_row(_kept, (settings, scaled_BV), numerics)
-    scaled_BV = jnp.where(kept_BV, scaled_BV, -jnp.inf)
-  uniforms_B2 = jax.vmap(_uniforms)(settings.keys_B2, positions_B)
-  tokens_B = _each_row(_choose, (uniforms_B2, scaled_BV), numerics)
-  tokens_B = jax.lax.cond(
-    greedy_B.any(),
-    lambda: jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), tokens_B),
-    lambda: tokens_B,
-  ).astype(jnp.int32)
+  tokens_B, scaled_BV = choose(
+    settings,
+    positions_B,
+    logits_BV,
+    bias_BV,
+    truncate=truncate,
+    numerics=numerics,
+  )
 
   def logprobs_at(temperatures_B):
     """Computes log-probabilities with the trainer's function."""
@@ -122,6 +110,54 @@ def draw(
   )
 
 
+def choose(
+  settings: Settings,
+  positions_B: jax.Array,
+  logits_BV: jax.Array,
+  bias_BV: jax.Array | None = None,
+  *,
+  truncate: bool,
+  numerics: str,
+) -> tuple[jax.Array, jax.Array]:
+  """Draws one token per row by two races; arguments as of `draw`.
+
+  The vocabulary is split into about sqrt(V) classes. A class of weight w
+  arrives at a time -log(1 - u) / w, with a uniform u of its own, and the first
+  one wins; then its tokens race likewise. (Races are the Gumbel trick without
+  logarithms of weights; one race over all tokens would cost as much as a small
+  model's experts.)
+
+  Two distributions with a total variation of t win the same class, and the same
+  token of it, with a probability of at least (1 - t) / (1 + t), of the classes
+  and of the class: for rows at the same seed and position.
+
+  Uniforms are midpoints of 2^32 intervals, of which float32 keeps 24 bits. So
+  class and token in the class have their probabilities up to 2^-32 of the
+  whole, and to a few parts in 10^6; shares below 2^-37 are never drawn. Nor is
+  a token of weight zero.
+
+  Returns:
+    int32 tokens_B, and the logits of the distribution that they are drawn from.
+  """
+  greedy_B = settings.temperatures_B == 0
+  temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)
+  if bias_BV is not None:
+    logits_BV += bias_BV
+  scaled_BV = logits_BV / temperatures_B[:, None]
+  if truncate:
+    kept_BV = _each_row(_kept, (settings, scaled_BV), numerics)
+    scaled_BV = jnp.where(kept_BV, scaled_BV, -jnp.inf)
+  numbers = functools.partial(_uniforms, count=sum(_split(logits_BV.shape[1])))
+  uniforms_BU = jax.vmap(numbers)(settings.keys_B2, positions_B)
+  tokens_B = _each_row(_winner, (uniforms_BU, scaled_BV), numerics)
+  tokens_B = jax.lax.cond(
+    greedy_B.any(),
+    lambda: jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), tokens_B),
+    lambda: tokens_B,
+  )
+  return tokens_B.astype(jnp.int32), scaled_BV
+
+
 def _each_row(fn: Callable[..., Any], rows_B: Any, numerics: str) -> Any:
   """Returns fn(*rows_B), with bits of each row that ignore the others."""
 
@@ -135,41 +171,41 @@ def _each_row(fn: Callable[..., Any], rows_B: Any, numerics: str) -> Any:
   return rows.map_rows(stage, (), rows_BT, numerics=numerics)[:, 0]
 
 
-def _uniforms(key_2: jax.Array, position: jax.Array) -> jax.Array:
-  """Returns two float32 numbers in [0, 1)."""
+def _uniforms(key_2: jax.Array, position: jax.Array, count: int) -> jax.Array:
+  """Returns float32 numbers in (0, 1), finest next to 0."""
   key = jax.random.wrap_key_data(key_2, impl=_GENERATOR)
-  bits_2 = jax.random.bits(jax.random.fold_in(key, position), (2,), jnp.uint32)
-  return (bits_2 >> 8).astype(jnp.float32) * 2.0**-24
+  key = jax.random.fold_in(key, position)
+  bits_U = jax.random.bits(key, (count,), jnp.uint32)
+  uniforms_U = (bits_U.astype(jnp.float32) + 0.5) * 2.0**-32
+  return jnp.minimum(uniforms_U, 1 - 2.0**-24)
 
 
-def _choose(uniforms_B2: jax.Array, scaled_BV: jax.Array) -> jax.Array:
+def _split(vocab_size: int) -> tuple[int, int]:
+  """Returns the number of classes and of tokens in each."""
+  num_classes = 2 ** math.ceil(math.log2(vocab_size) / 2)
+  return num_classes, -(-vocab_size // num_classes)
+
+
+def _winner(uniforms_BU: jax.Array, scaled_BV: jax.Array) -> jax.Array:
   """Returns a token drawn from each row's softmax."""
   batch, vocab_size = scaled_BV.shape
-  num_classes = 2 ** math.ceil(math.log2(vocab_size) / 2)
-  size = -(-vocab_size // num_classes)
-  missing = size * num_classes - vocab_size
-  padding = ((0, 0), (0, missing))
+  num_classes, size = _split(vocab_size)
+  padding = ((0, 0), (0, size * num_classes - vocab_size))
   padded_BV = jnp.pad(scaled_BV, padding, constant_values=-jnp.inf)
   # Classes are columns, so that their sums vectorise.
   scaled_BXC = padded_BV.reshape(batch, size, num_classes)
   top_B11 = scaled_BXC.max(axis=(1, 2), keepdims=True)
   sums_BC = jnp.exp(scaled_BXC - top_B11).sum(1)
-  class_B = _invert(sums_BC, uniforms_B2[:, 0])
+  class_B = _first(sums_BC, uniforms_BU[:, :num_classes])
   column_BX = jnp.take_along_axis(scaled_BXC, class_B[:, None, None], axis=2)
   weights_BX = jnp.exp(column_BX - top_B11)[:, :, 0]
-  return _invert(weights_BX, uniforms_B2[:, 1]) * num_classes + class_B
+  place_B = _first(weights_BX, uniforms_BU[:, num_classes:])
+  return place_B * num_classes + class_B
 
 
-def _invert(weights_BX: jax.Array, uniforms_B: jax.Array) -> jax.Array:
-  """Returns the index at which the running sum exceeds u times the total."""
-  sums_BX = jnp.cumsum(weights_BX, axis=-1)
-  wanted_B1 = (uniforms_B * sums_BX[:, -1])[:, None]
-  is_likely_BX = weights_BX > 0
-  exceeds_BX = is_likely_BX & (sums_BX > wanted_B1)
-  # Rounding may leave none, as sums need not ascend: then the last likely one.
-  last_B = weights_BX.shape[-1] - 1 - jnp.argmax(is_likely_BX[:, ::-1], axis=-1)
-  first_B = jnp.argmax(exceeds_BX, axis=-1)
-  return jnp.where(exceeds_BX.any(-1), first_B, last_B)
+def _first(weights_BX: jax.Array, uniforms_BX: jax.Array) -> jax.Array:
+  """Returns who arrives first, as index of the largest inverse time."""
+  return jnp.argmax(weights_BX / -jnp.log1p(-uniforms_BX), axis=-1)
 
 
 def _logprob(scaled_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:

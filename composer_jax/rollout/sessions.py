@@ -73,6 +73,9 @@ class Sampled(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     tokens_TB: int32 tokens; NOT_SAMPLED behind a row's last, or NOT_FINITE.
     expert_ids_TMBA: uint16 routes of the consumed tokens; None if not recorded.
+    counts_X: int32 number of passes over a row that kept 1, 2, ... tokens; None
+      without speculation.
+    drafts_BK: drafts of heads that follow each row's last token; None without.
     version: policy version that sampled the tokens; None on the device.
   """
 
@@ -82,6 +85,8 @@ class Sampled(flax.struct.PyTreeNode, kw_only=True):
   top_ids_TBX: Any
   top_logprobs_TBX: Any
   expert_ids_TMBA: Any
+  counts_X: Any = None
+  drafts_BK: Any = None
   version: Any = None
 
   def tokens(
@@ -123,6 +128,7 @@ class ServedRequest:
     refreshed: true if a swap made it consume its tokens anew since it last
       sampled.
     row_W: int32 words of its row in decode; None until it decodes.
+    drafts_K: drafts of heads that follow the last known token; None without.
   """
 
   request: records.SampleRequest
@@ -140,12 +146,13 @@ class ServedRequest:
   waiting: int = 0
   refreshed: bool = False
   row_W: np.ndarray | None = None
+  drafts_K: np.ndarray | None = None
   guide: Guide | None = None
   is_first: bool = False
 
   def start_over(self) -> None:
     """Resets what was consumed; the tokens sampled so far stay."""
-    self.keys = self.waits_for = self.row_W = None
+    self.keys = self.waits_for = self.row_W = self.drafts_K = None
     self.routes_start = self.num_cached = self.waiting = 0
 
 

@@ -41,6 +41,8 @@ class Stats:
   prefix_hit_tokens: int = 0  # context tokens found cached
   context_tokens: int = 0  # tokens consumed by extend
   sampled_tokens: int = 0
+  draft_passes: int = 0  # passes over a session that had drafts
+  draft_tokens: int = 0  # sampled tokens that were drafted
   dispatches: int = 0  # extends and decodes
   swaps: int = 0  # swaps of weights
   swap_s: float = 0.0  # seconds of the last swap, placing of weights excluded
@@ -226,6 +228,8 @@ class Slots:
     work.pieces.append((report, piece))
     session.length += count
     work.remaining -= count
+    has_drafts = report.drafts_BK is not None
+    work.drafts_K = report.drafts_BK[row] if has_drafts else None
     work.refreshed = False
     self.stats.sampled_tokens += count
     work.stopped = session.last_token in work.request.stop_tokens

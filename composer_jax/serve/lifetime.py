@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pathlib
 import signal
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -152,13 +153,15 @@ def run(
 
 
 def _fields(name: str, cls: Any, fields: dict[str, Any]) -> Any:
-  known = [f.name for f in dataclasses.fields(cls)]
-  for field in fields:
-    checks.known_name(field, known, f'--config.{name}')
+  kinds, made = typing.get_type_hints(cls), dict(fields)
+  for field, value in fields.items():
+    checks.known_name(field, kinds, f'--config.{name}')
+    if isinstance(value, list):  # The command line makes lists of tuples.
+      made[field] = tuple(value)
+    elif isinstance(value, dict):
+      made[field] = _fields(f'{name}.{field}', kinds[field], value)
   try:
-    # The command line makes lists of tuples.
-    tuples = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
-    return cls(**{**fields, **tuples})
+    return cls(**made)
   except TypeError as error:
     raise ValueError(f'--config.{name}: {error}.') from error
 

@@ -121,6 +121,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     prefill_rows=8,  # sessions in a prefill step; or several numbers, buckets
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
     on_swap='keep',  # keys and values of older weights, or 'refresh' them
+    speculation={},  # drafter='ngrams' or 'heads': the same tokens, sooner
   )
   c.rl = dict(
     steps=50,

@@ -30,6 +30,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     on_swap='keep',  # with --follow; or 'refresh': computes KV caches anew
     experts='',  # format whose codes are held, as 'nvfp4'; '': values
     cache_dtype='',  # of the KV cache: 'float8_e4m3fn'; '': of activations
+    # Who drafts: 'ngrams', the model's 'heads', or 'none'; up to 4 or 2 tokens.
+    speculation=dict(drafter='none', depth=4),
   )
   c.limits = dict(
     max_queue=64,  # choices that wait for a slot; more get 429

@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from composer_jax.core import trees
 from composer_jax.delta import checkpoints, commands
 from composer_jax.delta.store import objects as stores
 from composer_jax.train.checkpoints import manager
@@ -25,6 +26,11 @@ def variables(step=0):
   return {
     'params': {'kernel': jnp.asarray(kernel + step * moved * kernel / 64)},
     'selection_bias': jnp.asarray(random.normal(size=4), jnp.float32),
+    # Heads, too, are served in bfloat16.
+    'mtp': {
+      'params': {'layers': jnp.asarray(random.normal(size=3), jnp.float32)},
+      'selection_bias': jnp.asarray(random.normal(size=2), jnp.float32),
+    },
   }
 
 
@@ -36,6 +42,10 @@ def policy(step=0):
       ml_dtypes.bfloat16
     ),
     'selection_bias': np.asarray(tree['selection_bias']),
+    'mtp/params/layers': np.asarray(tree['mtp']['params']['layers']).astype(
+      ml_dtypes.bfloat16
+    ),
+    'mtp/selection_bias': np.asarray(tree['mtp']['selection_bias']),
   }
 
 
@@ -48,8 +58,12 @@ def workdir(tmp_path_factory):
   exports.close()
   states = manager.Checkpoints(root / 'checkpoints' / 'rl', keep=2)
   for step in (1, 2):
-    moments = {'mu': variables(step)['params']}
-    state = {**variables(step), 'opt_state': moments, 'step': jnp.int32(step)}
+    model = variables(step)
+    heads = model.pop('mtp')
+    heads |= {'opt_state': heads['params'], 'step': jnp.int32(step)}
+    moments = {'mu': model['params']}
+    state = {**model, 'opt_state': moments, 'step': jnp.int32(step)}
+    state['heads'] = heads
     states.save(step, state)
   states.close()
   return root
@@ -80,8 +94,7 @@ def test_any_orbax_checkpoint_is_read_as_stored(tmp_path, use_ocdbt):
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as c:
     c.save(tmp_path / 'plain', args=ocp.args.PyTreeSave(tree))
   wanted = {
-    'params/kernel': np.asarray(tree['params']['kernel']),
-    'selection_bias': np.asarray(tree['selection_bias']),
+    name: np.asarray(leaf) for name, leaf in trees.flatten_names(tree).items()
   }
   same(checkpoints.read(str(tmp_path / 'plain')), wanted)
 

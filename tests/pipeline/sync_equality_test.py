@@ -28,6 +28,7 @@ from composer_jax.fleet.leases import ledger as ledgers
 from composer_jax.models import decoder
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.rl import mismatch, sync_loop
+from composer_jax.rollout import options as rollout_options
 from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
@@ -443,6 +444,30 @@ def test_episodes_that_go_on_elsewhere_change_no_bit_at_staleness_0(
   assert sum(row.get('anew', 0) for row in rows) == 0
   for name, array in alone.items():
     np.testing.assert_array_equal(variables[name], array, err_msg=name)
+
+
+@pytest.mark.slow
+def test_speculation_changes_no_bit_of_a_run(spec, tokenizer, tmp_path):
+  """Nor any measure of it, such as that of sampler and trainer differing."""
+  model = dataclasses.replace(spec.model, numerics='batch_invariant')
+  finals, rows = [], []
+  for drafter in ('none', 'ngrams'):
+    speculation = rollout_options.Speculation(drafter=drafter)
+    rollout = dataclasses.replace(spec.rollout, speculation=speculation)
+    run = dataclasses.replace(spec, model=model, rollout=rollout)
+    with opened(tmp_path / drafter, run, tokenizer) as job:
+      reinforce.reinforce(job)
+      values = stages.load_variables(job, 'rl', job.single)
+    finals.append(trees.flatten_names(values))
+    rows.append(
+      [r for r in writers.read(tmp_path / drafter) if r['stage'] == 'rl']
+    )
+  for plain, drafted in zip(*rows, strict=True):
+    assert drafted['mismatch_max'] == 0
+    for name in sorted(set(plain) - set(CLOCKS)):
+      assert drafted[name] == plain[name], (plain['step'], name)
+  for name, array in finals[0].items():
+    np.testing.assert_array_equal(finals[1][name], array, err_msg=name)
 
 
 @pytest.mark.slow

@@ -166,9 +166,9 @@ def test_a_decode_step_takes_what_is_counted(name):
   rows = jax.ShapeDtypeStruct((8, sum(steps.decode_widths(options))), jnp.int32)
   state = steps.State(*[jax.ShapeDtypeStruct((8,), jnp.int32)] * 3)
   program = steps.build(model, options, place).decode
-  compiled = program.lower(weights, cache, rows, state, False).compile(
-    compiler_options=OPTIONS
-  )
+  compiled = program.lower(
+    *(weights, cache, rows, state, None, None, False, 0)
+  ).compile(compiler_options=OPTIONS)
   beside = counted.total - counted.terms['weights of a swap']
   assert beside == pytest.approx(_in_all(compiled), rel=0.1), counted.terms
 

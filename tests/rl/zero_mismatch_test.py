@@ -23,7 +23,9 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rl import batching
 from composer_jax.rl import step as steps
+from composer_jax.rollout import controller
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import options as rollout_options
 from tests.models import adapters_test
 from tests.rl import replayed
 
@@ -185,6 +187,33 @@ def test_buckets_order_and_room_change_no_bit(config):
   mine, lost = _play(engine, order, 5)
   assert lost == 0
   _assert_same(mine, trajectories)
+
+
+@SLOW
+@pytest.mark.parametrize('depth', [2, 4])
+@pytest.mark.parametrize('drafter', ['ngrams', 'heads'])
+@pytest.mark.parametrize(
+  'name', ['gqa_softmax-float32', 'mla_sigmoid-bfloat16']
+)
+def test_speculation_changes_no_bit(name, drafter, depth):
+  """Heads have layers of the decoder's names, whose routes are in no record."""
+  config = _config(*name.split('-'))
+  trajectories, *_ = _sampled(config)
+  policy, served = _policy(config), config
+  if drafter == 'heads':
+    heads = model_config.MTPConfig(depth=2)
+    served = dataclasses.replace(config, mtp=heads)
+    masters = replayed.variables(served)
+    policy = policy | {'mtp': decoder.policy(masters, served)['mtp']}
+  speculation = rollout_options.Speculation(drafter=drafter)
+  options = dataclasses.replace(OPTIONS, speculation=speculation)
+  engine = engines.Engine(served, policy, 0, options)
+  engine.controller = controller.Controller((depth,))
+  mine, lost = _play(engine, range(NUM_SESSIONS), 0)
+  assert lost > 0 and engine.stats().prefix_hit_tokens > 0
+  _assert_same(mine, trajectories)
+  stats = engine.stats()
+  assert 0 < stats.draft_tokens < stats.draft_passes * depth
 
 
 @pytest.mark.parametrize('way', ['replay', 'afresh', 'gradient'])

@@ -161,10 +161,11 @@ def _fields(config=serve_tiny):
   return fields
 
 
-@pytest.mark.parametrize('section', ['engine', 'limits'])
+@pytest.mark.parametrize('section', ['engine', 'limits', 'engine.speculation'])
 def test_a_misspelt_field_is_named(section):
   fields = _fields()
-  fields[section]['misspelt'] = 1
+  of_section = functools.reduce(dict.get, section.split('.'), fields)
+  of_section['misspelt'] = 1
   with pytest.raises(ValueError, match=rf'config\.{section} has no .*misspelt'):
     _run(fields)
 

@@ -25,7 +25,7 @@ from composer_jax.tasks.list_functions import environment, family, runners
 from composer_jax.train import workdir as workdirs
 
 # Added to a run's seed: no stage of it samples with these numbers.
-_SEED = 4_000_037
+SEED = 4_000_037
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def of_run(
   model = policy.model
   config = files.read_json(workdir / workdirs.CONFIG)
   limits = episode.EpisodeOptions(**config['episode'])
-  trajectories = _sample(policy, limits, options)
+  trajectories = sample(policy, limits, options)
   # As `rl.step` has them: the values of the policy, in float32.
   values = jax.tree.map(lambda a: a.astype(jnp.float32), policy.variables)
   align = batching.shape_of(model, rows=1, seq_len=2**20).align
@@ -139,12 +139,12 @@ def shifted(trajectory: records.Trajectory) -> records.Trajectory:
   return dataclasses.replace(trajectory, expert_ids_TMA=ids_TMA)
 
 
-def _sample(
+def sample(
   policy: lifetime.ServedPolicy,
   limits: episode.EpisodeOptions,
   options: ProbeOptions,
 ) -> list[records.Trajectory]:
-  seed = options.seed + _SEED
+  seed = options.seed + SEED
   collector = collect.Collector(
     task_of_group=lambda g: family.generate(g, 'unseen_all', seed),
     play=collect.episode_player(
