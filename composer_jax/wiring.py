@@ -30,6 +30,7 @@ from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import (
   auditor,
   calibration,
+  contained,
   curriculum,
   judging,
   scoring,
@@ -165,6 +166,7 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
   audit = spec.systems['tasks'].auditor
   if audit.url:
     family = auditor.AuditedFamily(family, audit.judge())
+  family = contained.ContainedFamily(family)
   open_runner = functools.partial(_open_runner, spec, family)
   functions = family.functions()
   initial = _initial(spec, functions)

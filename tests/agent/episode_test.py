@@ -263,18 +263,6 @@ def test_a_broken_sandbox_is_not_the_policys_failure(tokenizer):
     assert policy.closed
 
 
-@pytest.mark.parametrize('error', [KeyError('a bug'), RecursionError('deep')])
-def test_a_verdict_that_raises_is_counted_and_ends_no_run(tokenizer, error):
-  class Faulty(environment.FunctionEnvironment):
-    def verdict(self, finished):
-      raise error
-
-  _, rollout = _run(tokenizer, HONEST, kind=Faulty)
-  assert rollout.verdict.status == records.INFRASTRUCTURE
-  assert type(error).__name__ in rollout.verdict.detail
-  assert rollout.num_turns == len(HONEST)
-
-
 def test_a_policy_that_loses_routes_is_refused(tokenizer):
   class Lossy(TapePolicy):
     def complete(self, request):
