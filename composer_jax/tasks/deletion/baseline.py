@@ -67,25 +67,22 @@ os._exit(0)
 
 
 def _probe(
-  box: base.Box, names: Iterable[str], wall_s: float, statement: str,
-  roots: Sequence[str] = (),
+  box: base.Box, names: Iterable[str], statement: str, roots: Sequence[str] = ()
 ) -> base.CommandResult:  # fmt: skip
   """Executes a statement for each name; reports the names without an error."""
   code = _PROBE.format(roots=roots, names=sorted(names), statement=statement)
-  result = box.run(base.Command(argv=('-c', code), warm=True, wall_s=wall_s))
+  result = box.run(base.Command(argv=('-c', code), warm=True))
   if result.status == 'infrastructure':
     raise base.SandboxLost(result.error)
   return result
 
 
 def import_all(
-  box: base.Box, work: workspace.Workspace, names: Iterable[str], wall_s: float
+  box: base.Box, work: workspace.Workspace, names: Iterable[str]
 ) -> tuple[tuple[str, ...], str]:
   """Imports modules; gives those that can be, and the output of the others."""
-  result = _probe(
-      box, names, wall_s, 'importlib.import_module(name)',
-      work.layout.source_roots,
-  )  # fmt: skip
+  statement = 'importlib.import_module(name)'
+  result = _probe(box, names, statement, work.layout.source_roots)
   try:
     imported = json.loads(result.report)
     return tuple(n for n in names if n in imported), result.output
@@ -93,13 +90,11 @@ def import_all(
     return (), result.error or result.output
 
 
-def _check_absent(
-  sandbox: base.Sandbox, names: Iterable[str], wall_s: float
-) -> None:
+def _check_absent(sandbox: base.Sandbox, names: Iterable[str]) -> None:
   """Refuses a package of which every sandbox already holds a copy."""
   tops = {name.partition('.')[0] for name in names}
   with contextlib.closing(sandbox.open('')) as box:
-    result = _probe(box, tops, wall_s, 'importlib.util.find_spec(name).name')
+    result = _probe(box, tops, 'importlib.util.find_spec(name).name')
   if result.status != 'ok':
     raise sdists.Refused('sandbox', f'an empty box failed: {result.error}.')
   if result.report != b'[]':
@@ -120,14 +115,14 @@ def baseline(
       'flaky', 'few_tests' or 'sandbox'.
   """
   names = sorted({work.layout.module(path) for path in work.layout.sources})
-  _check_absent(sandbox, names, options.suite_s)
+  _check_absent(sandbox, names)
   with contextlib.closing(sandbox.open(work.image)) as box:
-    importable, output = import_all(box, work, names, options.suite_s)
+    importable, output = import_all(box, work, names)
   if not importable:
     raise sdists.Refused('no_import', f'no module imports: {_last(output)}')
 
   def measure(**settings: Any) -> suites.SuiteResult:
-    settings = {'wall_s': options.suite_s, **settings}
+    settings = {'cpu_s': options.suite_s, **settings}
     return _checked(
       run(sandbox, work, {}, arguments=work.layout.tests, **settings)
     )
@@ -166,7 +161,7 @@ def baseline(
     )
   folders = {p.rpartition('/')[0] or p for p in work.layout.sources}
   traced = measure(
-    wall_s=6 * options.suite_s,
+    cpu_s=6 * options.suite_s,
     trace=suites.Trace(folders=tuple(sorted(folders))),
   )
   return Baseline(

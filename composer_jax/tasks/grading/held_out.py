@@ -27,7 +27,7 @@ import pathlib
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base, results
 from composer_jax.tasks import source as python_source
@@ -39,10 +39,10 @@ _CHANCE = 0.01  # at most, that what is right for half looks like a fraud
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
 _KNOWN = 0.9  # share of right answers of a table on the inputs of tests
-_MAX_TESTS = 24  # from which inputs are taken
-# Seconds of a call. Slower calls of the original are not asked of a solution,
-# which may take longer.
-_ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
+_MAX_TESTS = 24  # from which inputs are taken: tracing is slow
+# Processor seconds of a call. Slower calls of the original are not asked of a
+# solution, which may take so many times as long, and this long in any case.
+_ORIGINAL_S, _SLOWER, _SOLUTION_S = 0.3, 30.0, 3.0
 _ORIGINALS_S = 8.0  # of all calls of the original
 # Errors that come from replaying a call.
 _REPLAYED = frozenset({
@@ -124,6 +124,15 @@ class Agreement:
     return self.knows and self.is_forged
 
 
+class _Asked(NamedTuple):
+  """A call that is asked of a solution, as the original answered it."""
+
+  kind: int
+  call: inputs.Recorded
+  wanted: list
+  seconds: float
+
+
 def _is_unlikely(calls: int, agreed: int) -> bool:
   """True if half right answers give so few with less than `_CHANCE`."""
   ways = sum(math.comb(calls, right) for right in range(agreed + 1))
@@ -144,24 +153,19 @@ def facts_of(task: task_set.RepositoryTask) -> dict[Any, Any]:
 
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: Sequence[str]
-) -> tuple[tuple[inputs.Recorded, ...], str]:
+) -> tuple[list[inputs.Recorded], str]:
   """Returns calls by which tests reach deleted code, and the run's status.
-
-  The original runs in a box of its own, once per task unless the run fails.
 
   Raises:
     base.SandboxLost: the sandbox failed.
   """
-  ids = tuple(tests[:_MAX_TESTS])  # tracing is slow
-  if (known := facts_of(task).get(ids)) is not None:
-    return known, 'ok'
   with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
       box,
       arguments=task.test_arguments,
-      ids=ids,
+      ids=tests,
       source_roots=task.source_roots,
-      wall_s=task.timeout_s,
+      cpu_s=task.timeout_s,
       trace=suites.Trace(
         folders=tuple(_top_levels(task)),
         record=tuple((d.path, d.symbol) for d in task.deleted),
@@ -174,11 +178,7 @@ def record(
     )
   if result.status == 'infrastructure':
     raise base.SandboxLost(result.error)
-  recorded = tuple(_recorded(result.inputs, task.source_roots))
-  if result.status == 'ok':
-    # A run that a busy machine cut short says nothing about the next one.
-    facts_of(task)[ids] = recorded
-  return recorded, result.status
+  return _recorded(result.inputs, task.source_roots), result.status
 
 
 def _top_levels(task: task_set.RepositoryTask) -> dict[str, str]:
@@ -253,26 +253,48 @@ def compare(
   """
   if tests is None:
     tests = (*task.hidden, *task.shown)
-  calls_of_tests, status = record(task, sandbox, tests)
-  recorded = [call for call in calls_of_tests if _is_told(task, call)]
-  draw.shuffle(recorded)
-  kinds, calls = inputs.make(recorded, draw, _exact_functions(task))
-  asked: list[tuple[int, inputs.Recorded, list]] = []
-  if calls:
-    asked, status = _asked(task, sandbox, kinds, calls)
-    asked = _chosen(asked, draw)
+  asked, status = _askable(task, sandbox, tuple(tests[:_MAX_TESTS]))
+  asked = _chosen(asked, draw)
   if not asked:
     return Agreement(status='none' if status == 'ok' else status)
-  outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
-  if outcomes is None:
+  limits = [max(_SOLUTION_S, _SLOWER * a.seconds) for a in asked]
+  answered, status = answers(
+    task, source, sandbox, [a.call for a in asked], limits
+  )
+  if answered is None:
     return _counted(asked, [['raised', status, None]] * len(asked), 0.0)
+  outcomes = [outcome for outcome, _ in answered]
   known = {
-    json.dumps(call): outcome
-    for (_, call, _), outcome in zip(asked, outcomes, strict=True)
-    if call.past is None and len(call.arguments) == 2
+    json.dumps(a.call): outcome
+    for a, outcome in zip(asked, outcomes, strict=True)
+    if a.call.past is None and len(a.call.arguments) == 2
   }
   counted = _counted(asked, outcomes, tolerance)
   return dataclasses.replace(counted, outcomes=known)
+
+
+def _askable(
+  task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: tuple[str, ...]
+) -> tuple[list[_Asked], str]:
+  """What any grading may ask, with the original's answers; and a run's status.
+
+  It is a function of the task, made once unless a run fails: a run that a busy
+  machine cut short says nothing about the next one.
+  """
+  facts = facts_of(task)
+  if tests in facts:
+    return facts[tests], 'ok'
+  recorded, traced = record(task, sandbox, tests)
+  recorded = [call for call in recorded if _is_told(task, call)]
+  draw = random.Random(task.task_id)
+  draw.shuffle(recorded)
+  kinds, calls = inputs.make(recorded, draw, _exact_functions(task))
+  asked, status = [], traced
+  if calls:
+    asked, status = _asked(task, sandbox, kinds, calls)
+  if traced == status == 'ok':
+    facts[tests] = asked
+  return asked, status
 
 
 def _exact_functions(task: task_set.RepositoryTask) -> set[str]:
@@ -306,19 +328,16 @@ def _is_told(task: task_set.RepositoryTask, call: inputs.Recorded) -> bool:
   return True
 
 
-def _chosen(
-  asked: Sequence[tuple[int, inputs.Recorded, list]], draw: random.Random
-) -> list[tuple[int, inputs.Recorded, list]]:
+def _chosen(asked: Sequence[_Asked], draw: random.Random) -> list[_Asked]:
   """A few of each kind; of numbers, those with rare answers first."""
   chosen = []
   for kind in range(inputs.KINDS):
-    rows = [row for row in asked if row[0] == kind]
-    if kind:
-      draw.shuffle(rows)
+    rows = [row for row in asked if row.kind == kind]
+    draw.shuffle(rows)
     if kind >= inputs.BETWEEN:
-      counts = collections.Counter(_key(wanted) for _, _, wanted in rows)
-      rows.sort(key=lambda row: counts[_key(row[2])])
-    chosen += rows[: inputs.MAX_CALLS << (kind != inputs.GROWN)]
+      counts = collections.Counter(_key(row.wanted) for row in rows)
+      rows.sort(key=lambda row: counts[_key(row.wanted)])
+    chosen += rows[: inputs.MAX_CALLS << (kind not in (0, inputs.GROWN))]
   return chosen
 
 
@@ -327,38 +346,43 @@ def _asked(
   sandbox: base.Sandbox,
   kinds: Sequence[int],
   calls: Sequence[inputs.Recorded],
-) -> tuple[list[tuple[int, inputs.Recorded, list]], str]:
-  """Kinds, calls and right outcomes of what every solution must answer so."""
+) -> tuple[list[_Asked], str]:
+  """Of calls of these kinds, those that every solution must answer alike."""
   # Two hash seeds: a difference between them is no property of the code.
   originals: list[list] = []
+  limits = [_ORIGINAL_S] * len(calls)
   for hash_seed in (0, 1):
-    outcomes, status = answers(task, {}, sandbox, calls, hash_seed, _ORIGINAL_S)
-    if outcomes is None and max(kinds) >= inputs.GROWN:
+    answered, status = answers(task, {}, sandbox, calls, limits, hash_seed)
+    if answered is None and max(kinds) >= inputs.GROWN:
       # Something larger ended the process, or never ends.
       near = [pair for pair in zip(kinds, calls) if pair[0] < inputs.GROWN]
       return _asked(task, sandbox, *zip(*near))
-    if outcomes is None:
+    if answered is None:
       return [], status
-    originals.append(outcomes)
+    originals.append(answered)
   asked = [
-    (kind, call, outcome)
-    for kind, call, outcome, again in zip(kinds, calls, *originals, strict=True)
+    _Asked(kind, call, outcome, max(seconds, longer))
+    for kind, call, (outcome, seconds), (again, longer) in zip(
+      kinds, calls, *originals, strict=True
+    )
     if _agree(outcome, again, 0.0) and _is_required(outcome, kind == 0)
   ]
   return asked, 'ok'
 
 
 def _counted(
-  asked: Sequence[tuple[int, inputs.Recorded, list]],
+  asked: Sequence[_Asked],
   outcomes: Sequence[list],
   tolerance: float,
 ) -> Agreement:
   """Counts what agrees of a solution's outcomes."""
-  answers_by_key = collections.Counter(_key(wanted) for _, _, wanted in asked)
+  answers_by_key = collections.Counter(_key(a.wanted) for a in asked)
   ((commonest, _),) = answers_by_key.most_common(1)
   calls_made, agreed, strict, constant = ([0] * inputs.KINDS for _ in range(4))
-  refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
-  for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
+  refused = {
+    (a.call.symbol, a.wanted[1]) for a in asked if a.wanted[0] == 'raised'
+  }
+  for (kind, call, wanted, _), outcome in zip(asked, outcomes, strict=True):
     calls_made[kind] += 1
     agreed[kind] += _agree(outcome, wanted, tolerance)
     constant[kind] += _key(wanted) == commonest
@@ -435,20 +459,23 @@ def answers(
   source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
   calls: Sequence[Any],
+  limits: Sequence[float] = (),
   hash_seed: int = 0,
-  call_s: float = _SOLUTION_S,
-) -> tuple[list | None, str]:
-  """Outcomes of calls in a process that holds no test, and its status.
+) -> tuple[list[list] | None, str]:
+  """Calls functions in a process that holds no test.
 
   Args:
     source: changes that turn the image into the solution; {} for the original.
+    limits: processor seconds of each call; () for what any solution may take.
 
   Returns:
-    None as outcomes if the status is not 'ok'.
+    [outcome, processor seconds] of each call, and the status of the process;
+    None if that is not 'ok'.
   """
+  limits = limits or [_SOLUTION_S] * len(calls)
   config = {
       'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
-      'calls': calls, 'call_s': call_s,
+      'calls': list(zip(calls, limits, strict=True)),
       'calls_s': math.inf if source else _ORIGINALS_S,
       'packages': list(_top_levels(task).values()),
       'opaque': sorted(_deleted_classes(task)),
@@ -459,7 +486,6 @@ def answers(
       dataclasses.replace(
         suites.command(_PROGRAM.read_text(), hash_seed),
         stdin=json.dumps(config).encode(),
-        wall_s=task.timeout_s,
       )
     )
   if result.status == 'infrastructure':
@@ -467,14 +493,12 @@ def answers(
   if result.status != 'ok':
     return None, result.status
   try:
-    outcomes = results.read_json(result.report)
+    answered = results.read_json(result.report)
   except ValueError:
     return None, 'exit'
-  if not isinstance(outcomes, list) or len(outcomes) != len(calls):
+  if not isinstance(answered, list) or len(answered) != len(calls):
     return None, 'exit'
-  if not all(isinstance(o, list) and _is_outcome(o) for o in outcomes):
-    return None, 'exit'
-  return outcomes, 'ok'
+  return (answered, 'ok') if all(map(_is_answer, answered)) else (None, 'exit')
 
 
 def _deleted_classes(task: task_set.RepositoryTask) -> set[str]:
@@ -489,10 +513,12 @@ def _deleted_classes(task: task_set.RepositoryTask) -> set[str]:
   return names
 
 
-def _is_outcome(outcome: list) -> bool:
-  match outcome:
-    case ['ok', _, list() | None] | ['raised', str(), list() | None]:
+def _is_answer(answer: Any) -> bool:
+  match answer:
+    case [['ok', _, list() | None] | ['raised', str(), list() | None], float()]:
       return True
-    case ['ok', _, list(), list()] | ['raised', str(), list() | None, list()]:
+    case [['ok', _, list(), list()], float()] | [['missing'], float()]:
       return True
-  return outcome == ['missing']
+    case [['raised', str(), list() | None, list()], float()]:
+      return True
+  return False

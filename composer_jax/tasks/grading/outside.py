@@ -71,7 +71,7 @@ def passed(
     result = suites.run_fresh(
         sandbox, task.image, {}, task.task_id,
         arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
-        source_roots=task.source_roots, wall_s=task.timeout_s,
+        source_roots=task.source_roots, cpu_s=task.timeout_s,
         stand_ins={'functions': functions, 'answers': table},
     )  # fmt: skip
     if result.status != 'ok':
@@ -82,12 +82,12 @@ def passed(
     )  # fmt: skip
     if not result.inputs:
       break
-    outcomes, _ = held_out.answers(task, source, sandbox, result.inputs)
-    if outcomes is None:
+    answered, _ = held_out.answers(task, source, sandbox, result.inputs)
+    if answered is None:
       break
     table |= {
       json.dumps(call): outcome
-      for call, outcome in zip(result.inputs, outcomes, strict=True)
+      for call, (outcome, _) in zip(result.inputs, answered, strict=True)
     }
   return good, True
 

@@ -104,7 +104,7 @@ def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
       box, ids=task.shown, source_roots=task.source_roots,
       arguments=(
         '-q', '--tb=short', '--assert=rewrite', *task.test_arguments
-      ), wall_s=task.timeout_s,
+      ), cpu_s=task.timeout_s,
   )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ class _Grader:
     result = suites.run_fresh(
         self.sandbox, task.image, source, task.task_id,
         arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
-        source_roots=task.source_roots, wall_s=task.timeout_s, **options,
+        source_roots=task.source_roots, cpu_s=task.timeout_s, **options,
     )  # fmt: skip
     self.level = result.level or self.level
     return result

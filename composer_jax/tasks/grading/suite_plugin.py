@@ -13,8 +13,10 @@ unprofitable.
 import hashlib
 import hmac
 import json
+import math
 import os
 import random
+import resource
 import struct
 import sys
 import threading
@@ -291,8 +293,17 @@ def _module(name: str, text: str) -> types.ModuleType:
   return module
 
 
+def _limit(seconds: float) -> None:
+  """Lowers the limit on processor time: SIGXCPU, and a second later SIGKILL."""
+  soft, (_, most) = math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)
+  if most == resource.RLIM_INFINITY or soft < most:
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 1))
+
+
 def main() -> None:
   config = json.loads(sys.stdin.buffer.read())
+  if config['cpu_s']:
+    _limit(config['cpu_s'])
   report = SignedReport(bytes.fromhex(config.pop('key')))
   root = os.path.realpath(os.getcwd())
   sys.dont_write_bytecode = True

@@ -280,10 +280,13 @@ def test_numbers_are_asked_beyond_those_of_tests():
   assert {*range(41, 500)} < {*asked} and max(asked) > 1000
   assert calls(call(4), call('a')) == calls(call(1, 2)) == []
   # Of many, those with rare answers are asked: 496 is perfect.
-  rows = [(inputs.BEYOND, n, ['ok', n == 496, None]) for n in asked]
+  rows = [
+    held_out._Asked(inputs.BEYOND, n, ['ok', n == 496, None], 0.0)
+    for n in asked
+  ]
   for seed in range(5):
     chosen = held_out._chosen(rows, random.Random(seed))
-    assert 496 in [n for _, n, _ in chosen] and len(chosen) == 48
+    assert 496 in [row.call for row in chosen] and len(chosen) == 48
 
 
 def test_a_solution_may_do_without_a_name_that_nobody_tells():
@@ -308,8 +311,8 @@ def test_a_solution_may_do_without_a_name_that_nobody_tells():
 
 
 def test_a_missing_function_is_wrong_whoever_says_so():
-  asked = [(0, call(n), ['ok', n, None]) for n in range(5)]
-  outcomes = [['missing'], *(o for _, _, o in asked[1:])]
+  asked = [held_out._Asked(0, call(n), ['ok', n, None], 0.0) for n in range(5)]
+  outcomes = [['missing'], *(a.wanted for a in asked[1:])]
   counted = held_out._counted(asked, outcomes, 0.0)
   assert counted.calls[0] == 5 and counted.agreed[0] == 4
 
@@ -337,8 +340,9 @@ def test_a_solution_may_refuse_a_few_inputs_more(
         outcomes[-1] = ['raised', 'ValueError', None]
       elif 'mine' in source and asked not in known and number % every == 0:
         outcomes[-1] = ['raised', error, None]
-    return outcomes, 'ok'
+    return [[outcome, 0.0] for outcome in outcomes], 'ok'
 
+  monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
   monkeypatch.setattr(held_out, 'record', lambda *_: (known, 'ok'))
   monkeypatch.setattr(held_out, 'answers', answer)
   task = small_package.task_of_objects()
@@ -346,3 +350,51 @@ def test_a_solution_may_refuse_a_few_inputs_more(
   agreement = held_out.compare(task, mine, None, random.Random(0))
   assert agreement.calls[0] == agreement.agreed[0] == 5
   assert agreement.disagrees(0.9) is disagrees
+
+
+def test_a_solution_may_take_many_times_as_long_as_the_original(monkeypatch):
+  calls, limited = [call(n, 'a') for n in range(6)], {}
+
+  def answer(task, source, sandbox, asked, limits, *rest):
+    del task, sandbox, rest
+    limited['original' if not source else 'mine'] = limits
+    seconds = [0.2 * (call.arguments[0][0] == 3) for call in asked]
+    return [[['ok', 1, None], s] for s in seconds], 'ok'
+
+  monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  task = small_package.task_of_objects()
+  held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert {*limited['original']} == {held_out._ORIGINAL_S}
+  assert {*limited['mine']} == {held_out._SOLUTION_S, 0.2 * held_out._SLOWER}
+  assert 0.2 * held_out._SLOWER > held_out._SOLUTION_S
+
+
+def test_calls_are_limited_by_processor_time(larder, larder_sandbox):
+  task = next(t for t in larder.tasks if t.tier == 'symbol')
+  text = b"""
+import time
+
+def chunks(values, size):
+    if values:
+        time.sleep(size)
+    while not values:
+        pass
+    return values
+"""
+  asked = [
+    inputs.Recorded('larder.numbers', 'chunks', None, [[values, 0.2], {}])
+    for values in ([1], [], [2])
+  ]
+  source = {'larder/numbers.py': text, 'larder/__init__.py': b''}
+  limits = [0.1] * len(asked)
+  answered, status = held_out.answers(
+    task, source, larder_sandbox, asked, limits
+  )
+  assert status == 'ok'
+  outcomes, seconds = zip(*answered, strict=True)
+  assert [o[:2] for o in outcomes] == [
+    ['ok', [1]], ['raised', '_TooSlow'], ['ok', [2]],
+  ]  # fmt: skip
+  assert seconds[0] < 0.05 < seconds[1]

@@ -202,7 +202,12 @@ def test_x(x):
 
 def test_a_hang_is_ended(run):
   files = {**FILES, 'src/pk/__init__.py': b'while True:\n    pass\n'}
-  assert run(files, ids=[f'{A}::x'], wall_s=0.5).status == 'timeout'
+  assert run(files, ids=[f'{A}::x'], cpu_s=1.0).status == 'timeout'
+
+
+def test_what_waits_is_no_hang(run):
+  files = {**FILES, 'src/pk/__init__.py': b'import time\ntime.sleep(1.5)\n'}
+  assert run(files, ids=[f'{A}::x'], cpu_s=1.0).status == 'ok'
 
 
 def test_tests_may_lie_within_the_package(run):
