@@ -11,6 +11,7 @@ Produces: one answer per request; the boxes' folders, in the mount namespace
   that it shares with the zygote.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -124,9 +125,6 @@ class Keeper:
     if operation == 'open':
       self._open_changed(box, request, blobs)
       return {}, b''
-    if operation == 'close':
-      self.close(box)
-      return {}, b''
     if box not in self.trees:
       raise beneath.RefusedError('there is no such box')
     tree = self.trees[box]
@@ -182,6 +180,12 @@ def serve(keeper: Keeper, channel: socket.socket) -> None:
       request, blobs, _ = wire.receive(channel)
     except (ConnectionError, struct.error):
       return
+    if request['do'] == 'close':
+      # Unmounting waits for the kernel. Who comes next waits for it here.
+      wire.send(channel, {}, [b''])
+      with contextlib.suppress(OSError):
+        keeper.close(request['box'])
+      continue
     try:
       header, data = keeper.answer(request, blobs)
     except beneath.RefusedError as error:
