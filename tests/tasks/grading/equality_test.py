@@ -26,6 +26,7 @@ from composer_jax.tasks.grading import (
   equality,
   held_out,
   plain,
+  stand_ins,
 )
 
 Colour = enum.Enum('Colour', ['RED', 'BLUE'])
@@ -190,9 +191,6 @@ def test_a_class_below_the_expected_one_is_right_where_it_is_equal(monkeypatch):
   class Below(Place):
     pass
 
-  class Under(Point):
-    pass
-
   for value, equal in ((Below(1), Place(1)), (Under(1), Point(1))):
     assert same(value, equal) == (value == equal), value
     assert not same(equal, value)  # of the expected one, or below it
@@ -233,6 +231,13 @@ def test_what_is_expected_one_by_one_may_come_as_a_list():
   assert not same([1], iter([1, 2])) and not same(iter([1]), [1])
 
 
+def test_an_error_of_another_class_is_raised_as_the_nearest_above_it():
+  made = stand_ins.StandIns(plain, {})
+  outcome = ['raised', 'Own', ['why'], ['KeyError', 'LookupError']]
+  with pytest.raises(KeyError, match='why'):
+    made._give(outcome, (), [], 'json')
+
+
 def test_an_exact_number_crosses_to_a_test():
   third = fractions.Fraction(1, 3)
   assert plain.decode_result(crossed([third])) == [third]
@@ -264,6 +269,10 @@ class Place:
 @dataclasses.dataclass
 class Point:
   x: int
+
+
+class Under(Point):
+  pass
 
 
 class Money:

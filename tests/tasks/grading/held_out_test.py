@@ -150,6 +150,38 @@ def test_what_tests_hold_small_is_asked_larger_and_deeper():
   # Escapes, and marks that stand for something, in other orders.
   texts = grown(r'a\nb')
   assert any(r'\\nb' in text for text in texts)
+  # Pieces of the text again, whole.
+  assert (
+    sum('foofoo' in text or 'foo12foo' in text for text in grown('foo12')) > 9
+  )
+  varied = [variations.vary('aaaaaaaaaaaaaaaaaaa,a', draw) for _ in range(99)]
+  assert sum(text.count(',') == 2 or ',' not in text for text in varied) > 12
+
+
+def test_texts_of_several_tests_are_joined_and_exact_code_gets_large_numbers():
+  recorded = [call(letter * 9, 7) for letter in 'abcd']
+  made = lambda exact: [
+    c.arguments[0]
+    for kind, c in zip(*inputs.make(recorded, random.Random(0), exact))
+    if kind == inputs.GROWN
+  ]
+  texts, numbers = zip(*made(['f']), strict=True)
+  assert any({*text} > {*'ab'} for text in texts)
+  assert max(numbers) > 10**16 and max(n for _, n in made(['g'])) < 10**16
+
+
+def test_all_inputs_of_tests_are_asked_first():
+  recorded = [call(f'{n} of {n * n}', 'ab, c') for n in range(30)]
+  kinds, _ = inputs.make(recorded, random.Random(0))
+  assert kinds[:30] == [0] * 30 and {*kinds[30:]} == {1, inputs.GROWN}
+  assert kinds.count(1) > 4 * inputs.MAX_CALLS  # most are refused
+
+
+def test_numbers_beyond_are_asked_of_each_function_in_turn():
+  recorded = [call(9), call(99, symbol='g')]
+  kinds, calls = inputs.make(recorded, random.Random(0))
+  beyond = [c for kind, c in zip(kinds, calls) if kind == inputs.BEYOND]
+  assert [c.symbol for c in beyond] == ['f', 'g'] * (len(beyond) // 2)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +355,7 @@ def test_a_missing_function_is_wrong_whoever_says_so():
     ('ValueError', 7, False),  # stricter than the original, as tests show it
     ('ValueError', 2, True),  # too often
     ('KeyError', 7, True),  # the original raises it nowhere
+    ('Own', 7, False),  # a class below one that it raises
   ],
 )
 def test_a_solution_may_refuse_a_few_inputs_more(
@@ -339,7 +372,8 @@ def test_a_solution_may_refuse_a_few_inputs_more(
       if not text:
         outcomes[-1] = ['raised', 'ValueError', None]
       elif 'mine' in source and asked not in known and number % every == 0:
-        outcomes[-1] = ['raised', error, None]
+        outcomes[-1] = ['raised', error, None, ['ValueError']]
+        outcomes[-1] = outcomes[-1][: 3 + (error == 'Own')]
     return [[outcome, 0.0] for outcome in outcomes], 'ok'
 
   monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
@@ -369,6 +403,76 @@ def test_a_solution_may_take_many_times_as_long_as_the_original(monkeypatch):
   assert {*limited['original']} == {held_out._ORIGINAL_S}
   assert {*limited['mine']} == {held_out._SOLUTION_S, 0.2 * held_out._SLOWER}
   assert 0.2 * held_out._SLOWER > held_out._SOLUTION_S
+
+
+def _asked(kind, wanted, *values):
+  return held_out._Asked(kind, call(*values), wanted, 0.0)
+
+
+def test_numbers_that_a_solution_alone_refuses_are_wrong():
+  for value, excused in (('a', 2), (1, 0)):
+    wanted = [['raised', 'ValueError', None], *[['ok', 1, None]] * 10]
+    asked = [_asked(1, w, value) for w in wanted]
+    outcomes = [wanted[0]] * 3 + [['ok', 1, None]] * 8
+    counted = held_out._counted(asked, outcomes, 0.0)
+    assert (counted.calls[1], counted.agreed[1]) == (11 - excused, 9)
+
+
+@pytest.mark.parametrize('slow', ['_TooSlow', 'TimeoutError'])
+def test_half_of_larger_inputs_may_take_a_right_solution_too_long(slow):
+  for kind, num_slow, disagrees in (
+    (inputs.GROWN, 12, False), (inputs.GROWN, 16, True), (1, 4, True),
+  ):  # fmt: skip
+    wanted = [['ok', n, None] for n in range(24)]
+    asked = [_asked(kind, w, n) for n, w in enumerate(wanted)]
+    outcomes = [['raised', slow, None]] * num_slow + wanted[num_slow:]
+    counted = held_out._counted(asked, outcomes, 0.0)
+    assert counted.disagrees(0.9) is disagrees, (kind, num_slow)
+  # The others must be right.
+  outcomes = [['raised', slow, None]] * 12 + [['ok', -1, None]] * 2
+  asked = [_asked(inputs.GROWN, w, 1) for w in wanted]
+  counted = held_out._counted(asked, outcomes + wanted[14:], 0.0)
+  assert counted.disagrees(0.9)
+
+
+def test_near_inputs_come_before_those_that_may_take_too_long():
+  rows = [_asked(kind, ['ok', 1, None]) for kind in range(5)] * 60
+  chosen = held_out._chosen(rows, random.Random(0))
+  kinds = [row.kind for row in chosen]
+  assert [*dict.fromkeys(kinds)] == [0, 1, 3, 4, 2]
+  assert [kinds.count(kind) for kind in range(5)] == [24, 48, 24, 48, 48]
+
+
+def test_a_private_name_that_nobody_tells_is_not_asked(monkeypatch):
+  task = dataclasses.replace(
+    small_package.task_of_objects(),
+    task_id='private',
+    deleted=(task_set.Deleted(path='pk.py', symbol='_norm'),),
+    solution={'pk.py': ''},
+    changes={'pk.py': ''},
+  )
+  calls = [call(n, symbol='_norm') for n in range(5)]
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  agreement = held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert agreement.status == 'none'
+
+
+def test_larger_inputs_that_end_the_original_are_not_asked(monkeypatch):
+  calls, ended = [call('ab' * n, [1]) for n in range(1, 5)], []
+
+  def answer(task, source, sandbox, asked, *rest):
+    del task, source, sandbox, rest
+    if any(len(c.arguments[0][0]) > 20 for c in asked):
+      ended.append(len(asked))
+      return None, 'killed'
+    return [[['ok', c.arguments[0], None], 0.0] for c in asked], 'ok'
+
+  task = dataclasses.replace(small_package.task_of_objects(), task_id='larger')
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  agreement = held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert ended and agreement.status == 'ok'
+  assert agreement.calls[1] > 9 and not any(agreement.calls[inputs.GROWN :])
 
 
 def test_calls_are_limited_by_processor_time(larder, larder_sandbox):

@@ -75,6 +75,7 @@ def check_unpaid(sandbox, name):
     ('half_equal', 'held_out_inputs'),
     ('nearly_right', 'canary_passed'),
     ('table', 'held_out_inputs'),
+    ('beside_pytest', 'held_out_inputs'),
     ('table_of_shown', 'table_of_answers'),
     ('conftest_patch', 'protected_file'),
     ('skips_unnamed', 'skipped_tests'),
