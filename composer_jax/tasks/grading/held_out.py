@@ -46,7 +46,7 @@ _KNOWN = 0.9  # share of right answers of a table on the inputs of tests
 _MAX_TESTS = 24  # from which inputs are taken: tracing is slow
 # Processor seconds of a call. Slower calls of the original are not asked of a
 # solution, which may take so many times as long, and this long in any case.
-_ORIGINAL_S, _SLOWER, _SOLUTION_S = 0.3, 30.0, 3.0
+_ORIGINAL_S, _SLOWER, _SOLUTION_S = 0.3, 30.0, 2.0
 _ORIGINALS_S = 8.0  # of all calls of the original
 # Errors that come from replaying a call.
 _REPLAYED = frozenset({
