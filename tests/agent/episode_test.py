@@ -259,7 +259,7 @@ def test_a_broken_sandbox_is_not_the_policys_failure(tokenizer):
     assert rollout.verdict.status == records.INFRASTRUCTURE
     assert not rollout.verdict.passed
     assert rollout.num_turns == num_turns
-    assert runner.calls == 2
+    assert runner.calls == 1
     assert policy.closed
 
 

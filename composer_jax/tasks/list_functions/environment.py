@@ -72,14 +72,8 @@ def _run(
   examples: tuple[family.Example, ...],
   runner: seams.Runner,
 ) -> seams.RunResult:
-  """Runs examples, and runs them again if the infrastructure failed."""
   arguments = [list(args) for args, _ in examples]
-  for _ in range(2):
-    result = runner.call(files, task.module, task.function, arguments)
-    if result.status != 'infrastructure':
-      break
-    logging.warning('%s sandbox failed: %s', result.level, result.error)
-  return result
+  return runner.call(files, task.module, task.function, arguments)
 
 
 def verify(
@@ -90,8 +84,8 @@ def verify(
 ) -> records.Verdict:
   """Runs the hidden examples; an unfinished episode is judged too but fails.
 
-  A failure of the sandbox, after one retry, gives status INFRASTRUCTURE, which
-  says nothing about the policy.
+  A failure of the sandbox gives status INFRASTRUCTURE, which says nothing about
+  the policy.
   """
   result = _run(task, files, task.hidden, runner)
   num_tests, held = len(task.hidden), outcomes(result, task.hidden)
@@ -236,7 +230,7 @@ class FunctionEnvironment(environment.Environment):
     if self.is_broken:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
       return records.broken(
-        len(self._task.hidden), self._runner.level, 'the test tool failed twice'
+        len(self._task.hidden), self._runner.level, 'the test tool failed'
       )
     verdict = verify(self._task, self.files, self._runner, finished)
     evidence = watch.of_function(self._task, self._calls)
