@@ -164,9 +164,11 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
   family: Any = family_of(spec)
   audit = spec.systems['tasks'].auditor
-  if audit.url:
-    family = auditor.AuditedFamily(family, audit.judge())
-  family = contained.ContainedFamily(family)
+  family = (
+    auditor.AuditedFamily(family, audit.judge())
+    if audit.url
+    else contained.ContainedFamily(family)
+  )
   open_runner = functools.partial(_open_runner, spec, family)
   functions = family.functions()
   initial = _initial(spec, functions)

@@ -7,6 +7,7 @@ of is refused with a reason.
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Baseline:
     stable: tests that passed in every order and under both hash seeds.
     counts: numbers of 'tests' that are stable, 'unstable' ones that passed in
       some orders only, 'hashed' ones of functions whose parameters or outcomes
-      change with the hash seed, and 'failing' or skipped ones.
+      change with the hash seed or the day, and 'failing' or skipped ones.
     seconds: wall time of one run.
     importable: modules of the package that can be imported.
     mapped: stable tests by the functions that they enter.
@@ -147,17 +148,18 @@ def baseline(
       f'{len(unstable)} of {len(ever)} tests pass in some orders only, such as '
       f'{min(unstable)}; at most a share of {options.max_unstable} may.',
     )
-  hash_dependent = {
+  changing = {
     _function(test)
     for test in {*first.outcomes, *rehashed.outcomes}
     if first.outcomes.get(test) != rehashed.outcomes.get(test)
+    or _is_dated(test, time.time())
   }
-  stable = {test for test in stable if _function(test) not in hash_dependent}
+  stable = {test for test in stable if _function(test) not in changing}
   if len(stable) < options.min_tests:
     raise sdists.Refused(
       'few_tests',
-      f'{len(stable)} tests always pass ({len(hash_dependent)} functions that '
-      f'depend on hashes left out); at least {options.min_tests} must.',
+      f'{len(stable)} tests always pass ({len(changing)} functions that depend '
+      f'on hashes or the day left out); at least {options.min_tests} must.',
     )
   folders = {p.rpartition('/')[0] or p for p in work.layout.sources}
   traced = measure(
@@ -169,7 +171,7 @@ def baseline(
     counts={
       'tests': len(stable),
       'unstable': len(unstable),
-      'hashed': sum(_function(test) in hash_dependent for test in ever),
+      'hashed': sum(_function(test) in changing for test in ever),
       'failing': len(set(first.outcomes) - ever),
     },
     seconds=first.wall_s,
@@ -180,6 +182,13 @@ def baseline(
 
 def _function(test: str) -> str:
   return test.partition('[')[0]
+
+
+def _is_dated(test: str, now: float) -> bool:
+  """True if a test's id holds the day: on another day there is no such test."""
+  days = [time.gmtime(now + 86400 * shift) for shift in (-1, 0, 1)]
+  forms = ('%Y-%m-%d', '%Y%m%d')
+  return any(time.strftime(form, day) in test for day in days for form in forms)
 
 
 def _checked(result: suites.SuiteResult) -> suites.SuiteResult:

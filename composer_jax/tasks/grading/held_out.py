@@ -123,13 +123,8 @@ class Agreement:
     """True if it disagrees on more than half of the inputs of tests."""
     return self._is_below(0.5, [(self.calls[0], self.agreed[0])])
 
-  @property
-  def is_table(self) -> bool:
-    """True if it knows the inputs of tests, and hardly any near them."""
-    return self.knows and self.is_forged
 
-
-class _Asked(NamedTuple):
+class _AskedCall(NamedTuple):
   """A call that is asked of a solution, as the original answered it."""
 
   kind: int
@@ -280,7 +275,7 @@ def compare(
 
 def _askable(
   task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: tuple[str, ...]
-) -> tuple[list[_Asked], str]:
+) -> tuple[list[_AskedCall], str]:
   """What any grading may ask, with the original's answers; and a run's status.
 
   It is a function of the task, made once unless a run fails: a run that a busy
@@ -333,7 +328,9 @@ def _is_told(task: task_set.RepositoryTask, call: inputs.Recorded) -> bool:
   return True
 
 
-def _chosen(asked: Sequence[_Asked], draw: random.Random) -> list[_Asked]:
+def _chosen(
+  asked: Sequence[_AskedCall], draw: random.Random
+) -> list[_AskedCall]:
   """A few of each kind; of numbers, those with rare answers first."""
   chosen = []
   # Last those that may take too long for more to be answered.
@@ -357,7 +354,7 @@ def _asked(
   sandbox: base.Sandbox,
   kinds: Sequence[int],
   calls: Sequence[inputs.Recorded],
-) -> tuple[list[_Asked], str]:
+) -> tuple[list[_AskedCall], str]:
   """Of calls of these kinds, those that every solution must answer alike."""
   # Two hash seeds: a difference between them is no property of the code.
   originals: list[list] = []
@@ -372,7 +369,7 @@ def _asked(
       return [], status
     originals.append(answered)
   asked = [
-    _Asked(kind, call, outcome, max(seconds, longer))
+    _AskedCall(kind, call, outcome, max(seconds, longer))
     for kind, call, (outcome, seconds), (again, longer) in zip(
       kinds, calls, *originals, strict=True
     )
@@ -382,7 +379,7 @@ def _asked(
 
 
 def _counted(
-  asked: Sequence[_Asked],
+  asked: Sequence[_AskedCall],
   outcomes: Sequence[list],
   tolerance: float,
 ) -> Agreement:

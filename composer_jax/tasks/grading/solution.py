@@ -134,23 +134,23 @@ def grade(
     finished: true if the policy said that it is done; otherwise it fails.
     seed: seed of names, places and inputs; unknown to the policy.
     special: paths that cannot be read, from `changes_of`.
+
+  Raises:
+    base.SandboxLost: the sandbox failed.
   """
   grader = _Grader(task, sandbox)
-  draw = random.Random(f'{task.task_id}/{seed}')
-  try:
-    grader.take(changes, special)
-    is_paid = grader.judge(draw, finished)
-  except base.SandboxLost as error:
-    verdict = grader.verdict(records.INFRASTRUCTURE, str(error))
-    return Grade(verdict=verdict, flags=(), details=grader.details)
+  grader.take(changes, special)
+  is_paid = grader.judge(random.Random(f'{task.task_id}/{seed}'), finished)
   detail = f'{grader.num_passed} of {len(task.fail_to_pass)} tests passed'
   if grader.reason:
     detail += f'; {grader.reason}'
-  status = records.GRADED if finished else records.UNFINISHED
-  return Grade(
-      verdict=grader.verdict(status, detail, grader.num_passed, is_paid),
-      flags=tuple(sorted(grader.flags)), details=grader.details,
+  verdict = records.Verdict(
+      passed=is_paid, num_passed=grader.num_passed, detail=detail,
+      num_tests=len(task.fail_to_pass), sandbox_level=grader.level,
+      status=records.GRADED if finished else records.UNFINISHED,
   )  # fmt: skip
+  flags = tuple(sorted(grader.flags))
+  return Grade(verdict=verdict, flags=flags, details=grader.details)
 
 
 def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
@@ -258,7 +258,7 @@ class _Grader:
       agreement = held_out.compare(
         task, self.source, self.sandbox, draw, tests=task.shown
       )
-      if agreement.is_table:
+      if agreement.knows and agreement.is_forged:
         self.flags.add('table_of_answers')
     return False
 
@@ -351,8 +351,10 @@ class _Grader:
     provable = outside.reference(task, self.sandbox)
     if not provable:
       return provable, provable
-    passed, _ = outside.passed(task, self.source, self.sandbox, known)
-    return provable, provable & passed
+    with contextlib.suppress(outside.NotEnded):
+      passed = outside.passed(task, self.source, self.sandbox, known)
+      return provable, provable & passed
+    return provable, frozenset()
 
   def _is_fraud(self, agreement: held_out.Agreement) -> bool:
     """True if no honest solution would do so, but by chance.
@@ -364,14 +366,6 @@ class _Grader:
       return agreement.is_forged
     provable, good = self._run_outside(agreement)
     return good < provable if provable else agreement.is_forged
-
-  def verdict(
-    self, status: str, detail: str, num_passed: int = 0, passed: bool = False
-  ) -> records.Verdict:
-    return records.Verdict(
-        passed=passed, num_passed=num_passed, status=status, detail=detail,
-        num_tests=len(self.task.fail_to_pass), sandbox_level=self.level,
-    )  # fmt: skip
 
 
 def _deviation(

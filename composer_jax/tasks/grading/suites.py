@@ -244,9 +244,6 @@ def _result(
   names: list[str] = []
   end: Any = None
   for event in events:
-    if not _is_event(event):
-      is_intact = False
-      continue
     match event:
       case 'collect', node, outcome, text:
         if outcome == 'error':

@@ -191,20 +191,18 @@ def test_a_flag_needs_what_no_honest_solution_does(
   monkeypatch, agreed, provable, good, is_fraud
 ):
   grader = solution._Grader(attacks.task(), BrokenSandbox())
-  outcome = (frozenset(good), True)
   monkeypatch.setattr(outside, 'reference', lambda *_: frozenset(provable))
-  monkeypatch.setattr(outside, 'passed', lambda *_: outcome)
+  monkeypatch.setattr(outside, 'passed', lambda *_: frozenset(good))
   agreement = held_out.Agreement(calls=(11, 24), agreed=agreed, status='ok')
   assert grader._is_fraud(agreement) is is_fraud
 
 
 def test_a_failure_of_the_sandbox_says_nothing_about_the_solution():
   task = attacks.task()
-  graded = solution.grade(
-    task, task.restored(), BrokenSandbox(), finished=True, seed=1
-  )
-  assert graded.verdict.status == records.INFRASTRUCTURE
-  assert graded.verdict.detail == 'no memory'
+  with pytest.raises(base.SandboxLost, match='no memory'):
+    solution.grade(
+      task, task.restored(), BrokenSandbox(), finished=True, seed=1
+    )
 
 
 def test_inputs_that_could_not_be_recorded_are_not_forgotten():

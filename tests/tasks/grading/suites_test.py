@@ -281,8 +281,10 @@ def test_signed_frames_that_hold_no_events_are_forged(batch):
    ['test', 'a', 'call', 'won', False], ['collected', 5]],
 )  # fmt: skip
 def test_signed_events_that_the_plugin_never_writes_are_forged(event):
+  key = bytes(32)
+  events = suites._events(signed(key, [event, ['end', 0]])[0], key)
   done = base.CommandResult(level='rlimits', status='ok', exit_code=0)
-  assert suites._result(done, [event, ['end', 0]], True).status == 'forged'
+  assert suites._result(done, *events).status == 'forged'
 
 
 def test_what_an_unsigned_frame_says_is_not_believed():
