@@ -21,6 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -42,6 +43,7 @@ _SLOW = ('_TooSlow', 'TimeoutError')
 _CHANCE = 0.01  # at most, that what is right for half looks like a fraud
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
+_EACH = 0.75  # share of a function's larger inputs that must agree
 _KNOWN = 0.9  # share of right answers of a table on the inputs of tests
 _MAX_TESTS = 24  # from which inputs are taken: tracing is slow
 # Processor seconds of a call. Slower calls of the original are not asked of a
@@ -74,6 +76,8 @@ class Agreement:
     outcomes: what the solution gave for calls with plain values alone, by the
       JSON of the call.
     constant: numbers of right answers of the best that is always the same.
+    grown: of each function, numbers of calls with larger inputs, and of those
+      that agreed.
   """
 
   calls: tuple[int, ...] = (0,) * inputs.KINDS
@@ -81,12 +85,19 @@ class Agreement:
   status: str
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
   constant: tuple[int, ...] = (0,) * inputs.KINDS
+  grown: tuple[tuple[int, int], ...] = ()
 
   def disagrees(self, least: float) -> bool:
-    """True if less than this share of a kind agrees, or a number does not."""
+    """True if less than this share of a kind agrees, or a number does not.
+
+    Or if a function is wrong for more than a quarter of its larger inputs.
+    """
     kinds = list(zip(self.calls, self.agreed))
-    return self._is_below(least, kinds) or self._is_below(
-      1.0, kinds[inputs.BETWEEN :]
+    each = [pair for pair in self.grown if pair[0] > MIN_CALLS]
+    return (
+      self._is_below(least, kinds)
+      or self._is_below(1.0, kinds[inputs.BETWEEN :])
+      or self._is_below(_EACH, each)
     )
 
   @property
@@ -194,25 +205,32 @@ def _recorded(
   """The recorded calls without repetitions, methods with their past."""
   pasts: dict[tuple, list] = {}
   recorded: dict[str, inputs.Recorded] = {}
-  for path, symbol, of, arguments, is_relevant, state in _apart(rows):
+  used = {*map(id, _apart(rows))}
+  for row in rows:
+    path, symbol, of, arguments, is_relevant, state = row
     owner, _, name = symbol.rpartition('.')
-    past = None
-    if of is not None and not state:
-      past = pasts.setdefault((path, owner, of), [[[], {}], []])
+    past, others = None, arguments
+    if of is not None:
+      if state:  # the object is the first argument
+        others = [arguments[0][1:], *arguments[1:]]
+      past = pasts.setdefault((path, owner, of), [None, []])
       if name == '__init__':
-        past[0] = arguments
+        past[0] = others
     # What makes an object is part of its past.
     makes = name == '__init__' or (of is None and name.startswith('__'))
-    if (makes and not state) or owner.count('.') > 0:
-      continue
-    call = inputs.Recorded(
-        module=task_set.module_of(path, roots), symbol=symbol,
-        past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
-    )  # fmt: skip
-    if is_relevant:
+    is_outer = owner.count('.') == 0 and is_relevant
+    module = task_set.module_of(path, roots)
+    before = past and [past[0] or [[], {}], past[1][-_MAX_PAST:]]
+    if is_outer and id(row) in used and (state or not makes):
+      call = inputs.Recorded(
+        module, symbol, None if state else before, arguments
+      )
       recorded.setdefault(json.dumps(call), call)
-    if past is not None:
-      past[1].append([name, arguments])
+    if is_outer and state and past and past[0] and not makes:
+      history = inputs.History(module, symbol, before, others)
+      recorded.setdefault(json.dumps(['grown', history]), history)
+    if past is not None and not makes and owner.count('.') == 0:
+      past[1].append([name, others])
   return list(recorded.values())
 
 
@@ -345,6 +363,19 @@ def _chosen(
     if kind >= inputs.BETWEEN:
       counts = collections.Counter(_key(row.wanted) for row in rows)
       rows.sort(key=lambda row: counts[_key(row.wanted)])
+    if kind == inputs.GROWN:
+      # Of each function in turn, by turns any and the largest that is left.
+      by_name: dict[str, list[_AskedCall]] = collections.defaultdict(list)
+      for row in rows:
+        by_name[row.call.symbol].append(row)
+      size = lambda row: len(json.dumps(row.call))
+      pairs = (
+        zip(some, sorted(some, key=size, reverse=True))
+        for some in by_name.values()
+      )
+      turns = itertools.zip_longest(*map(itertools.chain.from_iterable, pairs))
+      each = {id(row): row for turn in turns for row in turn if row is not None}
+      rows = list(each.values())
     chosen += rows[: inputs.MAX_CALLS << (kind not in (0, inputs.GROWN))]
   return chosen
 
@@ -388,14 +419,20 @@ def _counted(
   ((commonest, _),) = answers_by_key.most_common(1)
   calls_made, agreed, strict, constant = ([0] * inputs.KINDS for _ in range(4))
   slow = 0
+  grown: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
   refused = {
     (a.call.symbol, a.wanted[1]) for a in asked if a.wanted[0] == 'raised'
   }
   for (kind, call, wanted, _), outcome in zip(asked, outcomes, strict=True):
     calls_made[kind] += 1
-    agreed[kind] += _agree(outcome, wanted, tolerance)
+    is_right = _agree(outcome, wanted, tolerance)
+    agreed[kind] += is_right
     constant[kind] += _key(wanted) == commonest
-    slow += kind == inputs.GROWN and outcome[1:2] in ([name] for name in _SLOW)
+    if kind == inputs.GROWN and outcome[1:2] in ([name] for name in _SLOW):
+      slow += 1
+    elif kind == inputs.GROWN:
+      grown[call.symbol][0] += 1
+      grown[call.symbol][1] += is_right
     positional, named, *_ = call.arguments
     if outcome[0] == 'raised' and any(
       isinstance(value, str) for value in [*positional, *named.values()]
@@ -411,6 +448,7 @@ def _counted(
     agreed=tuple(agreed),
     status='ok',
     constant=tuple(constant),
+    grown=tuple((calls, right) for calls, right in grown.values()),
   )
 
 

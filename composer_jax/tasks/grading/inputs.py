@@ -16,6 +16,7 @@ KINDS = 5
 GROWN = 2
 BETWEEN, BEYOND = 3, 4  # all must agree: they have no odd forms
 _CANDIDATES = 8  # for each call: the original refuses most texts
+_MAX_PAST = 24  # of an object that is made larger
 _MAX_SCANNED, _MAX_FAR = 512, 64  # numbers beyond those of tests
 
 
@@ -38,6 +39,13 @@ class Recorded(NamedTuple):
   arguments: Any
 
 
+class History(Recorded):
+  """A call of which the object crosses as it is, with its past instead.
+
+  Such objects are made larger by their past alone.
+  """
+
+
 def make(
   recorded: Sequence[Recorded], draw: random.Random, exact: Iterable[str] = ()
 ) -> tuple[list[int], list[Recorded]]:
@@ -46,6 +54,8 @@ def make(
   There are more than are asked of a solution; those with which a kind begins
   are first.
   """
+  histories = [call for call in recorded if isinstance(call, History)]
+  recorded = [call for call in recorded if not isinstance(call, History)]
   calls = list(recorded[: 4 * MAX_CALLS])
   kinds = [0] * len(calls)
   seen = {json.dumps(call) for call in recorded}
@@ -55,7 +65,8 @@ def make(
     for _ in range(2 * most):
       if not recorded or kinds.count(kind) == most:
         break
-      call = change(recorded, draw.choice(recorded), draw)
+      known = histories if kind == GROWN and draw.random() < 0.5 else recorded
+      call = change(recorded, draw.choice(known or recorded), draw)
       key = json.dumps(call)
       if key not in seen:
         seen.add(key)
@@ -117,27 +128,56 @@ def _grown(
   *,
   exact: Container[str] = (),
 ) -> Recorded:
-  """The call with larger arguments, or with a longer past of its object."""
-  if call.past is not None and call.past[1] and draw.random() < 0.5:
+  """The call with more or larger arguments, or a longer past of its object."""
+  by = draw.randint(1, 3)
+  if call.past is not None and draw.random() < 0.8:
     made, before = call.past
+    least = 0
+    if draw.random() < 0.6:
+      made, least = _larger(made, by, draw), 2
     more = [
-      [name, _varied_arguments(given, draw)]
-      for _ in range(draw.randint(1, 4))
+      [name, draw.choice((_varied_arguments, _larger_lists))(given, draw)]
+      for _ in range(draw.randint(least, 5))
       for name, given in before
     ]
-    return call._replace(past=[made, [*before, *more]])
+    call = call._replace(past=[made, [*before, *more][:_MAX_PAST]])
+    if draw.random() < 0.6:
+      return call
   positional, named, *table = call.arguments
+  if positional and draw.random() < 0.2:  # if it takes any number of them
+    more = [
+      variations.vary(draw.choice(positional), draw) for _ in range(by + 2)
+    ]
+    return call._replace(arguments=[[*positional, *more], named, *table])
   is_exact = call.symbol.rpartition('.')[2] in exact
-  grow = lambda value: variations.grow(value, draw, is_exact)
   others = draw.choice([r.arguments[0] for r in recorded if r[:2] == call[:2]])
   for at, (value, other) in enumerate(zip(positional, others)):
     if (
       isinstance(value, str) and isinstance(other, str) and draw.random() < 0.5
     ):
       positional = [*positional[:at], value + other, *positional[at + 1 :]]
-  grown = [grow(value) for value in positional]
-  by_name = {name: grow(value) for name, value in named.items()}
-  return call._replace(arguments=[grown, by_name, *table])
+  arguments = _larger([positional, named, *table], by, draw, is_exact)
+  return call._replace(arguments=arguments)
+
+
+def _larger_lists(arguments: list, draw: random.Random) -> list:
+  return _larger(arguments, 1, draw)
+
+
+def _larger(
+  arguments: list, by: int, draw: random.Random, is_exact: bool = False
+) -> list:
+  """Arguments that are grown; tables of numbers, all by as many columns."""
+  grow = lambda value: (
+    (draw.random() < 0.7 and variations.widen(value, by, draw))
+    or variations.grow(value, draw, is_exact)
+  )
+  positional, named, *table = arguments
+  return [
+    [grow(value) for value in positional],
+    {name: grow(value) for name, value in named.items()},
+    *(variations.grow_table(rows, draw) for rows in table),
+  ]
 
 
 def _varied(

@@ -54,6 +54,9 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
     if is_exact and type(data) is int and draw.random() < 0.5:
       return data + draw.randint(_EXACT, 100 * _EXACT)
     return data + draw.randint(1, int(4 * abs(data)) + 8)
+  if isinstance(data, str) and re.search(r'\d', data) and draw.random() < 0.3:
+    more = lambda found: found[0] + ''.join(draw.choices('0123456789', k=4))
+    return re.sub(r'\d+', more, data)
   if isinstance(data, str) and data and draw.random() < 0.5:
     pieces = _PIECES.findall(data)
     return data + ''.join(draw.choices(pieces, k=draw.randint(2, 12)))
@@ -71,6 +74,37 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
       pairs.setdefault(repr(key), [key, vary(value, draw)])
     return {'dict': list(pairs.values())}
   return data
+
+
+def widen(data: Any, by: int, draw: random.Random) -> Any:
+  """A table of numbers with so many more rows and columns; None for others."""
+  rows = data if isinstance(data, list) else []
+  widths = {len(r) if isinstance(r, list) else -1 for r in rows}
+  cells = [cell for row in rows for cell in row] if widths != {-1} else []
+  if len(widths) != 1 or {*map(type, cells)} not in ({int}, {float}):
+    return None
+  more = lambda count: [vary(draw.choice(cells), draw) for _ in range(count)]
+  wide = [[*row, *more(by)] for row in rows]
+  return [*wide, *(more(len(wide[0])) for _ in range(by))]
+
+
+def grow_table(table: list, draw: random.Random) -> list:
+  """A table of objects with dates of other years, and larger lists and dicts.
+
+  What other objects hold stays: parts of it may depend on each other.
+  """
+  shift = draw.choice((-1, 1)) * draw.randint(1, 900)
+  rows = []
+  for make, arguments, *parts in table:
+    match make, arguments:
+      case {'name': ['datetime', str()]}, [{'bytes': str(text)}, *rest]:
+        year = min(max(int(text[:4], 16) + shift, 1), 9999)
+        arguments = [{'bytes': f'{year:04x}{text[4:]}'}, *rest]
+    state, items, pairs = (*parts, None, [], [])[:3]
+    items = grow(items, draw)
+    pairs = grow({'dict': pairs}, draw)['dict']
+    rows.append([make, arguments, state, items, pairs])
+  return rows
 
 
 def _deeper(lists: list, draw: random.Random) -> list:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import datetime
 import enum
 import json
 import math
@@ -153,7 +154,7 @@ def test_what_tests_hold_small_is_asked_larger_and_deeper():
   assert any(r'\\nb' in text for text in texts)
   # Pieces of the text again, whole.
   whole = re.compile('foo12(foo|12){2,}').fullmatch
-  assert sum(map(bool, map(whole, grown('foo12')))) > 30
+  assert sum(map(bool, map(whole, grown('foo12')))) > 15
   varied = [variations.vary('aaaaaaaaaaaaaaaaaaa,a', draw) for _ in range(99)]
   assert sum(text.count(',') == 2 or ',' not in text for text in varied) > 12
 
@@ -163,7 +164,7 @@ def test_texts_of_several_tests_are_joined_and_exact_code_gets_large_numbers():
   made = lambda exact: [
     c.arguments[0]
     for kind, c in zip(*inputs.make(recorded, random.Random(0), exact))
-    if kind == inputs.GROWN
+    if kind == inputs.GROWN and len(c.arguments[0]) == 2
   ]
   texts, numbers = zip(*made(['f']), strict=True)
   assert any({*text} > {*'ab'} for text in texts)
@@ -438,11 +439,36 @@ def test_half_of_larger_inputs_may_take_a_right_solution_too_long(slow):
 
 
 def test_near_inputs_come_before_those_that_may_take_too_long():
-  rows = [_asked(kind, ['ok', 1, None]) for kind in range(5)] * 60
+  rows = [
+    _asked(kind, ['ok', n, None], n) for kind in range(5) for n in range(60)
+  ]
   chosen = held_out._chosen(rows, random.Random(0))
   kinds = [row.kind for row in chosen]
   assert [*dict.fromkeys(kinds)] == [0, 1, 3, 4, 2]
   assert [kinds.count(kind) for kind in range(5)] == [24, 48, 24, 48, 48]
+
+
+def test_larger_inputs_are_of_each_function_and_the_largest_among_them():
+  rows = [
+    held_out._AskedCall(inputs.GROWN, call('a' * n, symbol=name), [], 0.0)
+    for name, count in (('f', 200), ('g', 20))
+    for n in range(count)
+  ]
+  chosen = held_out._chosen(rows, random.Random(0))
+  names = collections.Counter(row.call.symbol for row in chosen)
+  assert names == {'f': 12, 'g': 12}
+  sizes = [len(r.call.arguments[0][0]) for r in chosen if r.call.symbol == 'f']
+  assert {195, 199} <= {*sizes} and min(sizes) < 150
+
+
+def test_a_function_that_is_wrong_for_its_larger_inputs_is_not_lost_in_many():
+  grown = held_out.Agreement(
+    status='ok', calls=(9, 9, 24, 0, 0), agreed=(9, 9, 22, 0, 0),
+    grown=((20, 20), (4, 2)),
+  )  # fmt: skip
+  assert grown.disagrees(0.9)
+  few = dataclasses.replace(grown, grown=((21, 21), (3, 1)))
+  assert not few.disagrees(0.9)
 
 
 def test_a_private_name_that_nobody_tells_is_not_asked(monkeypatch):
@@ -532,3 +558,67 @@ def test_exact_code_is_found_in_the_original_and_asked_large_numbers(
   monkeypatch.setattr(held_out, 'answers', answer)
   held_out.compare(task, {'mine': b''}, None, random.Random(0))
   assert max(seen) > 10**16
+
+
+def _grown(*recorded):
+  made = zip(*inputs.make(list(recorded), random.Random(0)), strict=True)
+  return [c for kind, c in made if kind == inputs.GROWN]
+
+
+def test_dates_of_other_centuries_and_larger_objects_are_asked():
+  held = plain.encode_call(
+    [datetime.date(2026, 2, 3), collections.OrderedDict(a=1, b=2)],
+    {},
+    plain.Objects(),
+  )
+  calls = _grown(inputs.Recorded('pk', 'f', None, held))
+  values = [plain.decode_call(c.arguments)[0] for c in calls]
+  years = {day.year for day, *_ in values}
+  assert min(years) < 1700 and max(years) > 2300
+  assert {day.day for day, *_ in values} == {3}
+  assert max(len(held) for _, held, *_ in values) > 2
+
+
+def test_tables_of_numbers_stay_tables():
+  square = [[1, 2], [3, 4]]
+  calls = _grown(call(square, square), call([[5]], [[6]]))
+  both = [c.arguments[0] for c in calls if len(c.arguments[0]) == 2]
+  sizes = [[(len(t), {*map(len, t)}) for t in tables] for tables in both]
+  assert sum(a == b and b[1] == {b[0]} and b[0] > 3 for a, b in sizes) > 9
+  assert variations.widen([[1], [2, 3]], 1, random.Random(0)) is None
+  assert variations.widen([[1, 'a']], 1, random.Random(0)) is None
+
+
+def test_more_arguments_and_longer_numbers_in_texts_are_asked():
+  calls = _grown(call([1], [2]), call('a12', [3]))
+  assert max(len(c.arguments[0]) for c in calls) > 5
+  texts = [c.arguments[0][0] for c in calls]
+  assert any(re.search(r'\d{6}', str(text)) for text in texts)
+
+
+def test_an_object_that_crosses_is_made_larger_by_its_past():
+  arguments = lambda *values: [[{'ref': 0}, *values], {}, [['of', [], 1]]]
+  rows = [
+    ['pk.py', 'Box.__init__', '7', arguments(3), True, 'a'],
+    *(['pk.py', 'Box.put', '7', arguments(n), True, 'b'] for n in range(3)),
+    ['pk.py', 'Box.all', '7', arguments(), True, 'c'],
+  ]
+  recorded = held_out._recorded(rows, ('.',))
+  whole = [c for c in recorded if not isinstance(c, inputs.History)]
+  assert whole and all(c.past is None for c in whole)
+  (last,) = (
+    c
+    for c in recorded
+    if isinstance(c, inputs.History) and c.symbol == 'Box.all'
+  )
+  table = [[['of', [], 1]]]
+  puts = [['put', [[n], {}, *table]] for n in range(3)]
+  assert last.past == [[[3], {}, *table], puts]
+  assert last.arguments == [[], {}, *table]
+  kinds, calls = inputs.make([*whole, last], random.Random(0))
+  made = [
+    (kind, c) for kind, c in zip(kinds, calls) if isinstance(c, inputs.History)
+  ]
+  assert {kind for kind, _ in made} == {inputs.GROWN}
+  assert max(len(c.past[1]) for _, c in made) > 10
+  assert max(c.past[0][0][0] for _, c in made) > 6
