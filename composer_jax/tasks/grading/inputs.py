@@ -130,6 +130,8 @@ def _grown(
 ) -> Recorded:
   """The call with more or larger arguments, or a longer past of its object."""
   by = draw.randint(1, 3)
+  if draw.random() < 0.15:
+    return _scaled(call, 10 ** draw.randint(1, 6))
   if call.past is not None and draw.random() < 0.8:
     made, before = call.past
     least = 0
@@ -160,6 +162,21 @@ def _grown(
   return call._replace(arguments=arguments)
 
 
+def _scaled(call: Recorded, by: int) -> Recorded:
+  """The call with all numbers so many times as large: they fit as before."""
+
+  def scaled(arguments: list) -> list:
+    positional, named, *table = arguments
+    by_name = {name: variations.scale(v, by) for name, v in named.items()}
+    return [variations.scale(positional, by), by_name, *table]
+
+  past = call.past
+  if past is not None:
+    before = [[name, scaled(given)] for name, given in past[1]]
+    past = [scaled(past[0]), before]
+  return call._replace(past=past, arguments=scaled(call.arguments))
+
+
 def _larger_lists(arguments: list, draw: random.Random) -> list:
   return _larger(arguments, 1, draw)
 
@@ -176,7 +193,7 @@ def _larger(
   return [
     [grow(value) for value in positional],
     {name: grow(value) for name, value in named.items()},
-    *(variations.grow_table(rows, draw) for rows in table),
+    *(variations.grow_table(rows, by, draw) for rows in table),
   ]
 
 

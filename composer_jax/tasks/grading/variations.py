@@ -53,6 +53,8 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
   if is_number and draw.random() < 0.5:
     if is_exact and type(data) is int and draw.random() < 0.5:
       return data + draw.randint(_EXACT, 100 * _EXACT)
+    if type(data) is int and draw.random() < 0.2:
+      return data + 10 ** draw.randint(3, 6)
     return data + draw.randint(1, int(4 * abs(data)) + 8)
   if isinstance(data, str) and re.search(r'\d', data) and draw.random() < 0.3:
     more = lambda found: found[0] + ''.join(draw.choices('0123456789', k=4))
@@ -70,8 +72,9 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
   if isinstance(data, dict) and data.get('dict'):
     pairs = {repr(k): [k, v] for k, v in data['dict']}
     for key, value in data['dict']:
+      change = draw.choice((vary, grow))
       key = vary(key, draw)
-      pairs.setdefault(repr(key), [key, vary(value, draw)])
+      pairs.setdefault(repr(key), [key, change(value, draw)])
     return {'dict': list(pairs.values())}
   return data
 
@@ -88,10 +91,22 @@ def widen(data: Any, by: int, draw: random.Random) -> Any:
   return [*wide, *(more(len(wide[0])) for _ in range(by))]
 
 
-def grow_table(table: list, draw: random.Random) -> list:
-  """A table of objects with dates of other years, and larger lists and dicts.
+def scale(data: Any, by: int) -> Any:
+  """The encoding with all whole numbers so many times as large."""
+  if type(data) is int:
+    return data * by
+  if isinstance(data, list):
+    return [scale(item, by) for item in data]
+  if isinstance(data, dict) and {*data} & {'dict', 'tuple', 'set', 'frozenset'}:
+    return {kind: scale(content, by) for kind, content in data.items()}
+  return data
 
-  What other objects hold stays: parts of it may depend on each other.
+
+def grow_table(table: list, by: int, draw: random.Random) -> list:
+  """A table of objects with dates of other years, made by larger arguments.
+
+  What objects hold beside the items of lists and dicts stays: parts of it may
+  depend on each other.
   """
   shift = draw.choice((-1, 1)) * draw.randint(1, 900)
   rows = []
@@ -100,6 +115,8 @@ def grow_table(table: list, draw: random.Random) -> list:
       case {'name': ['datetime', str()]}, [{'bytes': str(text)}, *rest]:
         year = min(max(int(text[:4], 16) + shift, 1), 9999)
         arguments = [{'bytes': f'{year:04x}{text[4:]}'}, *rest]
+      case {'name': [str(module), str()]}, _ if module != 'copyreg':
+        arguments = [widen(a, by, draw) or grow(a, draw) for a in arguments]
     state, items, pairs = (*parts, None, [], [])[:3]
     items = grow(items, draw)
     pairs = grow({'dict': pairs}, draw)['dict']
