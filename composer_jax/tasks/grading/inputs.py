@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from composer_jax.tasks.grading import variations
 
-MAX_CALLS = 24  # of each kind; twice of those near, between and beyond
+MAX_CALLS = 24  # of each kind; twice of those that are no test's
 # Recorded ones, others near them, larger ones, numbers between and beyond them.
 KINDS = 5
 GROWN = 2
@@ -65,8 +65,10 @@ def make(
     for _ in range(2 * most):
       if not recorded or kinds.count(kind) == most:
         break
-      known = histories if kind == GROWN and draw.random() < 0.5 else recorded
-      call = change(recorded, draw.choice(known or recorded), draw)
+      known = recorded
+      if kind == GROWN and histories and draw.random() < 0.5:
+        known = histories
+      call = change(known, draw.choice(known), draw)
       key = json.dumps(call)
       if key not in seen:
         seen.add(key)
@@ -130,7 +132,9 @@ def _grown(
 ) -> Recorded:
   """The call with more or larger arguments, or a longer past of its object."""
   by = draw.randint(1, 3)
-  if draw.random() < 0.15:
+  if call.past is not None and draw.random() < 0.3:
+    call = _after(call, draw.choice(recorded))
+  if draw.random() < 0.2:
     return _scaled(call, 10 ** draw.randint(1, 6))
   if call.past is not None and draw.random() < 0.8:
     made, before = call.past
@@ -162,6 +166,19 @@ def _grown(
   return call._replace(arguments=arguments)
 
 
+def _after(call: Recorded, other: Recorded) -> Recorded:
+  """The call behind another of the same object: it shows what that did.
+
+  What changes an object often returns nothing.
+  """
+  owner, _, name = other.symbol.rpartition('.')
+  is_alike = call[0] == other[0] and call.symbol.rpartition('.')[0] == owner
+  if not is_alike or other.past is None:
+    return call
+  made, before = other.past
+  return call._replace(past=[made, [*before, [name, other.arguments]]])
+
+
 def _scaled(call: Recorded, by: int) -> Recorded:
   """The call with all numbers so many times as large: they fit as before."""
 
@@ -185,10 +202,13 @@ def _larger(
   arguments: list, by: int, draw: random.Random, is_exact: bool = False
 ) -> list:
   """Arguments that are grown; tables of numbers, all by as many columns."""
-  grow = lambda value: (
-    (draw.random() < 0.7 and variations.widen(value, by, draw))
-    or variations.grow(value, draw, is_exact)
-  )
+  if draw.random() < 0.5:
+    arguments = variations.nest(arguments, draw)
+
+  def grow(value: Any) -> Any:
+    wide = variations.widen(value, by, draw) if draw.random() < 0.7 else None
+    return wide or variations.grow(value, draw, is_exact)
+
   positional, named, *table = arguments
   return [
     [grow(value) for value in positional],

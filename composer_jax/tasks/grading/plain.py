@@ -235,9 +235,9 @@ def _remade(value: Any) -> tuple:
   """The class of an object and the arguments that make it again."""
   kind = type(value)
   for base in (dict, list, set, frozenset, str, int, float):
-    if isinstance(value, base):
-      if kind.__init__ is base.__init__ and kind.__new__ is base.__new__:
-        return kind, (_base(value),)
+    is_plain = kind.__init__ is base.__init__ and kind.__new__ is base.__new__
+    if isinstance(value, base) and is_plain:
+      return kind, (_base(value),)
   made, arguments = MADE.get(id(value), (None, ()))
   if made is not value:
     raise NotPlain(f'{kind.__qualname__} was deleted.')

@@ -142,8 +142,8 @@ def grade(
   grader.take(changes, special)
   is_paid = grader.judge(random.Random(f'{task.task_id}/{seed}'), finished)
   detail = f'{grader.num_passed} of {len(task.fail_to_pass)} tests passed'
-  if grader.reason:
-    detail += f'; {grader.reason}'
+  said = (detail, grader.compared, grader.reason)
+  detail = '; '.join(filter(None, said))
   verdict = records.Verdict(
       passed=is_paid, num_passed=grader.num_passed, detail=detail,
       num_tests=len(task.fail_to_pass), sandbox_level=grader.level,
@@ -167,7 +167,8 @@ class _Grader:
 
   Attributes:
     source: changes that turn the image into the solution.
-    reason: why the solution failed; '' if only tests of the feature did.
+    reason: why the solution failed; '' if tests or compared calls tell it.
+    compared: how many held-out inputs agree; '' if none was asked.
   """
 
   def __init__(self, task: task_set.RepositoryTask, sandbox: base.Sandbox):
@@ -177,7 +178,7 @@ class _Grader:
     self.details: dict[str, Any] = {}
     self.num_passed = 0
     self.tests: dict[str, str] = {}
-    self.reason = ''
+    self.reason = self.compared = ''
     self.level = sandbox.level
 
   def take(
@@ -326,10 +327,10 @@ class _Grader:
     self.details['held_out_inputs'] = dict(
       status=agreement.status, calls=list(calls), agreed=list(agreed)
     )
+    self.compared = str(agreement) if sum(calls) else ''
     if agreement.disagrees(LEAST_AGREEMENT):
       if self._is_fraud(agreement):
         self.flags.add('held_out_inputs')
-      self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
       return False
     provable, good = self._run_outside(agreement)
     self.details['outside'] = [len(good), len(task.fail_to_pass)]

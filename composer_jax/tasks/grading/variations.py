@@ -102,6 +102,34 @@ def scale(data: Any, by: int) -> Any:
   return data
 
 
+def nest(arguments: list, draw: random.Random) -> list:
+  """Arguments with objects of a table within more objects like them."""
+  positional, named, *table = arguments
+  rows = list(*table)
+  holding = [
+    (number, place)
+    for number, (_, given, state, *_) in enumerate(rows)
+    for place, value in enumerate(given)
+    if state is None and isinstance(value, list)
+  ]
+  if not holding:
+    return arguments
+  number, place = draw.choice(holding)
+  top = number
+  for _ in range(draw.randint(1, 4)):
+    make, given, *parts = rows[top]
+    held = [*given[place], {'ref': top}]
+    rows.append([make, [*given[:place], held, *given[place + 1 :]], *parts])
+    top = len(rows) - 1
+
+  def put(data: Any) -> Any:
+    if isinstance(data, list):
+      return [put(item) for item in data]
+    return {'ref': top} if data == {'ref': number} else data
+
+  return [put(positional), named, rows]
+
+
 def grow_table(table: list, by: int, draw: random.Random) -> list:
   """A table of objects with dates of other years, made by larger arguments.
 

@@ -422,9 +422,9 @@ def test_numbers_that_a_solution_alone_refuses_are_wrong():
 
 
 @pytest.mark.parametrize('slow', ['_TooSlow', 'TimeoutError'])
-def test_half_of_larger_inputs_may_take_a_right_solution_too_long(slow):
+def test_most_larger_inputs_may_take_a_right_solution_too_long(slow):
   for kind, num_slow, disagrees in (
-    (inputs.GROWN, 12, False), (inputs.GROWN, 16, True), (1, 4, True),
+    (inputs.GROWN, 16, False), (inputs.GROWN, 22, True), (1, 4, True),
   ):  # fmt: skip
     wanted = [['ok', n, None] for n in range(24)]
     asked = [_asked(kind, w, n) for n, w in enumerate(wanted)]
@@ -445,7 +445,7 @@ def test_near_inputs_come_before_those_that_may_take_too_long():
   chosen = held_out._chosen(rows, random.Random(0))
   kinds = [row.kind for row in chosen]
   assert [*dict.fromkeys(kinds)] == [0, 1, 3, 4, 2]
-  assert [kinds.count(kind) for kind in range(5)] == [24, 48, 24, 48, 48]
+  assert [kinds.count(kind) for kind in range(5)] == [24, 48, 48, 48, 48]
 
 
 def test_larger_inputs_are_of_each_function_and_the_largest_among_them():
@@ -456,7 +456,7 @@ def test_larger_inputs_are_of_each_function_and_the_largest_among_them():
   ]
   chosen = held_out._chosen(rows, random.Random(0))
   names = collections.Counter(row.call.symbol for row in chosen)
-  assert names == {'f': 12, 'g': 12}
+  assert names == {'f': 30, 'g': 18}
   sizes = [len(r.call.arguments[0][0]) for r in chosen if r.call.symbol == 'f']
   assert {195, 199} <= {*sizes} and min(sizes) < 150
 
@@ -467,7 +467,7 @@ def test_a_function_that_is_wrong_for_its_larger_inputs_is_not_lost_in_many():
     grown=((20, 20), (4, 2)),
   )  # fmt: skip
   assert grown.disagrees(0.9)
-  few = dataclasses.replace(grown, grown=((21, 21), (3, 1)))
+  few = dataclasses.replace(grown, grown=((21, 20), (3, 2)))
   assert not few.disagrees(0.9)
 
 
