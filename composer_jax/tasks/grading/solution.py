@@ -53,6 +53,7 @@ FLAGS = (
 )
 # Sparse files can be larger than the room of a workspace.
 _MAX_FILE, _MAX_FILES = 4 << 20, 32 << 20
+_MAX_NEW = 2000  # of new files: more are left out, as none were there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +83,12 @@ def changes_of(
   """
   changed = box.changes()
   contents: dict[str, bytes | None] = {}
-  special, room = [], _MAX_FILES
+  special, room, new = [], _MAX_FILES, 0
   for path in dict.fromkeys([*task.changes, *changed]):
+    if changed.get(path) in ('added', 'special'):
+      new += protected.matters(task, path)
+      if new > _MAX_NEW:
+        continue
     if changed.get(path) == 'removed':
       contents[path] = None
     elif changed.get(path) == 'special':
