@@ -134,8 +134,10 @@ def _grown(
   by = draw.randint(1, 3)
   if call.past is not None and draw.random() < 0.3:
     call = _after(call, draw.choice(recorded))
-  if draw.random() < 0.2:
-    return _scaled(call, 10 ** draw.randint(1, 6))
+  if draw.random() < 0.25:
+    call = _scaled(call, 10 ** draw.randint(1, 6))
+    if draw.random() < 0.5:
+      return call
   if call.past is not None and draw.random() < 0.8:
     made, before = call.past
     least = 0
@@ -202,8 +204,8 @@ def _larger(
   arguments: list, by: int, draw: random.Random, is_exact: bool = False
 ) -> list:
   """Arguments that are grown; tables of numbers, all by as many columns."""
-  if draw.random() < 0.5:
-    arguments = variations.nest(arguments, draw)
+  if draw.random() < 0.4 and len(arguments) > 2:
+    return variations.nest(arguments, draw)
 
   def grow(value: Any) -> Any:
     wide = variations.widen(value, by, draw) if draw.random() < 0.7 else None

@@ -1,5 +1,6 @@
 """Makes inputs near known ones, and larger, in the encoding of `plain`."""
 
+import json
 import random
 import re
 from typing import Any
@@ -106,11 +107,14 @@ def nest(arguments: list, draw: random.Random) -> list:
   """Arguments with objects of a table within more objects like them."""
   positional, named, *table = arguments
   rows = list(*table)
+  used = json.dumps(positional)
   holding = [
     (number, place)
     for number, (_, given, state, *_) in enumerate(rows)
     for place, value in enumerate(given)
-    if state is None and isinstance(value, list)
+    if state is None
+    and isinstance(value, list)
+    and json.dumps({'ref': number}) in used
   ]
   if not holding:
     return arguments

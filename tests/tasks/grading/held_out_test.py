@@ -622,3 +622,51 @@ def test_an_object_that_crosses_is_made_larger_by_its_past():
   assert {kind for kind, _ in made} == {inputs.GROWN}
   assert max(len(c.past[1]) for _, c in made) > 10
   assert max(c.past[0][0][0] for _, c in made) > 6
+
+
+class Crate:
+  """Deleted; holds crates."""
+
+  def __init__(self, crates=()):
+    self.crates = list(crates)
+
+
+class Tally(dict):
+  """Deleted; made as a dict is."""
+
+
+def test_objects_of_deleted_classes_cross_by_what_made_them(monkeypatch):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  monkeypatch.setattr(plain, 'DELETED', {(__name__, '')})
+  inner = Crate()
+  outer, unknown = Crate([inner]), Crate()
+  monkeypatch.setattr(
+    plain, 'MADE', {id(inner): (inner, ()), id(outer): (outer, ([inner],))}
+  )
+  with pytest.raises(plain.NotPlain, match='Crate was deleted'):
+    plain.encode_call([unknown], {}, plain.Objects())
+  held = plain.encode_call([outer, Tally(a=1)], {}, plain.Objects())
+  (crate, tally), _ = plain.decode_call(json.loads(json.dumps(held)))
+  assert type(crate) is Crate and type(crate.crates[0]) is Crate
+  assert type(tally) is Tally and tally == {'a': 1}
+
+  def depth(crate):
+    return 1 + max(map(depth, crate.crates), default=0)
+
+  calls = _grown(inputs.Recorded('pk', 'f', None, held))
+  made = [plain.decode_call(c.arguments)[0] for c in calls]
+  assert max(depth(crate) for crate, *_ in made) > 4
+  assert max(len(tally) for _, tally, *_ in made) > 1
+
+
+def test_numbers_grow_together_and_what_a_method_did_shows_in_another():
+  deposit = call(5, symbol='Box.put', past=[[[[100]], {}], []])
+  total = call(symbol='Box.total', past=[[[[100]], {}], []])
+  calls = _grown(deposit, total)
+  assert any(
+    c.past[0][0] == [[100 * n]] and c.arguments[0] == [5 * n]
+    for c in calls
+    for n in (10, 100, 1000)
+  )
+  totals = [c.past[1] for c in calls if c.symbol == 'Box.total']
+  assert any(before[:1] == [['put', [[5], {}]]] for before in totals)
