@@ -83,9 +83,10 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
 def widen(data: Any, by: int, draw: random.Random) -> Any:
   """A table of numbers with so many more rows and columns; None for others."""
   rows = data if isinstance(data, list) else []
-  widths = {len(r) if isinstance(r, list) else -1 for r in rows}
-  cells = [cell for row in rows for cell in row] if widths != {-1} else []
-  if len(widths) != 1 or {*map(type, cells)} not in ({int}, {float}):
+  if {*map(type, rows)} != {list} or len({*map(len, rows)}) > 1:
+    return None
+  cells = [cell for row in rows for cell in row]
+  if {*map(type, cells)} not in ({int}, {float}):
     return None
   more = lambda count: [vary(draw.choice(cells), draw) for _ in range(count)]
   wide = [[*row, *more(by)] for row in rows]

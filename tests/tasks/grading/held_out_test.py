@@ -585,8 +585,20 @@ def test_tables_of_numbers_stay_tables():
   both = [c.arguments[0] for c in calls if len(c.arguments[0]) == 2]
   sizes = [[(len(t), {*map(len, t)}) for t in tables] for tables in both]
   assert sum(a == b and b[1] == {b[0]} and b[0] > 3 for a, b in sizes) > 9
-  assert variations.widen([[1], [2, 3]], 1, random.Random(0)) is None
-  assert variations.widen([[1, 'a']], 1, random.Random(0)) is None
+  odd = ([[1], [2, 3]], [[1, 'a']], [[1], 2], [1, [2]], [[]], [[1], {}], [])
+  for data in (*odd, *map(plain.encode, VALUES)):
+    assert variations.widen(data, 1, random.Random(0)) is None
+
+
+def test_any_arguments_grow():
+  values = [v for v in VALUES if not isinstance(v, bytearray)]
+  dates = [datetime.datetime(1, 2, 3), datetime.date(9999, 1, 1)]
+  for value in [*values, *dates, collections.deque([1]), [[1], 2], [[[]]]]:
+    for given in ([value], [value, value], [[value]]):
+      held = plain.encode_call(given, {'named': value}, plain.Objects())
+      recorded = inputs.Recorded('pk', 'B.f', [held, [['g', held]]], held)
+      for one in _grown(recorded, recorded._replace(past=None)):
+        json.dumps(one)
 
 
 def test_more_arguments_and_longer_numbers_in_texts_are_asked():
