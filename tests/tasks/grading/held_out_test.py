@@ -594,11 +594,10 @@ def test_any_arguments_grow():
   values = [v for v in VALUES if not isinstance(v, bytearray)]
   dates = [datetime.datetime(1, 2, 3), datetime.date(9999, 1, 1)]
   for value in [*values, *dates, collections.deque([1]), [[1], 2], [[[]]]]:
-    for given in ([value], [value, value], [[value]]):
-      held = plain.encode_call(given, {'named': value}, plain.Objects())
-      recorded = inputs.Recorded('pk', 'B.f', [held, [['g', held]]], held)
-      for one in _grown(recorded, recorded._replace(past=None)):
-        json.dumps(one)
+    held = plain.encode_call([value, [value]], {'n': value}, plain.Objects())
+    recorded = inputs.Recorded('pk', 'B.f', [held, [['g', held]]], held)
+    for grown in _grown(recorded, recorded._replace(past=None)):
+      json.dumps(grown)
 
 
 def test_more_arguments_and_longer_numbers_in_texts_are_asked():
