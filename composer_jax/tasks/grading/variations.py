@@ -68,16 +68,24 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
     return draw.choice(('', ' ', '\n', ',')).join([data, *more])
   if isinstance(data, list) and data:
     count = min(draw.randint(len(data), 4 * len(data)), _MAX_GROWN)
-    more = [vary(draw.choice(data), draw) for _ in range(count)]
+    more = [_beside(draw.choice(data), draw) for _ in range(count)]
     return [*data, *more, *_deeper([x for x in data if type(x) is list], draw)]
   if isinstance(data, dict) and data.get('dict'):
     pairs = {repr(k): [k, v] for k, v in data['dict']}
     for key, value in data['dict']:
-      change = draw.choice((vary, grow))
+      change = draw.choice((_beside, grow))
       key = vary(key, draw)
       pairs.setdefault(repr(key), [key, change(value, draw)])
     return {'dict': list(pairs.values())}
   return data
+
+
+def _beside(data: Any, draw: random.Random) -> Any:
+  """Another value as `vary` gives it; of a number above zero, one above it."""
+  changed = vary(data, draw)
+  if type(data) in (int, float) and data > 0 >= changed:
+    return data + 1
+  return changed
 
 
 def widen(data: Any, by: int, draw: random.Random) -> Any:
@@ -88,7 +96,7 @@ def widen(data: Any, by: int, draw: random.Random) -> Any:
   cells = [cell for row in rows for cell in row]
   if {*map(type, cells)} not in ({int}, {float}):
     return None
-  more = lambda count: [vary(draw.choice(cells), draw) for _ in range(count)]
+  more = lambda count: [_beside(draw.choice(cells), draw) for _ in range(count)]
   wide = [[*row, *more(by)] for row in rows]
   return [*wide, *(more(len(wide[0])) for _ in range(by))]
 

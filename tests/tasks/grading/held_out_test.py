@@ -590,6 +590,16 @@ def test_tables_of_numbers_stay_tables():
     assert variations.widen(data, 1, random.Random(0)) is None
 
 
+def test_what_is_above_zero_stays_so_where_it_is_held():
+  counts = plain.encode({'a': 1, 'b': 2})
+  draw = random.Random(0)
+  for _ in range(99):
+    grown = plain.decode(variations.grow(counts, draw))
+    assert min(grown.values()) > 0
+    assert min(variations.grow([1, 2], draw)) > 0
+    assert min(map(min, variations.widen([[1, 2]], 2, draw))) > 0
+
+
 def test_any_arguments_grow():
   values = [v for v in VALUES if not isinstance(v, bytearray)]
   dates = [datetime.datetime(1, 2, 3), datetime.date(9999, 1, 1)]
