@@ -11,7 +11,6 @@ Produces: one answer per request; the boxes' folders, in the mount namespace
   that it shares with the zygote.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -125,6 +124,9 @@ class Keeper:
     if operation == 'open':
       self._open_changed(box, request, blobs)
       return {}, b''
+    if operation == 'close':
+      self.close(box)
+      return {}, b''
     if box not in self.trees:
       raise beneath.RefusedError('there is no such box')
     tree = self.trees[box]
@@ -180,12 +182,10 @@ def serve(keeper: Keeper, channel: socket.socket) -> None:
       request, blobs, _ = wire.receive(channel)
     except (ConnectionError, struct.error):
       return
-    if request['do'] == 'close':
-      # Unmounting waits for the kernel. Who comes next waits for it here.
+    # Unmounting waits for the kernel; who comes next waits for it here.
+    is_answered = keeper.namespaces and request['do'] == 'close'
+    if is_answered:
       wire.send(channel, {}, [b''])
-      with contextlib.suppress(OSError):
-        keeper.close(request['box'])
-      continue
     try:
       header, data = keeper.answer(request, blobs)
     except beneath.RefusedError as error:
@@ -195,4 +195,5 @@ def serve(keeper: Keeper, channel: socket.socket) -> None:
     if len(data) > wire.MAX_FRAME:
       refusal = f'an answer of {len(data)} bytes exceeds {wire.MAX_FRAME}'
       header, data = {'refused': refusal}, b''
-    wire.send(channel, header, [data])
+    if not is_answered:
+      wire.send(channel, header, [data])
