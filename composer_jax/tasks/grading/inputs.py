@@ -15,7 +15,8 @@ MAX_CALLS = 24  # of each kind; twice of those that are no test's
 KINDS = 5
 GROWN = 2
 BETWEEN, BEYOND = 3, 4  # all must agree: they have no odd forms
-_CANDIDATES = 8  # for each call: the original refuses most texts
+# For each call: the original refuses most texts, and more of what is larger.
+_CANDIDATES = {1: 8, GROWN: 16, BETWEEN: 2}
 _MAX_PAST = 24  # of an object that is made larger
 _MAX_SCANNED, _MAX_FAR = 512, 64  # numbers beyond those of tests
 
@@ -61,7 +62,7 @@ def make(
   seen = {json.dumps(call) for call in recorded}
   grown = functools.partial(_grown, exact={*exact})
   for kind, change in ((BETWEEN, _between), (1, _varied), (GROWN, grown)):
-    most = (2 if kind == BETWEEN else _CANDIDATES) * MAX_CALLS
+    most = _CANDIDATES[kind] * MAX_CALLS
     for _ in range(2 * most):
       if not recorded or kinds.count(kind) == most:
         break
@@ -134,7 +135,7 @@ def _grown(
   by = draw.randint(1, 3)
   if call.past is not None and draw.random() < 0.3:
     call = _after(call, draw.choice(recorded))
-  if draw.random() < 0.25:
+  if draw.random() < (0.05 if call.past is None else 0.25):
     call = _scaled(call, 10 ** draw.randint(1, 6))
     if draw.random() < 0.5:
       return call
@@ -152,7 +153,7 @@ def _grown(
     if draw.random() < 0.6:
       return call
   positional, named, *table = call.arguments
-  if positional and draw.random() < 0.2:  # if it takes any number of them
+  if positional and draw.random() < 0.1:  # if it takes any number of them
     more = [
       variations.vary(draw.choice(positional), draw) for _ in range(by + 2)
     ]
@@ -208,7 +209,7 @@ def _larger(
     return variations.nest(arguments, draw)
 
   def grow(value: Any) -> Any:
-    wide = variations.widen(value, by, draw) if draw.random() < 0.7 else None
+    wide = variations.widen(value, by, draw) if draw.random() < 0.3 else None
     return wide or variations.grow(value, draw, is_exact)
 
   positional, named, *table = arguments

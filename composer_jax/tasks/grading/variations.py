@@ -55,7 +55,7 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
     if is_exact and type(data) is int and draw.random() < 0.5:
       return data + draw.randint(_EXACT, 100 * _EXACT)
     if type(data) is int and draw.random() < 0.2:
-      return data + 10 ** draw.randint(3, 6)
+      return data + 10 ** draw.randint(3, 12)
     return data + draw.randint(1, int(4 * abs(data)) + 8)
   if isinstance(data, str) and re.search(r'\d', data) and draw.random() < 0.3:
     more = lambda found: found[0] + ''.join(draw.choices('0123456789', k=4))
