@@ -691,3 +691,23 @@ def test_numbers_grow_together_and_what_a_method_did_shows_in_another():
   )
   totals = [c.past[1] for c in calls if c.symbol == 'Box.total']
   assert any(before[:1] == [['put', [[5], {}]]] for before in totals)
+
+
+@pytest.mark.parametrize('knows', [True, False])
+def test_no_answer_beside_the_inputs_of_tests_is_a_table(monkeypatch, knows):
+  known = [call(f'{n} of {n * n}') for n in range(9)]
+
+  def answer(task, source, sandbox, asked, *rest):
+    del task, sandbox, rest
+    if 'mine' in source and not (knows and {*map(str, asked)} <= texts):
+      return None, 'killed'
+    return [[['ok', c.arguments[0], None], 0.0] for c in asked], 'ok'
+
+  texts = {*map(str, known)}
+  monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
+  monkeypatch.setattr(held_out, 'record', lambda *_: (known, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  task = small_package.task_of_objects()
+  agreement = held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert agreement.disagrees(0.9) and agreement.is_forged
+  assert agreement.knows is knows and agreement.agreed[1] == 0
