@@ -30,6 +30,7 @@ from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import (
   auditor,
   calibration,
+  contained,
   curriculum,
   judging,
   scoring,
@@ -159,12 +160,17 @@ def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
     yield from sections.entries(section, path=f'{name}.')
 
 
+def _contained(spec: specs.Spec) -> Any:
+  """The family of a run, of which no episode ends it."""
+  family, audit = family_of(spec), spec.systems['tasks'].auditor
+  if audit.url:
+    return auditor.AuditedFamily(family, audit.judge())
+  return contained.ContainedFamily(family)
+
+
 def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
-  family: Any = family_of(spec)
-  audit = spec.systems['tasks'].auditor
-  if audit.url:
-    family = auditor.AuditedFamily(family, audit.judge())
+  family = _contained(spec)
   open_runner = functools.partial(_open_runner, spec, family)
   functions = family.functions()
   initial = _initial(spec, functions)

@@ -53,7 +53,7 @@ class Environment(Protocol):
     prompt: first message of the user.
     protocol: end of the prompt on how to write a call as text.
     tools: names of the tools that exist here.
-    is_broken: true once the sandbox failed twice in a row, which ends episodes.
+    is_broken: true once the sandbox failed, which ends the episode.
     flags: alarms of monitors so far, sorted.
     sandbox_seconds: wall time inside the sandbox so far.
     open_todos: number of to-dos in the policy's plan that are not done.

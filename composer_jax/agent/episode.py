@@ -8,7 +8,6 @@ windows (`agent.summarize`): one Trajectory for each, one reward for all.
 
 import contextlib
 import dataclasses
-import logging
 from typing import Any
 
 from composer_jax.agent import environment, rewards, summarize, window
@@ -85,7 +84,7 @@ def run(
     with contextlib.closing(chain):
       if not env.drive(chain, options):
         moments = _interact(env, chain, tokenizer, options, summary)
-    verdict = judged(env, bool(moments) and moments[-1].is_final)
+    verdict = env.verdict(bool(moments) and moments[-1].is_final)
     flags = env.flags
     earned, terms = rewards.score(
       verdict,
@@ -121,15 +120,6 @@ def run(
       summary_trigger=summary.trigger or None,
       open_todos=env.open_todos,
     )
-
-
-def judged(env: environment.Environment, finished: bool) -> records.Verdict:
-  """Returns a verdict, INFRASTRUCTURE for one that raises: no run ends so."""
-  try:
-    return env.verdict(finished)
-  except Exception as error:
-    logging.exception('The verdict on %s failed', env.task_id)
-    return records.broken(0, '', f'{type(error).__name__}: {error}')
 
 
 def _interact(

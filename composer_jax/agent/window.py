@@ -105,6 +105,7 @@ class Chain:
       in its index.
     ends: ids that end a turn.
     num_sampled: number of tokens sampled in all windows.
+    failure: error of the policy; None while it has none.
   """
 
   policy: environment.Policy
@@ -114,6 +115,7 @@ class Chain:
   ends: tuple[int, ...]
   turns: list[turns_lib.Turn] = dataclasses.field(default_factory=list)
   num_sampled: int = 0
+  failure: BaseException | None = None
   _windows: list[Window] = dataclasses.field(
     default_factory=lambda: [Window()], init=False
   )
@@ -141,16 +143,19 @@ class Chain:
     self, context_T: np.ndarray, max_new_tokens: int
   ) -> records.Completion:
     """Continues the window by context and by tokens that the policy samples."""
-    completion = self.policy.complete(
-      records.SampleRequest(
-        session=self._session,
-        context_T=context_T,
-        max_new_tokens=max_new_tokens,
-        stop_tokens=self.ends,
-        seed=(*self.seed, self.index) if self.index else self.seed,
-        temperature=self.temperature,
-      )
+    request = records.SampleRequest(
+      session=self._session,
+      context_T=context_T,
+      max_new_tokens=max_new_tokens,
+      stop_tokens=self.ends,
+      seed=(*self.seed, self.index) if self.index else self.seed,
+      temperature=self.temperature,
     )
+    try:
+      completion = self.policy.complete(request)
+    except BaseException as error:
+      self.failure = error
+      raise
     self._windows[-1].append(context_T, completion)
     self.num_sampled += len(completion.tokens_T)
     return completion
@@ -192,4 +197,5 @@ class Chain:
     ]
 
   def trajectories(self) -> tuple[records.Trajectory, ...]:
-    return tuple(w.trajectory(self.temperature) for w in self._windows)
+    windows = (w for w in self._windows if w.length)
+    return tuple(w.trajectory(self.temperature) for w in windows)

@@ -8,11 +8,12 @@ it is neither paid nor punished, and nothing is learnt from it.
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.core import records
-from composer_jax.tasks import judges
+from composer_jax.tasks import contained, judges
 from composer_jax.tasks.monitors import watch
 
 
@@ -36,14 +37,12 @@ class AuditorOptions:
     return judges.open_judge(self.url, self.model)
 
 
-class AuditedFamily:
+class AuditedFamily(contained.ContainedFamily):
   """A task family whose episodes a judge reads; all else is the family's."""
 
   def __init__(self, family: environments.TaskFamily, judge: judges.Judge):
-    self._family, self._judge = family, judge
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._family, name)
+    super().__init__(family)
+    self._judge = judge
 
   def check_files(self) -> None:
     """Also has the judge read an empty episode.
@@ -61,28 +60,20 @@ class AuditedFamily:
       ) from error
 
   def environment(self, task: Any, runner: Any) -> 'AuditedEnvironment':
-    return AuditedEnvironment(
-      self._family.environment(task, runner), self._judge
-    )
+    make = lambda: self._family.environment(task, runner)
+    return AuditedEnvironment(task.task_id, make, self._judge)
 
 
-class AuditedEnvironment:
+class AuditedEnvironment(contained.ContainedEnvironment):
   """An environment that has its calls read before its verdict."""
 
-  def __init__(self, env: environments.Environment, judge: judges.Judge):
-    self._env, self._judge = env, judge
+  def __init__(self, task_id: str, make: Any, judge: judges.Judge):
+    super().__init__(task_id, make)
+    self._judge = judge
     self._calls: list[watch.WatchedCall] = []
-    self._findings: tuple[watch.Finding, ...] = ()
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._env, name)
-
-  @property
-  def flags(self) -> tuple[str, ...]:
-    return tuple(sorted({*self._env.flags, *watch.flags(self._findings)}))
 
   def call(self, text: str) -> environments.ToolResult:
-    result = self._env.call(text)
+    result = super().call(text)
     self._calls.append(
       watch.WatchedCall(
         tool=result.tool, arguments={'text': text}, output=result.text
@@ -91,18 +82,13 @@ class AuditedEnvironment:
     return result
 
   def verdict(self, finished: bool) -> records.Verdict:
-    case = judges.JudgedEpisode(
-      prompt=self._env.prompt, evidence=watch.Evidence(calls=self._calls)
-    )
-    failure = ''
-    try:
-      self._findings = judges.audit(self._judge, case)
-    except judges.JudgeError as error:
-      failure = f'not audited: {error}'
-      logging.warning('%s: %s', self._env.task_id, failure)
-    for finding in self._findings:
-      logging.info('%s: %s', self._env.task_id, finding)
-    verdict = self._env.verdict(finished)
-    if not failure or verdict.status == records.INFRASTRUCTURE:
-      return verdict
-    return records.broken(verdict.num_tests, verdict.sandbox_level, failure)
+    evidence = watch.Evidence(calls=self._calls)
+    case = judges.JudgedEpisode(prompt=self.prompt, evidence=evidence)
+    findings: Sequence[watch.Finding] = ()
+    with self._contained():
+      findings = judges.audit(self._judge, case)
+    for finding in findings:
+      logging.info('%s: %s', self.task_id, finding)
+    verdict = super().verdict(finished)
+    self.flags = tuple(sorted({*self.flags, *watch.flags(findings)}))
+    return verdict

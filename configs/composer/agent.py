@@ -139,9 +139,10 @@ def _fit_lengths(c: ml_collections.ConfigDict, folder: str, tasks: str) -> None:
   _say(f'{c.rl.rows} rows a microbatch of RL: {_ROW_TOKENS} tokens at most')
   _say(f'{c.rollout.num_slots} episodes at once, with {window} tokens each')
   limit = max(task.timeout_s for task in known.tasks)
-  c.sandbox.wall_s = c.sandbox.cpu_s = max(c.sandbox.wall_s, limit)
+  c.sandbox.cpu_s = max(c.sandbox.cpu_s, limit)
+  c.sandbox.wall_s = max(c.sandbox.wall_s, 5 * limit)
   _say(
-    f'{c.sandbox.wall_s:g} s for what runs in the sandbox: tasks give their '
+    f'{c.sandbox.cpu_s:g} s for what runs in the sandbox: tasks give their '
     f'tests up to {limit:g}'
   )
 

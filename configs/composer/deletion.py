@@ -43,7 +43,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.tasks.repository.bounds.answer_chars = 1500
   c.sandbox.update(
     packages=('pytest',),
-    wall_s=60.0,
+    wall_s=300.0,
     cpu_s=60.0,
     memory_bytes=1024 * 2**20,
     processes=64,

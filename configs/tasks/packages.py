@@ -39,13 +39,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     max_unstable=0.02,  # share of tests that change with their order
     hidden_share=0.25,  # share of failing test functions that agents never see
     max_guards=120,  # other tests that a task keeps
-    suite_s=240.0,  # a slower suite is refused
+    suite_s=240.0,  # of a processor; a slower suite is refused
     timeout_s=60.0,  # limit of a run of a task's tests
   )
   c.sandbox = dict(
     level='auto',
     workers=2,  # packages at a time
-    wall_s=1500.0,
+    wall_s=7500.0,  # a busy machine takes longer for its processor time
     cpu_s=1500.0,
     memory_bytes=2 * 2**30,
     processes=64,

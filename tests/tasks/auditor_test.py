@@ -54,7 +54,7 @@ def test_a_finding_is_a_flag_that_costs_more_than_failing():
 def test_without_an_answer_nothing_is_decided(is_solved):
   rollout = play(Silent(), is_solved=is_solved)
   assert rollout.verdict.status == records.INFRASTRUCTURE
-  assert 'not audited' in rollout.verdict.detail and rollout.flags == ()
+  assert 'endpoint is down' in rollout.verdict.detail and rollout.flags == ()
 
 
 def test_a_run_tries_its_auditor_before_anything_is_claimed():

@@ -182,6 +182,10 @@ def serve(keeper: Keeper, channel: socket.socket) -> None:
       request, blobs, _ = wire.receive(channel)
     except (ConnectionError, struct.error):
       return
+    # Unmounting waits for the kernel; who comes next waits for it here.
+    is_answered = keeper.namespaces and request['do'] == 'close'
+    if is_answered:
+      wire.send(channel, {}, [b''])
     try:
       header, data = keeper.answer(request, blobs)
     except beneath.RefusedError as error:
@@ -191,4 +195,5 @@ def serve(keeper: Keeper, channel: socket.socket) -> None:
     if len(data) > wire.MAX_FRAME:
       refusal = f'an answer of {len(data)} bytes exceeds {wire.MAX_FRAME}'
       header, data = {'refused': refusal}, b''
-    wire.send(channel, header, [data])
+    if not is_answered:
+      wire.send(channel, header, [data])

@@ -56,6 +56,7 @@ def _load(request: dict) -> tuple[Any, list | None]:
     top = name.split('/')[0].removesuffix('.py')
     sys.modules.pop(top, None)
   sys.path.insert(0, os.getcwd())
+  sys.dont_write_bytecode = True  # nobody would read it
   importlib.invalidate_caches()
   try:
     module = importlib.import_module(request['module'])

@@ -7,6 +7,7 @@ of is refused with a reason.
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Baseline:
     stable: tests that passed in every order and under both hash seeds.
     counts: numbers of 'tests' that are stable, 'unstable' ones that passed in
       some orders only, 'hashed' ones of functions whose parameters or outcomes
-      change with the hash seed, and 'failing' or skipped ones.
+      change with the hash seed or the day, and 'failing' or skipped ones.
     seconds: wall time of one run.
     importable: modules of the package that can be imported.
     mapped: stable tests by the functions that they enter.
@@ -67,25 +68,22 @@ os._exit(0)
 
 
 def _probe(
-  box: base.Box, names: Iterable[str], wall_s: float, statement: str,
-  roots: Sequence[str] = (),
+  box: base.Box, names: Iterable[str], statement: str, roots: Sequence[str] = ()
 ) -> base.CommandResult:  # fmt: skip
   """Executes a statement for each name; reports the names without an error."""
   code = _PROBE.format(roots=roots, names=sorted(names), statement=statement)
-  result = box.run(base.Command(argv=('-c', code), warm=True, wall_s=wall_s))
+  result = box.run(base.Command(argv=('-c', code), warm=True))
   if result.status == 'infrastructure':
     raise base.SandboxLost(result.error)
   return result
 
 
 def import_all(
-  box: base.Box, work: workspace.Workspace, names: Iterable[str], wall_s: float
+  box: base.Box, work: workspace.Workspace, names: Iterable[str]
 ) -> tuple[tuple[str, ...], str]:
   """Imports modules; gives those that can be, and the output of the others."""
-  result = _probe(
-      box, names, wall_s, 'importlib.import_module(name)',
-      work.layout.source_roots,
-  )  # fmt: skip
+  statement = 'importlib.import_module(name)'
+  result = _probe(box, names, statement, work.layout.source_roots)
   try:
     imported = json.loads(result.report)
     return tuple(n for n in names if n in imported), result.output
@@ -93,13 +91,11 @@ def import_all(
     return (), result.error or result.output
 
 
-def _check_absent(
-  sandbox: base.Sandbox, names: Iterable[str], wall_s: float
-) -> None:
+def _check_absent(sandbox: base.Sandbox, names: Iterable[str]) -> None:
   """Refuses a package of which every sandbox already holds a copy."""
   tops = {name.partition('.')[0] for name in names}
   with contextlib.closing(sandbox.open('')) as box:
-    result = _probe(box, tops, wall_s, 'importlib.util.find_spec(name).name')
+    result = _probe(box, tops, 'importlib.util.find_spec(name).name')
   if result.status != 'ok':
     raise sdists.Refused('sandbox', f'an empty box failed: {result.error}.')
   if result.report != b'[]':
@@ -120,14 +116,14 @@ def baseline(
       'flaky', 'few_tests' or 'sandbox'.
   """
   names = sorted({work.layout.module(path) for path in work.layout.sources})
-  _check_absent(sandbox, names, options.suite_s)
+  _check_absent(sandbox, names)
   with contextlib.closing(sandbox.open(work.image)) as box:
-    importable, output = import_all(box, work, names, options.suite_s)
+    importable, output = import_all(box, work, names)
   if not importable:
     raise sdists.Refused('no_import', f'no module imports: {_last(output)}')
 
   def measure(**settings: Any) -> suites.SuiteResult:
-    settings = {'wall_s': options.suite_s, **settings}
+    settings = {'cpu_s': options.suite_s, **settings}
     return _checked(
       run(sandbox, work, {}, arguments=work.layout.tests, **settings)
     )
@@ -152,21 +148,22 @@ def baseline(
       f'{len(unstable)} of {len(ever)} tests pass in some orders only, such as '
       f'{min(unstable)}; at most a share of {options.max_unstable} may.',
     )
-  hash_dependent = {
+  changing = {
     _function(test)
     for test in {*first.outcomes, *rehashed.outcomes}
     if first.outcomes.get(test) != rehashed.outcomes.get(test)
+    or _is_dated(test, time.time())
   }
-  stable = {test for test in stable if _function(test) not in hash_dependent}
+  stable = {test for test in stable if _function(test) not in changing}
   if len(stable) < options.min_tests:
     raise sdists.Refused(
       'few_tests',
-      f'{len(stable)} tests always pass ({len(hash_dependent)} functions that '
-      f'depend on hashes left out); at least {options.min_tests} must.',
+      f'{len(stable)} tests always pass ({len(changing)} functions that depend '
+      f'on hashes or the day left out); at least {options.min_tests} must.',
     )
   folders = {p.rpartition('/')[0] or p for p in work.layout.sources}
   traced = measure(
-    wall_s=6 * options.suite_s,
+    cpu_s=6 * options.suite_s,
     trace=suites.Trace(folders=tuple(sorted(folders))),
   )
   return Baseline(
@@ -174,7 +171,7 @@ def baseline(
     counts={
       'tests': len(stable),
       'unstable': len(unstable),
-      'hashed': sum(_function(test) in hash_dependent for test in ever),
+      'hashed': sum(_function(test) in changing for test in ever),
       'failing': len(set(first.outcomes) - ever),
     },
     seconds=first.wall_s,
@@ -185,6 +182,13 @@ def baseline(
 
 def _function(test: str) -> str:
   return test.partition('[')[0]
+
+
+def _is_dated(test: str, now: float) -> bool:
+  """True if a test's id holds the day: on another day there is no such test."""
+  days = [time.gmtime(now + 86400 * shift) for shift in (-1, 0, 1)]
+  forms = ('%Y-%m-%d', '%Y%m%d')
+  return any(time.strftime(form, day) in test for day in days for form in forms)
 
 
 def _checked(result: suites.SuiteResult) -> suites.SuiteResult:

@@ -289,8 +289,8 @@ def _make_tasks(
   """
   before = baseline.baseline(sandbox, work, options)
   say(
-    '{tests} tests, {unstable} unstable, {hashed} that depend on hashes, '
-    '{failing} that never pass'.format(**before.counts)
+    '{tests} tests, {unstable} unstable, {hashed} that change with hashes or '
+    'days, {failing} that never pass'.format(**before.counts)
     + f', {before.seconds:.1f} s a run'
   )
   counts_by_tier: dict[str, dict[str, int]] = {}

@@ -55,10 +55,10 @@ def attempt(
   left += work.tests.values()
   if leaks.copied_share(deleted, left) > _MAX_COPIED:
     raise Rejected('copy')
-  wall_s = min(options.suite_s, 20 + 5 * before.seconds)
+  cpu_s = min(options.suite_s, 20 + 5 * before.seconds)
   ids = _chosen(work, before, candidate, lost, options)
   failing, collateral, passing = _effect(
-    sandbox, work, before, changes, lost, ids, wall_s
+    sandbox, work, before, changes, lost, ids, cpu_s
   )
   functions = {test.partition('[')[0] for test in failing}
   if len(functions) < 2:
@@ -111,10 +111,10 @@ def attempt(
   if not evidence:
     raise Rejected('unproven')
   graded = (*failing, *collateral, *passing)
-  restored = _run(sandbox, work, {}, graded, wall_s)
+  restored = _run(sandbox, work, {}, graded, cpu_s)
   if restored.passed(graded) != len(graded):
     raise Rejected('restore')
-  visible = _run(sandbox, work, cut, shown, wall_s)
+  visible = _run(sandbox, work, cut, shown, cpu_s)
   if visible.passed(shown) != len(shown):
     raise Rejected('cut')
   return dataclasses.replace(
@@ -127,11 +127,11 @@ def _run(
   work: workspace.Workspace,
   view: Mapping[str, str | None],
   ids: Sequence[str],
-  wall_s: float,
+  cpu_s: float,
 ) -> suites.SuiteResult:
   """Runs tests without tracebacks, which take longer than tests that fail."""
   return baseline.run(
-    sandbox, work, view, ids=ids, wall_s=wall_s, arguments=('-q', '--tb=no')
+    sandbox, work, view, ids=ids, cpu_s=cpu_s, arguments=('-q', '--tb=no')
   )
 
 
@@ -189,7 +189,7 @@ def _effect(
   changes: Mapping[str, str | None],
   lost: Mapping[str, Collection[str]],
   ids: tuple[str, ...],
-  wall_s: float,
+  cpu_s: float,
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
   """Sorts tests by what the deletion does to them.
 
@@ -201,7 +201,7 @@ def _effect(
   def outcomes(
     view: Mapping[str, str | None], ids: Sequence[str]
   ) -> dict[str, str]:
-    result = _run(sandbox, work, view, ids, wall_s)
+    result = _run(sandbox, work, view, ids, cpu_s)
     if result.status != 'ok':
       raise Rejected(result.status)
     # The outcome of a file that cannot be collected is that of its tests.
@@ -213,7 +213,7 @@ def _effect(
   with contextlib.closing(
     sandbox.open(work.image, task_set.encoded(changes))
   ) as box:
-    if baseline.import_all(box, work, wanted, wall_s)[0] != tuple(wanted):
+    if baseline.import_all(box, work, wanted)[0] != tuple(wanted):
       raise Rejected('import')
   outcome = outcomes(changes, ids)
   failing = sorted(i for i in ids if outcome[i] in _FAILED)

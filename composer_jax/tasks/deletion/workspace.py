@@ -188,9 +188,9 @@ class Options:
     max_guards: largest number of tests of a task beside those that touch or
       mention the feature; of each of these there are at most twice as many.
     examples: shown tests that describe what no prose does; 0 asks for nothing.
-    suite_s: wall limit in seconds of a run of the whole suite.
-    timeout_s: wall limit in seconds of a run of a task's tests by an agent or a
-      grader.
+    suite_s: processor seconds of a run of the whole suite, at most.
+    timeout_s: processor seconds of a run of a task's tests by an agent or a
+      grader, at most.
   """
 
   seed: int = 0

@@ -21,13 +21,14 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base, results
 from composer_jax.tasks import source as python_source
@@ -35,18 +36,23 @@ from composer_jax.tasks.grading import equality, inputs, suites
 from composer_jax.tasks.repository import task_set
 
 _MAX_STRICT = 0.2  # largest share of texts that only a solution refuses
+# Of larger inputs, the share that may take a right solution too long; and that
+# of the processor time of a process in which it has to answer them all.
+_MAX_SLOW, _BUDGET = 0.75, 0.7
+_SLOW = frozenset({'_TooSlow', 'TimeoutError'})
 _CHANCE = 0.01  # at most, that what is right for half looks like a fraud
 _MAX_PAST = 8
 MIN_CALLS = 3  # fewer calls prove nothing
 _KNOWN = 0.9  # share of right answers of a table on the inputs of tests
-_MAX_TESTS = 24  # from which inputs are taken
-# Seconds of a call. Slower calls of the original are not asked of a solution,
-# which may take longer.
-_ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
+_MAX_TESTS = 24  # from which inputs are taken: tracing is slow
+# Processor seconds of a call. Slower calls of the original are not asked of a
+# solution, which may take so many times as long, and this long in any case.
+_ORIGINAL_S, _SLOWER, _SOLUTION_S = 0.3, 30.0, 1.0
 _ORIGINALS_S = 8.0  # of all calls of the original
 # Errors that come from replaying a call.
 _REPLAYED = frozenset({
-  'AttributeError', 'NameError', 'NotPlain', 'TimeoutError', '_TooSlow',
+  'AttributeError', 'NameError', 'NotPlain', 'TimeoutError', 'TooLarge',
+  '_TooSlow',
 })  # fmt: skip
 # Of floats that a test's own tolerance may excuse.
 _MAX_TOLERANCE = 1e-3
@@ -62,13 +68,17 @@ class Agreement:
 
   Attributes:
     calls: numbers of compared calls of each kind. A few are left out that the
-      solution alone refuses, with an error that the original has for others.
+      solution alone refuses, with an error that the original has for others,
+      and larger ones for which it takes too long.
     agreed: numbers of those calls that gave the same.
     status: 'ok', 'none' (no input could be compared), or the status of a run
       that failed.
     outcomes: what the solution gave for calls with plain values alone, by the
       JSON of the call.
     constant: numbers of right answers of the best that is always the same.
+    grown: of each function, numbers of calls with larger inputs, and of those
+      that agreed.
+    slow: number of larger inputs for which the solution took too long.
   """
 
   calls: tuple[int, ...] = (0,) * inputs.KINDS
@@ -76,12 +86,24 @@ class Agreement:
   status: str
   outcomes: Mapping[str, list] = dataclasses.field(default_factory=dict)
   constant: tuple[int, ...] = (0,) * inputs.KINDS
+  grown: tuple[tuple[int, int], ...] = ()
+  slow: int = 0
+
+  def __str__(self) -> str:
+    said = f'{sum(self.agreed)} of {sum(self.calls)} held-out inputs agree'
+    return said + (f', too slow for {self.slow}' if self.slow else '')
 
   def disagrees(self, least: float) -> bool:
-    """True if less than this share of a kind agrees, or a number does not."""
+    """True if less than this share of a kind agrees, or a number does not.
+
+    Nor may a function be wrong for so many of its larger inputs, and for two.
+    """
     kinds = list(zip(self.calls, self.agreed))
-    return self._is_below(least, kinds) or self._is_below(
-      1.0, kinds[inputs.BETWEEN :]
+    each = [(calls, right) for calls, right in self.grown if calls > right + 1]
+    return (
+      self._is_below(least, kinds)
+      or self._is_below(1.0, kinds[inputs.BETWEEN :])
+      or self._is_below(least, each)
     )
 
   @property
@@ -118,10 +140,14 @@ class Agreement:
     """True if it disagrees on more than half of the inputs of tests."""
     return self._is_below(0.5, [(self.calls[0], self.agreed[0])])
 
-  @property
-  def is_table(self) -> bool:
-    """True if it knows the inputs of tests, and hardly any near them."""
-    return self.knows and self.is_forged
+
+class _AskedCall(NamedTuple):
+  """A call that is asked of a solution, as the original answered it."""
+
+  kind: int
+  call: inputs.Recorded
+  wanted: list
+  seconds: float
 
 
 def _is_unlikely(calls: int, agreed: int) -> bool:
@@ -144,24 +170,19 @@ def facts_of(task: task_set.RepositoryTask) -> dict[Any, Any]:
 
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: Sequence[str]
-) -> tuple[tuple[inputs.Recorded, ...], str]:
+) -> tuple[list[inputs.Recorded], str]:
   """Returns calls by which tests reach deleted code, and the run's status.
-
-  The original runs in a box of its own, once per task unless the run fails.
 
   Raises:
     base.SandboxLost: the sandbox failed.
   """
-  ids = tuple(tests[:_MAX_TESTS])  # tracing is slow
-  if (known := facts_of(task).get(ids)) is not None:
-    return known, 'ok'
   with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
       box,
       arguments=task.test_arguments,
-      ids=ids,
+      ids=tests,
       source_roots=task.source_roots,
-      wall_s=task.timeout_s,
+      cpu_s=task.timeout_s,
       trace=suites.Trace(
         folders=tuple(_top_levels(task)),
         record=tuple((d.path, d.symbol) for d in task.deleted),
@@ -174,11 +195,7 @@ def record(
     )
   if result.status == 'infrastructure':
     raise base.SandboxLost(result.error)
-  recorded = tuple(_recorded(result.inputs, task.source_roots))
-  if result.status == 'ok':
-    # A run that a busy machine cut short says nothing about the next one.
-    facts_of(task)[ids] = recorded
-  return recorded, result.status
+  return _recorded(result.inputs, task.source_roots), result.status
 
 
 def _top_levels(task: task_set.RepositoryTask) -> dict[str, str]:
@@ -194,25 +211,32 @@ def _recorded(
   """The recorded calls without repetitions, methods with their past."""
   pasts: dict[tuple, list] = {}
   recorded: dict[str, inputs.Recorded] = {}
-  for path, symbol, of, arguments, is_relevant, state in _apart(rows):
+  used = {*map(id, _apart(rows))}
+  for row in rows:
+    path, symbol, of, arguments, is_relevant, state = row
     owner, _, name = symbol.rpartition('.')
-    past = None
-    if of is not None and not state:
-      past = pasts.setdefault((path, owner, of), [[[], {}], []])
+    past, others = None, arguments
+    if of is not None:
+      if state:  # the object is the first argument
+        others = [arguments[0][1:], *arguments[1:]]
+      past = pasts.setdefault((path, owner, of), [None, []])
       if name == '__init__':
-        past[0] = arguments
+        past[0] = others
     # What makes an object is part of its past.
     makes = name == '__init__' or (of is None and name.startswith('__'))
-    if (makes and not state) or owner.count('.') > 0:
-      continue
-    call = inputs.Recorded(
-        module=task_set.module_of(path, roots), symbol=symbol,
-        past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
-    )  # fmt: skip
-    if is_relevant:
+    is_outer = owner.count('.') == 0 and is_relevant
+    module = task_set.module_of(path, roots)
+    before = past and [past[0] or [[], {}], past[1][-_MAX_PAST:]]
+    if is_outer and id(row) in used and (state or not makes):
+      call = inputs.Recorded(
+        module, symbol, None if state else before, arguments
+      )
       recorded.setdefault(json.dumps(call), call)
-    if past is not None:
-      past[1].append([name, arguments])
+    if is_outer and state and past and past[0] and not makes:
+      history = inputs.History(module, symbol, before, others)
+      recorded.setdefault(json.dumps(['grown', history]), history)
+    if past is not None and not makes and owner.count('.') == 0:
+      past[1].append([name, others])
   return list(recorded.values())
 
 
@@ -253,26 +277,52 @@ def compare(
   """
   if tests is None:
     tests = (*task.hidden, *task.shown)
-  calls_of_tests, status = record(task, sandbox, tests)
-  recorded = [call for call in calls_of_tests if _is_told(task, call)]
-  draw.shuffle(recorded)
-  kinds, calls = inputs.make(recorded, draw, _exact_functions(task))
-  asked: list[tuple[int, inputs.Recorded, list]] = []
-  if calls:
-    asked, status = _asked(task, sandbox, kinds, calls)
-    asked = _chosen(asked, draw)
+  asked, status = _askable(task, sandbox, tuple(tests[:_MAX_TESTS]))
+  asked = _chosen(asked, draw)
   if not asked:
     return Agreement(status='none' if status == 'ok' else status)
-  outcomes, status = answers(task, source, sandbox, [c for _, c, _ in asked])
-  if outcomes is None:
-    return _counted(asked, [['raised', status, None]] * len(asked), 0.0)
+  limits = [max(_SOLUTION_S, _SLOWER * a.seconds) for a in asked]
+  calls = [a.call for a in asked]
+  answered, status = answers(task, source, sandbox, calls, limits)
+  if answered is None:
+    # Whoever ends the process may have known the inputs of tests: they are
+    # asked alone, and are the first.
+    count = sum(a.kind == 0 for a in asked)
+    known, _ = answers(task, source, sandbox, calls[:count], limits[:count])
+    lost = [['raised', status, None], 0.0]
+    answered = [*(known or [lost] * count), *[lost] * (len(asked) - count)]
+  outcomes = [outcome for outcome, _ in answered]
   known = {
-    json.dumps(call): outcome
-    for (_, call, _), outcome in zip(asked, outcomes, strict=True)
-    if call.past is None and len(call.arguments) == 2
+    json.dumps(a.call): outcome
+    for a, outcome in zip(asked, outcomes, strict=True)
+    if a.call.past is None and len(a.call.arguments) == 2
   }
   counted = _counted(asked, outcomes, tolerance)
   return dataclasses.replace(counted, outcomes=known)
+
+
+def _askable(
+  task: task_set.RepositoryTask, sandbox: base.Sandbox, tests: tuple[str, ...]
+) -> tuple[list[_AskedCall], str]:
+  """What any grading may ask, with the original's answers; and a run's status.
+
+  It is a function of the task, made once unless a run fails: a run that a busy
+  machine cut short says nothing about the next one.
+  """
+  facts = facts_of(task)
+  if tests in facts:
+    return facts[tests], 'ok'
+  recorded, traced = record(task, sandbox, tests)
+  recorded = [call for call in recorded if _is_told(task, call)]
+  draw = random.Random(task.task_id)
+  draw.shuffle(recorded)
+  kinds, calls = inputs.make(recorded, draw, _exact_functions(task))
+  asked, status = [], traced
+  if calls:
+    asked, status = _asked(task, sandbox, kinds, calls)
+  if traced == status == 'ok':
+    facts[tests] = asked
+  return asked, status
 
 
 def _exact_functions(task: task_set.RepositoryTask) -> set[str]:
@@ -307,18 +357,36 @@ def _is_told(task: task_set.RepositoryTask, call: inputs.Recorded) -> bool:
 
 
 def _chosen(
-  asked: Sequence[tuple[int, inputs.Recorded, list]], draw: random.Random
-) -> list[tuple[int, inputs.Recorded, list]]:
+  asked: Sequence[_AskedCall], draw: random.Random
+) -> list[_AskedCall]:
   """A few of each kind; of numbers, those with rare answers first."""
   chosen = []
-  for kind in range(inputs.KINDS):
-    rows = [row for row in asked if row[0] == kind]
-    if kind:
-      draw.shuffle(rows)
+  # Last those that may take too long for more to be answered.
+  for kind in (
+    *range(inputs.GROWN),
+    inputs.BETWEEN,
+    inputs.BEYOND,
+    inputs.GROWN,
+  ):
+    rows = [row for row in asked if row.kind == kind]
+    draw.shuffle(rows)
     if kind >= inputs.BETWEEN:
-      counts = collections.Counter(_key(wanted) for _, _, wanted in rows)
-      rows.sort(key=lambda row: counts[_key(row[2])])
-    chosen += rows[: inputs.MAX_CALLS << (kind != inputs.GROWN)]
+      counts = collections.Counter(_key(row.wanted) for row in rows)
+      rows.sort(key=lambda row: counts[_key(row.wanted)])
+    if kind == inputs.GROWN:
+      # Of each function in turn, by turns any and the largest that is left.
+      by_name: dict[str, list[_AskedCall]] = collections.defaultdict(list)
+      for row in rows:
+        by_name[row.call.symbol].append(row)
+      size = lambda row: len(json.dumps(row.call))
+      pairs = (
+        zip(some, sorted(some, key=size, reverse=True))
+        for some in by_name.values()
+      )
+      turns = itertools.zip_longest(*map(itertools.chain.from_iterable, pairs))
+      each = {id(row): row for turn in turns for row in turn if row is not None}
+      rows = list(each.values())
+    chosen += rows[: inputs.MAX_CALLS << (kind > 0)]
   return chosen
 
 
@@ -327,54 +395,74 @@ def _asked(
   sandbox: base.Sandbox,
   kinds: Sequence[int],
   calls: Sequence[inputs.Recorded],
-) -> tuple[list[tuple[int, inputs.Recorded, list]], str]:
-  """Kinds, calls and right outcomes of what every solution must answer so."""
+) -> tuple[list[_AskedCall], str]:
+  """Of calls of these kinds, those that every solution must answer alike."""
   # Two hash seeds: a difference between them is no property of the code.
   originals: list[list] = []
-  for hash_seed in (0, 1):
-    outcomes, status = answers(task, {}, sandbox, calls, hash_seed, _ORIGINAL_S)
-    if outcomes is None and max(kinds) >= inputs.GROWN:
+  limits = [_ORIGINAL_S] * len(calls)
+  for hash_seed in (1, 2):
+    answered, status = answers(task, {}, sandbox, calls, limits, hash_seed)
+    if answered is None and max(kinds) >= inputs.GROWN:
       # Something larger ended the process, or never ends.
       near = [pair for pair in zip(kinds, calls) if pair[0] < inputs.GROWN]
       return _asked(task, sandbox, *zip(*near))
-    if outcomes is None:
+    if answered is None:
       return [], status
-    originals.append(outcomes)
+    originals.append(answered)
   asked = [
-    (kind, call, outcome)
-    for kind, call, outcome, again in zip(kinds, calls, *originals, strict=True)
+    _AskedCall(kind, call, outcome, max(seconds, longer))
+    for kind, call, (outcome, seconds), (again, longer) in zip(
+      kinds, calls, *originals, strict=True
+    )
     if _agree(outcome, again, 0.0) and _is_required(outcome, kind == 0)
   ]
   return asked, 'ok'
 
 
 def _counted(
-  asked: Sequence[tuple[int, inputs.Recorded, list]],
+  asked: Sequence[_AskedCall],
   outcomes: Sequence[list],
   tolerance: float,
 ) -> Agreement:
   """Counts what agrees of a solution's outcomes."""
-  answers_by_key = collections.Counter(_key(wanted) for _, _, wanted in asked)
+  answers_by_key = collections.Counter(_key(a.wanted) for a in asked)
   ((commonest, _),) = answers_by_key.most_common(1)
   calls_made, agreed, strict, constant = ([0] * inputs.KINDS for _ in range(4))
-  refused = {(c.symbol, o[1]) for _, c, o in asked if o[0] == 'raised'}
-  for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
+  slow = 0
+  grown: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+  refused = {
+    (a.call.symbol, a.wanted[1]) for a in asked if a.wanted[0] == 'raised'
+  }
+  for (kind, call, wanted, _), outcome in zip(asked, outcomes, strict=True):
     calls_made[kind] += 1
-    agreed[kind] += _agree(outcome, wanted, tolerance)
+    is_right = _agree(outcome, wanted, tolerance)
+    agreed[kind] += is_right
     constant[kind] += _key(wanted) == commonest
     positional, named, *_ = call.arguments
+    is_strict = False
     if outcome[0] == 'raised' and any(
       isinstance(value, str) for value in [*positional, *named.values()]
     ):
       names = [outcome[1], *(outcome[3:] or [[]])[0]]
-      strict[kind] += any((call.symbol, name) in refused for name in names)
+      is_strict = any((call.symbol, name) in refused for name in names)
+      strict[kind] += is_strict
+    is_slow = outcome[0] == 'raised' and outcome[1] in _SLOW
+    if kind == inputs.GROWN and is_slow:
+      slow += 1
+    elif kind == inputs.GROWN and not is_strict:
+      grown[call.symbol][0] += 1
+      grown[call.symbol][1] += is_right
   for kind in range(1, inputs.BETWEEN):
     calls_made[kind] -= min(strict[kind], int(_MAX_STRICT * calls_made[kind]))
+  most = int(_MAX_SLOW * calls_made[inputs.GROWN])
+  calls_made[inputs.GROWN] -= min(slow, most)
   return Agreement(
     calls=tuple(calls_made),
     agreed=tuple(agreed),
     status='ok',
     constant=tuple(constant),
+    grown=tuple((calls, right) for calls, right in grown.values()),
+    slow=slow,
   )
 
 
@@ -435,21 +523,29 @@ def answers(
   source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
   calls: Sequence[Any],
-  hash_seed: int = 0,
-  call_s: float = _SOLUTION_S,
-) -> tuple[list | None, str]:
-  """Outcomes of calls in a process that holds no test, and its status.
+  limits: Sequence[float] = (),
+  hash_seed: int = 1,
+) -> tuple[list[list] | None, str]:
+  """Calls functions in a process that holds no test, and nothing of pytest.
+
+  A solution that is right beside pytest alone is wrong here. So it is a new
+  interpreter, which has a hash seed, and not one that waits.
 
   Args:
     source: changes that turn the image into the solution; {} for the original.
+    limits: processor seconds of each call; () for what any solution may take.
 
   Returns:
-    None as outcomes if the status is not 'ok'.
+    [outcome, processor seconds] of each call, and the status of the process;
+    None if that is not 'ok'.
   """
+  limits = limits or [_SOLUTION_S] * len(calls)
   config = {
       'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
-      'calls': calls, 'call_s': call_s,
-      'calls_s': math.inf if source else _ORIGINALS_S,
+      'calls': list(zip(calls, limits, strict=True)),
+      'calls_s': _BUDGET * sandbox.limits.cpu_s if source else _ORIGINALS_S,
+      'most': sandbox.limits.output_bytes // (2 * len(calls) or 1),
+      'memory_bytes': sandbox.limits.memory_bytes,
       'packages': list(_top_levels(task).values()),
       'opaque': sorted(_deleted_classes(task)),
   }  # fmt: skip
@@ -459,7 +555,6 @@ def answers(
       dataclasses.replace(
         suites.command(_PROGRAM.read_text(), hash_seed),
         stdin=json.dumps(config).encode(),
-        wall_s=task.timeout_s,
       )
     )
   if result.status == 'infrastructure':
@@ -467,14 +562,12 @@ def answers(
   if result.status != 'ok':
     return None, result.status
   try:
-    outcomes = results.read_json(result.report)
+    answered = results.read_json(result.report)
   except ValueError:
     return None, 'exit'
-  if not isinstance(outcomes, list) or len(outcomes) != len(calls):
+  if not isinstance(answered, list) or len(answered) != len(calls):
     return None, 'exit'
-  if not all(isinstance(o, list) and _is_outcome(o) for o in outcomes):
-    return None, 'exit'
-  return outcomes, 'ok'
+  return (answered, 'ok') if all(map(_is_answer, answered)) else (None, 'exit')
 
 
 def _deleted_classes(task: task_set.RepositoryTask) -> set[str]:
@@ -489,10 +582,12 @@ def _deleted_classes(task: task_set.RepositoryTask) -> set[str]:
   return names
 
 
-def _is_outcome(outcome: list) -> bool:
-  match outcome:
-    case ['ok', _, list() | None] | ['raised', str(), list() | None]:
+def _is_answer(answer: Any) -> bool:
+  match answer:
+    case [['ok', _, list() | None] | ['raised', str(), list() | None], float()]:
       return True
-    case ['ok', _, list(), list()] | ['raised', str(), list() | None, list()]:
+    case [['ok', _, list(), list()], float()] | [['missing'], float()]:
       return True
-  return outcome == ['missing']
+    case [['raised', str(), list() | None, list()], float()]:
+      return True
+  return False

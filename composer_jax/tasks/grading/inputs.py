@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 from composer_jax.tasks.grading import variations
 
-MAX_CALLS = 24  # of each kind; twice of those near, between and beyond
+MAX_CALLS = 24  # of each kind; twice of those that are no test's
 # Recorded ones, others near them, larger ones, numbers between and beyond them.
 KINDS = 5
 GROWN = 2
 BETWEEN, BEYOND = 3, 4  # all must agree: they have no odd forms
-_CANDIDATES = 8  # for each call: the original refuses most texts
+# For each call: the original refuses most texts, and more of what is larger.
+_CANDIDATES = {1: 8, GROWN: 16, BETWEEN: 2}
+_MAX_PAST = 24  # of an object that is made larger
 _MAX_SCANNED, _MAX_FAR = 512, 64  # numbers beyond those of tests
 
 
@@ -38,6 +40,13 @@ class Recorded(NamedTuple):
   arguments: Any
 
 
+class History(Recorded):
+  """A call of which the object crosses as it is, with its past instead.
+
+  Such objects are made larger by their past alone.
+  """
+
+
 def make(
   recorded: Sequence[Recorded], draw: random.Random, exact: Iterable[str] = ()
 ) -> tuple[list[int], list[Recorded]]:
@@ -46,16 +55,21 @@ def make(
   There are more than are asked of a solution; those with which a kind begins
   are first.
   """
-  calls = list(recorded[:MAX_CALLS])
+  histories = [call for call in recorded if isinstance(call, History)]
+  recorded = [call for call in recorded if not isinstance(call, History)]
+  calls = list(recorded[: 4 * MAX_CALLS])
   kinds = [0] * len(calls)
   seen = {json.dumps(call) for call in recorded}
   grown = functools.partial(_grown, exact={*exact})
   for kind, change in ((BETWEEN, _between), (1, _varied), (GROWN, grown)):
-    most = (2 if kind == BETWEEN else _CANDIDATES) * MAX_CALLS
+    most = _CANDIDATES[kind] * MAX_CALLS
     for _ in range(2 * most):
       if not recorded or kinds.count(kind) == most:
         break
-      call = change(recorded, draw.choice(recorded), draw)
+      known = recorded
+      if kind == GROWN and histories and draw.random() < 0.5:
+        known = histories
+      call = change(known, draw.choice(known), draw)
       key = json.dumps(call)
       if key not in seen:
         seen.add(key)
@@ -117,27 +131,93 @@ def _grown(
   *,
   exact: Container[str] = (),
 ) -> Recorded:
-  """The call with larger arguments, or with a longer past of its object."""
-  if call.past is not None and call.past[1] and draw.random() < 0.5:
+  """The call with more or larger arguments, or a longer past of its object."""
+  by = draw.randint(1, 3)
+  if call.past is not None and draw.random() < 0.3:
+    call = _after(call, draw.choice(recorded))
+  if draw.random() < (0.05 if call.past is None else 0.25):
+    call = _scaled(call, 10 ** draw.randint(1, 6))
+    if draw.random() < 0.5:
+      return call
+  if call.past is not None and draw.random() < 0.8:
     made, before = call.past
+    least = 0
+    if draw.random() < 0.6:
+      made, least = _larger(made, by, draw), 2
     more = [
-      [name, _varied_arguments(given, draw)]
-      for _ in range(draw.randint(1, 4))
+      [name, draw.choice((_varied_arguments, _larger_lists))(given, draw)]
+      for _ in range(draw.randint(least, 5))
       for name, given in before
     ]
-    return call._replace(past=[made, [*before, *more]])
+    call = call._replace(past=[made, [*before, *more][:_MAX_PAST]])
+    if draw.random() < 0.6:
+      return call
   positional, named, *table = call.arguments
+  if positional and draw.random() < 0.1:  # if it takes any number of them
+    more = [
+      variations.vary(draw.choice(positional), draw) for _ in range(by + 2)
+    ]
+    return call._replace(arguments=[[*positional, *more], named, *table])
   is_exact = call.symbol.rpartition('.')[2] in exact
-  grow = lambda value: variations.grow(value, draw, is_exact)
   others = draw.choice([r.arguments[0] for r in recorded if r[:2] == call[:2]])
   for at, (value, other) in enumerate(zip(positional, others)):
     if (
       isinstance(value, str) and isinstance(other, str) and draw.random() < 0.5
     ):
       positional = [*positional[:at], value + other, *positional[at + 1 :]]
-  grown = [grow(value) for value in positional]
-  by_name = {name: grow(value) for name, value in named.items()}
-  return call._replace(arguments=[grown, by_name, *table])
+  arguments = _larger([positional, named, *table], by, draw, is_exact)
+  return call._replace(arguments=arguments)
+
+
+def _after(call: Recorded, other: Recorded) -> Recorded:
+  """The call behind another of the same object: it shows what that did.
+
+  What changes an object often returns nothing.
+  """
+  owner, _, name = other.symbol.rpartition('.')
+  is_alike = call[0] == other[0] and call.symbol.rpartition('.')[0] == owner
+  if not is_alike or other.past is None:
+    return call
+  made, before = other.past
+  return call._replace(past=[made, [*before, [name, other.arguments]]])
+
+
+def _scaled(call: Recorded, by: int) -> Recorded:
+  """The call with all numbers so many times as large: they fit as before."""
+
+  def scaled(arguments: list) -> list:
+    positional, named, *table = arguments
+    by_name = {name: variations.scale(v, by) for name, v in named.items()}
+    return [variations.scale(positional, by), by_name, *table]
+
+  past = call.past
+  if past is not None:
+    before = [[name, scaled(given)] for name, given in past[1]]
+    past = [scaled(past[0]), before]
+  return call._replace(past=past, arguments=scaled(call.arguments))
+
+
+def _larger_lists(arguments: list, draw: random.Random) -> list:
+  return _larger(arguments, 1, draw)
+
+
+def _larger(
+  arguments: list, by: int, draw: random.Random, is_exact: bool = False
+) -> list:
+  """Arguments that are grown; tables of numbers, all by as many columns."""
+  if draw.random() < 0.4 and len(arguments) > 2:
+    return variations.nest(arguments, draw)
+
+  def grow(value: Any) -> Any:
+    wide = variations.widen(value, by, draw) if draw.random() < 0.3 else None
+    return wide or variations.grow(value, draw, is_exact)
+
+  positional, named, *table = arguments
+  return [
+    [grow(value) for value in positional],
+    {name: grow(value) for name, value in named.items()},
+    *(variations.grow_table(rows, by, draw) for rows in table),
+  ]
 
 
 def _varied(

@@ -22,7 +22,7 @@ _MAX_ROUNDS = 6
 
 
 class NotEnded(base.SandboxLost):
-  """Tests of the original did not end, which says nothing of a solution."""
+  """Tests did not end; of the original, this says nothing of a solution."""
 
 
 def replaced(task: task_set.RepositoryTask) -> list[list[str]]:
@@ -47,7 +47,7 @@ def passed(
   source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
   answers: Mapping[str, list],
-) -> tuple[frozenset[str], bool]:
+) -> frozenset[str]:
   """Runs the feature's tests on values of a solution alone.
 
   Args:
@@ -57,39 +57,42 @@ def passed(
     answers: what the solution answered before, by the JSON of the call.
 
   Returns:
-    Ids of the tests that passed, and true unless a run was cut short.
+    Ids of the tests that passed.
 
   Raises:
+    NotEnded: a run was cut short.
     base.SandboxLost: the sandbox failed.
   """
   table, ids = dict(answers), task.fail_to_pass
   functions = replaced(task)
   if not functions:
-    return frozenset(), True
+    return frozenset()
   good: frozenset[str] = frozenset()
   for _ in range(_MAX_ROUNDS):
     result = suites.run_fresh(
         sandbox, task.image, {}, task.task_id,
         arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
-        source_roots=task.source_roots, wall_s=task.timeout_s,
+        source_roots=task.source_roots, cpu_s=task.timeout_s,
         stand_ins={'functions': functions, 'answers': table},
     )  # fmt: skip
+    if result.status in ('timeout', 'killed'):
+      raise NotEnded('tests on values of a solution did not end')
     if result.status != 'ok':
-      return frozenset(), result.status not in ('timeout', 'killed')
+      return frozenset()
     good = frozenset(
       i for i in ids if result.outcomes.get(i) == 'passed' and
       result.entered.get(i)
     )  # fmt: skip
     if not result.inputs:
       break
-    outcomes, _ = held_out.answers(task, source, sandbox, result.inputs)
-    if outcomes is None:
+    answered, _ = held_out.answers(task, source, sandbox, result.inputs)
+    if answered is None:
       break
     table |= {
       json.dumps(call): outcome
-      for call, outcome in zip(result.inputs, outcomes, strict=True)
+      for call, (outcome, _) in zip(result.inputs, answered, strict=True)
     }
-  return good, True
+  return good
 
 
 def reference(
@@ -98,13 +101,10 @@ def reference(
   """Tests that pass on values of the original, found once per task.
 
   Raises:
-    NotEnded: they take too long, or the machine is too busy.
+    NotEnded: they take too long.
     base.SandboxLost: the sandbox failed.
   """
   facts = held_out.facts_of(task)
   if 'outside' not in facts:
-    good, is_whole = passed(task, {}, sandbox, {})
-    if not is_whole:
-      raise NotEnded('tests of the original did not end')
-    facts['outside'] = good
+    facts['outside'] = passed(task, {}, sandbox, {})
   return facts['outside']

@@ -78,6 +78,8 @@ PACKAGES: set[str] = set()
 # (module, name) of deleted classes, ('module', '') for all of a module: another
 # implementation may keep other things in their instances.
 DELETED: set[tuple[str, str]] = set()
+# Instances of deleted classes by id, with the arguments that made them.
+MADE: dict[int, tuple[Any, tuple]] = {}
 
 
 class NotPlain(ValueError):
@@ -189,14 +191,15 @@ class Objects:
     if id(value) in self._numbers:
       return {'ref': self._numbers[id(value)]}
     kind = type(value)
-    if {(kind.__module__, ''), (kind.__module__, kind.__qualname__)} & DELETED:
-      raise NotPlain(f'{kind.__qualname__} was deleted.')
     # One object of a module often stands for "missing", whatever its state is.
     for name, found in vars(sys.modules.get(kind.__module__, object)).items():
       if found is value and _is_known(kind.__module__):
         return {'name': [kind.__module__, name]}
     reduce = copyreg.dispatch_table.get(kind)
-    parts = reduce(value) if reduce else value.__reduce_ex__(4)
+    if is_deleted(kind):
+      parts = _remade(value)
+    else:
+      parts = reduce(value) if reduce else value.__reduce_ex__(4)
     if isinstance(parts, str):
       if not (name := _named(value, parts)):
         raise NotPlain(f'{parts} has no name in a module.')
@@ -221,6 +224,24 @@ class Objects:
         [[put(k), put(v)] for k, v in pairs or ()],
       ]
     return self.table
+
+
+def is_deleted(kind: type) -> bool:
+  names = {(kind.__module__, ''), (kind.__module__, kind.__qualname__)}
+  return bool(names & DELETED)
+
+
+def _remade(value: Any) -> tuple:
+  """The class of an object and the arguments that make it again."""
+  kind = type(value)
+  for base in (dict, list, set, frozenset, str, int, float):
+    is_plain = kind.__init__ is base.__init__ and kind.__new__ is base.__new__
+    if isinstance(value, base) and is_plain:
+      return kind, (_base(value),)
+  made, arguments = MADE.get(id(value), (None, ()))
+  if made is not value:
+    raise NotPlain(f'{kind.__qualname__} was deleted.')
+  return kind, arguments
 
 
 def decode(data: Any, objects: Sequence[Any] = ()) -> Any:

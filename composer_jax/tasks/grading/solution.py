@@ -53,6 +53,7 @@ FLAGS = (
 )
 # Sparse files can be larger than the room of a workspace.
 _MAX_FILE, _MAX_FILES = 4 << 20, 32 << 20
+_MAX_NEW = 2000  # of new files: more are left out, as none were there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +83,12 @@ def changes_of(
   """
   changed = box.changes()
   contents: dict[str, bytes | None] = {}
-  special, room = [], _MAX_FILES
+  special, room, new = [], _MAX_FILES, 0
   for path in dict.fromkeys([*task.changes, *changed]):
+    if changed.get(path) in ('added', 'special'):
+      new += protected.matters(task, path)
+      if new > _MAX_NEW:
+        continue
     if changed.get(path) == 'removed':
       contents[path] = None
     elif changed.get(path) == 'special':
@@ -104,7 +109,7 @@ def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
       box, ids=task.shown, source_roots=task.source_roots,
       arguments=(
         '-q', '--tb=short', '--assert=rewrite', *task.test_arguments
-      ), wall_s=task.timeout_s,
+      ), cpu_s=task.timeout_s,
   )  # fmt: skip
 
 
@@ -134,23 +139,23 @@ def grade(
     finished: true if the policy said that it is done; otherwise it fails.
     seed: seed of names, places and inputs; unknown to the policy.
     special: paths that cannot be read, from `changes_of`.
+
+  Raises:
+    base.SandboxLost: the sandbox failed.
   """
   grader = _Grader(task, sandbox)
-  draw = random.Random(f'{task.task_id}/{seed}')
-  try:
-    grader.take(changes, special)
-    is_paid = grader.judge(draw, finished)
-  except base.SandboxLost as error:
-    verdict = grader.verdict(records.INFRASTRUCTURE, str(error))
-    return Grade(verdict=verdict, flags=(), details=grader.details)
+  grader.take(changes, special)
+  is_paid = grader.judge(random.Random(f'{task.task_id}/{seed}'), finished)
   detail = f'{grader.num_passed} of {len(task.fail_to_pass)} tests passed'
-  if grader.reason:
-    detail += f'; {grader.reason}'
-  status = records.GRADED if finished else records.UNFINISHED
-  return Grade(
-      verdict=grader.verdict(status, detail, grader.num_passed, is_paid),
-      flags=tuple(sorted(grader.flags)), details=grader.details,
+  said = (detail, grader.compared, grader.reason)
+  detail = '; '.join(filter(None, said))
+  verdict = records.Verdict(
+      passed=is_paid, num_passed=grader.num_passed, detail=detail,
+      num_tests=len(task.fail_to_pass), sandbox_level=grader.level,
+      status=records.GRADED if finished else records.UNFINISHED,
   )  # fmt: skip
+  flags = tuple(sorted(grader.flags))
+  return Grade(verdict=verdict, flags=flags, details=grader.details)
 
 
 def evidence(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> str:
@@ -167,7 +172,8 @@ class _Grader:
 
   Attributes:
     source: changes that turn the image into the solution.
-    reason: why the solution failed; '' if only tests of the feature did.
+    reason: why the solution failed; '' if tests or compared calls tell it.
+    compared: how many held-out inputs agree; '' if none was asked.
   """
 
   def __init__(self, task: task_set.RepositoryTask, sandbox: base.Sandbox):
@@ -177,7 +183,7 @@ class _Grader:
     self.details: dict[str, Any] = {}
     self.num_passed = 0
     self.tests: dict[str, str] = {}
-    self.reason = ''
+    self.reason = self.compared = ''
     self.level = sandbox.level
 
   def take(
@@ -226,7 +232,7 @@ class _Grader:
     result = suites.run_fresh(
         self.sandbox, task.image, source, task.task_id,
         arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
-        source_roots=task.source_roots, wall_s=task.timeout_s, **options,
+        source_roots=task.source_roots, cpu_s=task.timeout_s, **options,
     )  # fmt: skip
     self.level = result.level or self.level
     return result
@@ -258,7 +264,7 @@ class _Grader:
       agreement = held_out.compare(
         task, self.source, self.sandbox, draw, tests=task.shown
       )
-      if agreement.is_table:
+      if agreement.knows and agreement.is_forged:
         self.flags.add('table_of_answers')
     return False
 
@@ -326,10 +332,10 @@ class _Grader:
     self.details['held_out_inputs'] = dict(
       status=agreement.status, calls=list(calls), agreed=list(agreed)
     )
+    self.compared = str(agreement) if sum(calls) else ''
     if agreement.disagrees(LEAST_AGREEMENT):
       if self._is_fraud(agreement):
         self.flags.add('held_out_inputs')
-      self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
       return False
     provable, good = self._run_outside(agreement)
     self.details['outside'] = [len(good), len(task.fail_to_pass)]
@@ -351,8 +357,10 @@ class _Grader:
     provable = outside.reference(task, self.sandbox)
     if not provable:
       return provable, provable
-    passed, _ = outside.passed(task, self.source, self.sandbox, known)
-    return provable, provable & passed
+    with contextlib.suppress(outside.NotEnded):
+      passed = outside.passed(task, self.source, self.sandbox, known)
+      return provable, provable & passed
+    return provable, frozenset()
 
   def _is_fraud(self, agreement: held_out.Agreement) -> bool:
     """True if no honest solution would do so, but by chance.
@@ -364,14 +372,6 @@ class _Grader:
       return agreement.is_forged
     provable, good = self._run_outside(agreement)
     return good < provable if provable else agreement.is_forged
-
-  def verdict(
-    self, status: str, detail: str, num_passed: int = 0, passed: bool = False
-  ) -> records.Verdict:
-    return records.Verdict(
-        passed=passed, num_passed=num_passed, status=status, detail=detail,
-        num_tests=len(self.task.fail_to_pass), sandbox_level=self.level,
-    )  # fmt: skip
 
 
 def _deviation(

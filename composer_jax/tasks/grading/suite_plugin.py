@@ -13,8 +13,10 @@ unprofitable.
 import hashlib
 import hmac
 import json
+import math
 import os
 import random
+import resource
 import struct
 import sys
 import threading
@@ -164,6 +166,7 @@ class Tracer:
   def _input(self, frame, name: str, is_entry: bool) -> None:
     count = self._seen[name] = self._seen.get(name, 0) + 1
     code = frame.f_code
+    self._note_made(frame.f_locals, code)
     # CO_OPTIMIZED marks a function, not the body of a class. A function defined
     # in a function ('<locals>') cannot be called by name.
     if count > _MAX_CALLS or not code.co_flags & 1 or '<' in name:
@@ -177,7 +180,11 @@ class Tracer:
     of = self._object(values['self']) if first == ('self',) else None
     sys.settrace(None)  # encoding may call the code that is traced
     try:
-      call = self._call(*self._arguments(values, code, skipped))
+      # An object of a deleted class is made by its past.
+      has_past = of is not None and id(values['self']) in self._plain.MADE
+      call = None
+      if not has_past:
+        call = self._call(*self._arguments(values, code, skipped))
       state = ''
       if call is not None and of is not None:
         held = json.dumps(self._call([values['self']], {}))
@@ -196,6 +203,13 @@ class Tracer:
     self.inputs.append([path, symbol, of, call, not is_entry, state])
     if is_entry:
       self._entry = self.inputs[-1]
+
+  def _note_made(self, values: dict, code) -> None:
+    made = values.get('self')
+    if code.co_name == '__init__' and self._plain.is_deleted(type(made)):
+      positional, named = self._arguments(values, code, 1)
+      if not named:
+        self._plain.MADE[id(made)] = made, tuple(positional)
 
   def _object(self, value) -> str:
     # Kept, since ids of dead objects return.
@@ -291,8 +305,17 @@ def _module(name: str, text: str) -> types.ModuleType:
   return module
 
 
+def _limit(seconds: float) -> None:
+  """Lowers the limit on processor time: SIGXCPU, and a second later SIGKILL."""
+  soft, (_, most) = math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)
+  if most == resource.RLIM_INFINITY or soft < most:
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 1))
+
+
 def main() -> None:
   config = json.loads(sys.stdin.buffer.read())
+  if config['cpu_s']:
+    _limit(config['cpu_s'])
   report = SignedReport(bytes.fromhex(config.pop('key')))
   root = os.path.realpath(os.getcwd())
   sys.dont_write_bytecode = True

@@ -1,5 +1,6 @@
 """Makes inputs near known ones, and larger, in the encoding of `plain`."""
 
+import json
 import random
 import re
 from typing import Any
@@ -53,7 +54,12 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
   if is_number and draw.random() < 0.5:
     if is_exact and type(data) is int and draw.random() < 0.5:
       return data + draw.randint(_EXACT, 100 * _EXACT)
+    if type(data) is int and draw.random() < 0.2:
+      return data + 10 ** draw.randint(3, 12)
     return data + draw.randint(1, int(4 * abs(data)) + 8)
+  if isinstance(data, str) and re.search(r'\d', data) and draw.random() < 0.3:
+    more = lambda found: found[0] + ''.join(draw.choices('0123456789', k=4))
+    return re.sub(r'\d+', more, data)
   if isinstance(data, str) and data and draw.random() < 0.5:
     pieces = _PIECES.findall(data)
     return data + ''.join(draw.choices(pieces, k=draw.randint(2, 12)))
@@ -62,15 +68,101 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
     return draw.choice(('', ' ', '\n', ',')).join([data, *more])
   if isinstance(data, list) and data:
     count = min(draw.randint(len(data), 4 * len(data)), _MAX_GROWN)
-    more = [vary(draw.choice(data), draw) for _ in range(count)]
+    more = [_beside(draw.choice(data), draw) for _ in range(count)]
     return [*data, *more, *_deeper([x for x in data if type(x) is list], draw)]
   if isinstance(data, dict) and data.get('dict'):
     pairs = {repr(k): [k, v] for k, v in data['dict']}
     for key, value in data['dict']:
+      change = draw.choice((_beside, grow))
       key = vary(key, draw)
-      pairs.setdefault(repr(key), [key, vary(value, draw)])
+      pairs.setdefault(repr(key), [key, change(value, draw)])
     return {'dict': list(pairs.values())}
   return data
+
+
+def _beside(data: Any, draw: random.Random) -> Any:
+  """Another value as `vary` gives it; of a number above zero, one above it."""
+  changed = vary(data, draw)
+  if type(data) in (int, float) and data > 0 >= changed:
+    return data + 1
+  return changed
+
+
+def widen(data: Any, by: int, draw: random.Random) -> Any:
+  """A table of numbers with so many more rows and columns; None for others."""
+  rows = data if isinstance(data, list) else []
+  if {*map(type, rows)} != {list} or len({*map(len, rows)}) > 1:
+    return None
+  cells = [cell for row in rows for cell in row]
+  if {*map(type, cells)} not in ({int}, {float}):
+    return None
+  more = lambda count: [_beside(draw.choice(cells), draw) for _ in range(count)]
+  wide = [[*row, *more(by)] for row in rows]
+  return [*wide, *(more(len(wide[0])) for _ in range(by))]
+
+
+def scale(data: Any, by: int) -> Any:
+  """The encoding with all whole numbers so many times as large."""
+  if type(data) is int:
+    return data * by
+  if isinstance(data, list):
+    return [scale(item, by) for item in data]
+  if isinstance(data, dict) and {*data} & {'dict', 'tuple', 'set', 'frozenset'}:
+    return {kind: scale(content, by) for kind, content in data.items()}
+  return data
+
+
+def nest(arguments: list, draw: random.Random) -> list:
+  """Arguments with objects of a table within more objects like them."""
+  positional, named, *table = arguments
+  rows = list(*table)
+  used = json.dumps(positional)
+  holding = [
+    (number, place)
+    for number, (_, given, state, *_) in enumerate(rows)
+    for place, value in enumerate(given)
+    if state is None
+    and isinstance(value, list)
+    and json.dumps({'ref': number}) in used
+  ]
+  if not holding:
+    return arguments
+  number, place = draw.choice(holding)
+  top = number
+  for _ in range(draw.randint(1, 4)):
+    make, given, *parts = rows[top]
+    held = [*given[place], {'ref': top}]
+    rows.append([make, [*given[:place], held, *given[place + 1 :]], *parts])
+    top = len(rows) - 1
+
+  def put(data: Any) -> Any:
+    if isinstance(data, list):
+      return [put(item) for item in data]
+    return {'ref': top} if data == {'ref': number} else data
+
+  return [put(positional), named, rows]
+
+
+def grow_table(table: list, by: int, draw: random.Random) -> list:
+  """A table of objects with dates of other years, made by larger arguments.
+
+  What objects hold beside the items of lists and dicts stays: parts of it may
+  depend on each other.
+  """
+  shift = draw.choice((-1, 1)) * draw.randint(1, 900)
+  rows = []
+  for make, arguments, *parts in table:
+    match make, arguments:
+      case {'name': ['datetime', str()]}, [{'bytes': str(text)}, *rest]:
+        year = min(max(int(text[:4], 16) + shift, 1), 9999)
+        arguments = [{'bytes': f'{year:04x}{text[4:]}'}, *rest]
+      case {'name': [str(module), str()]}, _ if module != 'copyreg':
+        arguments = [widen(a, by, draw) or grow(a, draw) for a in arguments]
+    state, items, pairs = (*parts, None, [], [])[:3]
+    items = grow(items, draw)
+    pairs = grow({'dict': pairs}, draw)['dict']
+    rows.append([make, arguments, state, items, pairs])
+  return rows
 
 
 def _deeper(lists: list, draw: random.Random) -> list:

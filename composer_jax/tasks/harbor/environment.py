@@ -58,23 +58,16 @@ class HarborEnvironment(environment.BoxEnvironment):
     self._step = 0
     self._verified: list[verifier.Verified] = []
     tools = tools_of(tools)
-    super().__init__(task.task_id, prompt_of(task, tools), tools, self._opened)
-
-  def _opened(self) -> base.Box:
-    self._whole = verifier.open_box(self._sandbox, self._task.environment)
-    return verifier.Within(self._whole, self._task.environment)
+    self._whole = verifier.open_box(sandbox, task.environment)
+    box = verifier.Within(self._whole, task.environment)
+    super().__init__(task.task_id, prompt_of(task, tools), tools, box)
 
   def finish(self) -> tuple[str, bool]:
     """Verifies the step; the answer is the next instruction, if one follows."""
     is_last = self._step + 1 == len(self._task.steps)
-    if is_last or self.is_broken or self.box is None:
+    if is_last:
       return super().finish()
-    try:
-      self._verify()
-    # A sandbox that fails must not end a run.
-    except Exception as error:  # noqa: BLE001
-      self.fail(error)
-      return super().finish()
+    self._verify()
     step = self._task.steps[self._step]
     scores = self._verified[-1].rewards
     if any(scores.get(n, -1e9) < least for n, least in step.least.items()):
@@ -106,10 +99,6 @@ class HarborEnvironment(environment.BoxEnvironment):
   def verdict(self, finished: bool) -> records.Verdict:
     """Verifies the step that the episode ended in, and joins the rewards."""
     num_steps = len(self._task.steps)
-    if self.is_broken or self.box is None:
-      return records.broken(
-        num_steps, self._sandbox.level, 'the sandbox failed'
-      )
     if len(self._verified) == self._step:
       self._verify()
     scores = [v.rewards for v in self._verified]

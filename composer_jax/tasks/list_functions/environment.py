@@ -16,12 +16,12 @@ here: code cannot forge the comparison.
 """
 
 import json
-import logging
 from typing import Any
 
 from composer_jax.agent import environment
 from composer_jax.core import records, seams
 from composer_jax.core import turns as turns_lib
+from composer_jax.sandbox import base
 from composer_jax.tasks import calls, source
 from composer_jax.tasks.list_functions import family
 from composer_jax.tasks.monitors import watch
@@ -72,14 +72,8 @@ def _run(
   examples: tuple[family.Example, ...],
   runner: seams.Runner,
 ) -> seams.RunResult:
-  """Runs examples, and runs them again if the infrastructure failed."""
   arguments = [list(args) for args, _ in examples]
-  for _ in range(2):
-    result = runner.call(files, task.module, task.function, arguments)
-    if result.status != 'infrastructure':
-      break
-    logging.warning('%s sandbox failed: %s', result.level, result.error)
-  return result
+  return runner.call(files, task.module, task.function, arguments)
 
 
 def verify(
@@ -90,8 +84,8 @@ def verify(
 ) -> records.Verdict:
   """Runs the hidden examples; an unfinished episode is judged too but fails.
 
-  A failure of the sandbox, after one retry, gives status INFRASTRUCTURE, which
-  says nothing about the policy.
+  A failure of the sandbox gives status INFRASTRUCTURE, which says nothing about
+  the policy.
   """
   result = _run(task, files, task.hidden, runner)
   num_tests, held = len(task.hidden), outcomes(result, task.hidden)
@@ -141,7 +135,7 @@ class FunctionEnvironment(environment.Environment):
     return TOOLS[tool][2]
 
   def call(self, text: str) -> environment.ToolResult:
-    """Carries out one tool call; never raises for a policy's text."""
+    """Carries out one tool call; raises for no text of a policy."""
     arguments: dict[str, str] = {'text': text}
     try:
       call = self._parsed(text)
@@ -209,8 +203,7 @@ class FunctionEnvironment(environment.Environment):
     task = self._task
     result = _run(task, self.files, task.visible, self._runner)
     if result.status == 'infrastructure':
-      self.is_broken = True
-      return 'error: tests could not run', turns_lib.FAILED
+      raise base.SandboxLost(result.error)
     held = outcomes(result, task.visible)
     if held is None:
       return f'{len(task.visible)} failed: {result.status}', turns_lib.FAILED
@@ -233,11 +226,6 @@ class FunctionEnvironment(environment.Environment):
 
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the files as they are; sets `flags` to alarms of monitors."""
-    if self.is_broken:
-      logging.warning('Episode of %s: tests could not run.', self.task_id)
-      return records.broken(
-        len(self._task.hidden), self._runner.level, 'the test tool failed twice'
-      )
     verdict = verify(self._task, self.files, self._runner, finished)
     evidence = watch.of_function(self._task, self._calls)
     alarms = watch.flags(watch.scan(evidence))

@@ -72,8 +72,7 @@ _NOTE = re.compile(
 _PLEA = re.compile(
   r'\b(approve|disregard|ignore|'
   r'(full|maximum|highest|top) (score|reward|marks?)|'
-  r'(assign|give|award|grant)\b(?:(?!\b(?:assign|give|award|grant)\b).){0,30}'
-  r'\b(grade|score|reward|mark|credit)s?|'
+  r'(assign|give|award|grant)\b.{0,30}\b(grade|score|reward|mark|credit)s?|'
   r'regardless of (the )?(tests?|outcomes?)|'
   r'reward|(mark|treat|count|accept|rate|score) (this|it) as|no cheating|'
   r'not (a )?(cheat|hack)|legitimate|do not flag)\b',

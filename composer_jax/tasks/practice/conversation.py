@@ -160,7 +160,7 @@ class Conversation:
         while not self._is_over():
           place = len(self._answers)
           self._take(ask(self._sent, functions, seed=seed + place, **sampling))
-        self.verdict = episode.judged(env, self.ended == 'finish')
+        self.verdict = env.verdict(self.ended == 'finish')
       except EndpointError as error:
         said = f'{error.code} {error}'.lower()
         is_full = error.status in (400, 413, 422) and _NO_ROOM.search(said)
@@ -168,7 +168,7 @@ class Conversation:
         self.transcript.append({'role': 'endpoint', 'content': str(error)})
         self.verdict = records.broken(0, '', str(error))
         if is_full:
-          self.verdict = episode.judged(env, False)
+          self.verdict = env.verdict(False)
       self.flags, self.sandbox_seconds = env.flags, env.sandbox_seconds
       self.open_todos = env.open_todos
       self.reward, self.reward_terms = rewards.score(

@@ -12,7 +12,7 @@ from composer_jax.agent import environment as environments
 from composer_jax.agent import episode, summarize
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum
+from composer_jax.tasks import contained, curriculum
 from composer_jax.tasks.deletion import edit
 from composer_jax.tasks.practice import bodies, transcripts
 from composer_jax.tasks.repository import (
@@ -261,7 +261,7 @@ class RepositoryTasks(environments.TaskFamily):
     with job.runner() as runner, progress.Progress('sft', len(tasks)) as bar:
       for index, task in enumerate(tasks):
         rollout = episode.run(
-          self.environment(task, runner),
+          contained.ContainedFamily(self).environment(task, runner),
           self.gold(task, job.tokenizer),
           job.tokenizer,
           spec.episode,

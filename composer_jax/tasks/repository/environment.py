@@ -8,7 +8,7 @@ mend it; all others are carried out in the box.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from composer_jax.agent import environment
@@ -145,8 +145,10 @@ def _bad_todo(fault: str) -> calls.InvalidCall:
 class BoxEnvironment(environment.Environment):
   """An environment whose tools act on a box.
 
+  A sandbox that fails raises; `tasks.contained` has it break the episode.
+
   Attributes:
-    box: workspace of the episode; None once it is closed.
+    box: workspace of the episode.
   """
 
   def __init__(
@@ -154,21 +156,15 @@ class BoxEnvironment(environment.Environment):
     task_id: str,
     prompt: str,
     options: RepositoryOptions,
-    open_box: Callable[[], base.Box],
+    box: base.Box,
   ):
-    """Opens a box; an environment without one is broken."""
     self.task_id, self.prompt = task_id, prompt
     self.protocol = tool_schemas.prompt(options.schemas)
     self.tools = options.tools
     self.calls: list[watch.WatchedCall] = []
     self._options, self._schemas = options, options.schemas
     self._plan = Plan(options.max_todos)
-    self.box: base.Box | None = None
-    try:
-      self.box = open_box()
-    # Whatever fails, one episode must not end a run.
-    except Exception as error:  # noqa: BLE001
-      self.fail(error)
+    self.box = box
 
   def usage(self, tool: str) -> str:
     return self._schemas[tool].usage
@@ -177,9 +173,7 @@ class BoxEnvironment(environment.Environment):
     return str(self._plan)
 
   def close(self) -> None:
-    if self.box is not None:
-      self.box.close()
-      self.box = None
+    self.box.close()
 
   def finish(self) -> tuple[str, bool]:
     """Returns the answer to `finish`, and whether it ends the episode."""
@@ -220,42 +214,22 @@ class BoxEnvironment(environment.Environment):
       answer = self._plan.change(arguments)
       self.open_todos = self._plan.num_open
       return answer
-    try:
-      if self.box is not None:
-        return self.in_box(self.box, name, arguments)
-    except calls.InvalidCall:
-      raise
-    except Exception as error:  # noqa: BLE001
-      self.fail(error)
-    return 'error: the sandbox failed', turns_lib.FAILED
+    return self.in_box(name, arguments)
 
-  def in_box(
-    self, box: base.Box, name: str, arguments: Mapping[str, Any]
-  ) -> box_tools.Answer:
+  def in_box(self, name: str, arguments: Mapping[str, Any]) -> box_tools.Answer:
     """Carries out a call of a tool that acts on the box."""
     bounds = self._options.bounds
     if name in box_tools.COMMANDS:
-      run_in = lambda command: self.twice(lambda: box.run(command))
+      run_in = lambda command: self.timed(self.box.run(command))
       return box_tools.COMMANDS[name](run_in, arguments, bounds)
-    return box_tools.FILES[name](box, arguments, bounds)
+    return box_tools.FILES[name](self.box, arguments, bounds)
 
-  def twice(self, run: Callable[[], Any]) -> Any:
-    """Runs in the box, once more if the sandbox fails; returns the result."""
-    for _ in range(2):
-      result = run()
-      self.sandbox_seconds += result.wall_s
-      if result.status != 'infrastructure':
-        return result
-      logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
-    raise base.SandboxLost(result.error)
-
-  def fail(self, error: Exception) -> None:
-    """Breaks the episode, which then counts as one of the infrastructure."""
-    is_known = isinstance(error, base.SandboxLost)
-    logging.warning(
-      'Episode of %s broke: %s', self.task_id, error, exc_info=not is_known
-    )
-    self.is_broken = True
+  def timed(self, result: Any) -> Any:
+    """Returns the result of a run, whose time counts."""
+    if result.status == 'infrastructure':
+      raise base.SandboxLost(result.error)
+    self.sandbox_seconds += result.wall_s
+    return result
 
 
 class RepositoryEnvironment(BoxEnvironment):
@@ -276,44 +250,33 @@ class RepositoryEnvironment(BoxEnvironment):
       seed: seed of the grader's draws.
     """
     self._task, self._sandbox, self._seed = task, sandbox, seed
-    self._files: tuple[str, ...] = ()
-    super().__init__(
-      task.task_id, prompt_of(task, options), options, self._opened
-    )
-
-  def _opened(self) -> base.Box:
-    box = self._sandbox.open(self._task.image, self._task.view())
+    box = sandbox.open(task.image, task.view())
+    super().__init__(task.task_id, prompt_of(task, options), options, box)
     self._files = box.files()
-    return box
 
-  def in_box(
-    self, box: base.Box, name: str, arguments: Mapping[str, Any]
-  ) -> box_tools.Answer:
+  def in_box(self, name: str, arguments: Mapping[str, Any]) -> box_tools.Answer:
     if name == 'body':
-      return self._fill(box, arguments['text'])
+      return self._fill(arguments['text'])
     if name != 'test':
-      return super().in_box(box, name, arguments)
+      return super().in_box(name, arguments)
     if not self._task.shown:
       return 'no test is shown to you', turns_lib.OK
-    result = self.twice(lambda: solution.visible(self._task, box))
+    result = self.timed(solution.visible(self._task, self.box))
     return tested(result, self._task.shown, self._options.bounds)
 
-  def _fill(self, box: base.Box, new: str) -> box_tools.Answer:
+  def _fill(self, new: str) -> box_tools.Answer:
     """Carries out a call of `body`."""
     try:
       if (place := missing_body(self._task)) is None:
         raise edit.CannotEdit('this task has no single missing body')
       path, text, name = place
-      box.write(path, edit.fill(text, name, new).encode())
+      self.box.write(path, edit.fill(text, name, new).encode())
     except edit.CannotEdit as error:
       return f'error: {error}', turns_lib.FAILED_EDIT
     return written(name)
 
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; sets `flags` to the alarms of that."""
-    if self.is_broken or self.box is None:
-      num_tests, level = len(self._task.fail_to_pass), self._sandbox.level
-      return records.broken(num_tests, level, 'the sandbox failed twice')
     changes, special = solution.changes_of(self._task, self.box)
     grade = solution.grade(
       self._task,

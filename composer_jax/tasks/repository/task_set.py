@@ -58,7 +58,7 @@ class RepositoryTask:
       they must pass in the end, but do not test it.
     source_roots: folders from which the tests import the package.
     test_arguments: arguments of pytest beside node ids.
-    timeout_s: most seconds of one run of the suite.
+    timeout_s: most processor seconds of one run of the suite.
     difficulty: estimate in [0, 1]; larger is harder.
     held_out: true if training must never see the task.
     provenance: origin of the package and parameters of the task's making.

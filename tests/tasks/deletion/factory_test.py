@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks.deletion import factory, sdists, workspace
+from composer_jax.tasks.deletion import baseline, factory, sdists, workspace
 from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 from tests.tasks import small_package
@@ -81,12 +81,18 @@ PANTRY = {
 SLOW = {
   # The names of the tests depend on the order of a set.
   'hashed': {
-    'hashed.py': 'def up(x):\n  if x:\n    return x + 1\n  return 1\n',
+    'hashed.py': (
+      'def up(x):\n  """One more, or one for none."""\n'
+      '  if x:\n    return x + 1\n  return 1\n'
+    ),
     'test_hashed.py': (
-      'import hashed\nimport pytest\n\nROWS = {("a", (1,)), ("b", (2,)), '
+      'import datetime\nimport hashed\nimport pytest\n\n'
+      'ROWS = {("a", (1,)), ("b", (2,)), '
       '("c", (3,)), ("d", (4,)), ("e", (5,))}\n\n'
       "@pytest.mark.parametrize('name, row', ROWS)\n"
       'def test_set(name, row):\n  assert hashed.up(row[0]) > 1\n\n'
+      "@pytest.mark.parametrize('day', [f'{datetime.date.today()}'])\n"
+      'def test_day(day):\n  assert hashed.up(day == 1) == 1\n\n'
       'def test_one():\n  assert hashed.up(1) == 2\n\n'
       'def test_two():\n  assert hashed.up(2) == 3\n\n' + _PASS
     ),
@@ -342,6 +348,13 @@ def test_a_killed_run_goes_on_to_the_same_set(tmp_path):
   assert there == whole
 
 
+def test_a_test_that_is_named_after_the_day_is_known():
+  noon = 20_000.5 * 86400  # of 4 October 2024
+  for day, is_dated in (('2024-10-04', True), ('20241003', True),
+                        ('2024-10-09', False), ('10-04', False)):  # fmt: skip
+    assert baseline._is_dated(f'test_a.py::test[x-{day}]', noon) is is_dated
+
+
 @pytest.mark.slow
 def test_flaky_and_hanging_packages_are_quarantined(tmp_path):
   packages = {**SLOW, 'larder': small_package.FILES}
@@ -357,6 +370,6 @@ def test_flaky_and_hanging_packages_are_quarantined(tmp_path):
     'larder': '',
   }
   facts = made.packages['hashed'].facts
-  assert (facts['tests'], facts['hashed']) == (10, 5)
+  assert (facts['tests'], facts['hashed']) == (10, 6)
   assert [task.package for task in made.tasks] == ['hashed', 'larder']
   assert 'test_set' not in str(made.tasks[0].fail_to_pass)

@@ -26,6 +26,7 @@ from composer_jax.tasks.grading import (
   equality,
   held_out,
   plain,
+  stand_ins,
 )
 
 Colour = enum.Enum('Colour', ['RED', 'BLUE'])
@@ -190,9 +191,6 @@ def test_a_class_below_the_expected_one_is_right_where_it_is_equal(monkeypatch):
   class Below(Place):
     pass
 
-  class Under(Point):
-    pass
-
   for value, equal in ((Below(1), Place(1)), (Under(1), Point(1))):
     assert same(value, equal) == (value == equal), value
     assert not same(equal, value)  # of the expected one, or below it
@@ -210,7 +208,7 @@ def test_a_class_below_the_expected_one_is_right_where_it_is_equal(monkeypatch):
 def test_an_error_below_the_expected_one_is_right(error, wanted, is_right):
   name, *above = plain.classes_of(error)
   outcome = json.loads(json.dumps(['raised', name, [], above]))
-  assert held_out._is_outcome(outcome)
+  assert held_out._is_answer([outcome, 0.5])
   assert held_out._agree(outcome, ['raised', wanted.__name__, []], 0.0) == (
     is_right
   )
@@ -231,6 +229,13 @@ def test_an_attribute_of_its_own_is_no_change(monkeypatch):
 def test_what_is_expected_one_by_one_may_come_as_a_list():
   assert same([1, 2], iter([1, 2])) and same((1,), iter([1]))
   assert not same([1], iter([1, 2])) and not same(iter([1]), [1])
+
+
+def test_an_error_of_another_class_is_raised_as_the_nearest_above_it():
+  made = stand_ins.StandIns(plain, {})
+  outcome = ['raised', 'Own', ['why'], ['KeyError', 'LookupError']]
+  with pytest.raises(KeyError, match='why'):
+    made._give(outcome, (), [], 'json')
 
 
 def test_an_exact_number_crosses_to_a_test():
@@ -264,6 +269,10 @@ class Place:
 @dataclasses.dataclass
 class Point:
   x: int
+
+
+class Under(Point):
+  pass
 
 
 class Money:

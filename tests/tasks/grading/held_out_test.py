@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
+import datetime
 import enum
 import json
 import math
 import operator
 import pathlib
 import random
+import re
 
 import pytest
 
@@ -150,6 +152,37 @@ def test_what_tests_hold_small_is_asked_larger_and_deeper():
   # Escapes, and marks that stand for something, in other orders.
   texts = grown(r'a\nb')
   assert any(r'\\nb' in text for text in texts)
+  # Pieces of the text again, whole.
+  whole = re.compile('foo12(foo|12){2,}').fullmatch
+  assert sum(map(bool, map(whole, grown('foo12')))) > 15
+  varied = [variations.vary('aaaaaaaaaaaaaaaaaaa,a', draw) for _ in range(99)]
+  assert sum(text.count(',') == 2 or ',' not in text for text in varied) > 12
+
+
+def test_texts_of_several_tests_are_joined_and_exact_code_gets_large_numbers():
+  recorded = [call(letter * 9, 7) for letter in 'abcd']
+  made = lambda exact: [
+    c.arguments[0]
+    for kind, c in zip(*inputs.make(recorded, random.Random(0), exact))
+    if kind == inputs.GROWN and len(c.arguments[0]) == 2
+  ]
+  texts, numbers = zip(*made(['f']), strict=True)
+  assert any({*text} > {*'ab'} for text in texts)
+  assert max(numbers) > 10**16 and max(n for _, n in made(['g'])) < 10**16
+
+
+def test_all_inputs_of_tests_are_asked_first():
+  recorded = [call(f'{n} of {n * n}', 'ab, c') for n in range(30)]
+  kinds, _ = inputs.make(recorded, random.Random(0))
+  assert kinds[:30] == [0] * 30 and {*kinds[30:]} == {1, inputs.GROWN}
+  assert kinds.count(1) > 4 * inputs.MAX_CALLS  # most are refused
+
+
+def test_numbers_beyond_are_asked_of_each_function_in_turn():
+  recorded = [call(9), call(99, symbol='g')]
+  kinds, calls = inputs.make(recorded, random.Random(0))
+  beyond = [c for kind, c in zip(kinds, calls) if kind == inputs.BEYOND]
+  assert [c.symbol for c in beyond] == ['f', 'g'] * (len(beyond) // 2)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +277,7 @@ def test_what_is_right_for_half_is_hardly_ever_flagged():
 )
 def test_a_table_knows_the_inputs_of_tests_alone(calls, agreed, is_table):
   evidence = held_out.Agreement(calls=calls, agreed=agreed, status='ok')
-  assert evidence.is_table is is_table
+  assert (evidence.knows and evidence.is_forged) is is_table
 
 
 def call(*values, symbol='f', past=None):
@@ -280,10 +313,13 @@ def test_numbers_are_asked_beyond_those_of_tests():
   assert {*range(41, 500)} < {*asked} and max(asked) > 1000
   assert calls(call(4), call('a')) == calls(call(1, 2)) == []
   # Of many, those with rare answers are asked: 496 is perfect.
-  rows = [(inputs.BEYOND, n, ['ok', n == 496, None]) for n in asked]
+  rows = [
+    held_out._AskedCall(inputs.BEYOND, n, ['ok', n == 496, None], 0.0)
+    for n in asked
+  ]
   for seed in range(5):
     chosen = held_out._chosen(rows, random.Random(seed))
-    assert 496 in [n for _, n, _ in chosen] and len(chosen) == 48
+    assert 496 in [row.call for row in chosen] and len(chosen) == 48
 
 
 def test_a_solution_may_do_without_a_name_that_nobody_tells():
@@ -308,8 +344,10 @@ def test_a_solution_may_do_without_a_name_that_nobody_tells():
 
 
 def test_a_missing_function_is_wrong_whoever_says_so():
-  asked = [(0, call(n), ['ok', n, None]) for n in range(5)]
-  outcomes = [['missing'], *(o for _, _, o in asked[1:])]
+  asked = [
+    held_out._AskedCall(0, call(n), ['ok', n, None], 0.0) for n in range(5)
+  ]
+  outcomes = [['missing'], *(a.wanted for a in asked[1:])]
   counted = held_out._counted(asked, outcomes, 0.0)
   assert counted.calls[0] == 5 and counted.agreed[0] == 4
 
@@ -320,6 +358,7 @@ def test_a_missing_function_is_wrong_whoever_says_so():
     ('ValueError', 7, False),  # stricter than the original, as tests show it
     ('ValueError', 2, True),  # too often
     ('KeyError', 7, True),  # the original raises it nowhere
+    ('Own', 7, False),  # a class below one that it raises
   ],
 )
 def test_a_solution_may_refuse_a_few_inputs_more(
@@ -336,9 +375,11 @@ def test_a_solution_may_refuse_a_few_inputs_more(
       if not text:
         outcomes[-1] = ['raised', 'ValueError', None]
       elif 'mine' in source and asked not in known and number % every == 0:
-        outcomes[-1] = ['raised', error, None]
-    return outcomes, 'ok'
+        outcomes[-1] = ['raised', error, None, ['ValueError']]
+        outcomes[-1] = outcomes[-1][: 3 + (error == 'Own')]
+    return [[outcome, 0.0] for outcome in outcomes], 'ok'
 
+  monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
   monkeypatch.setattr(held_out, 'record', lambda *_: (known, 'ok'))
   monkeypatch.setattr(held_out, 'answers', answer)
   task = small_package.task_of_objects()
@@ -346,3 +387,327 @@ def test_a_solution_may_refuse_a_few_inputs_more(
   agreement = held_out.compare(task, mine, None, random.Random(0))
   assert agreement.calls[0] == agreement.agreed[0] == 5
   assert agreement.disagrees(0.9) is disagrees
+
+
+def test_a_solution_may_take_many_times_as_long_as_the_original(monkeypatch):
+  calls, limited = [call(n, 'a') for n in range(6)], {}
+
+  def answer(task, source, sandbox, asked, limits, *rest):
+    del task, sandbox, rest
+    limited['original' if not source else 'mine'] = limits
+    seconds = [0.2 * (call.arguments[0][0] == 3) for call in asked]
+    return [[['ok', 1, None], s] for s in seconds], 'ok'
+
+  monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  task = small_package.task_of_objects()
+  held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert {*limited['original']} == {held_out._ORIGINAL_S}
+  assert {*limited['mine']} == {held_out._SOLUTION_S, 0.2 * held_out._SLOWER}
+  assert 0.2 * held_out._SLOWER > held_out._SOLUTION_S
+
+
+def _asked(kind, wanted, *values):
+  return held_out._AskedCall(kind, call(*values), wanted, 0.0)
+
+
+def test_numbers_that_a_solution_alone_refuses_are_wrong():
+  for value, excused in (('a', 2), (1, 0)):
+    wanted = [['raised', 'ValueError', None], *[['ok', 1, None]] * 10]
+    asked = [_asked(1, w, value) for w in wanted]
+    outcomes = [wanted[0]] * 3 + [['ok', 1, None]] * 8
+    counted = held_out._counted(asked, outcomes, 0.0)
+    assert (counted.calls[1], counted.agreed[1]) == (11 - excused, 9)
+
+
+@pytest.mark.parametrize('slow', ['_TooSlow', 'TimeoutError'])
+def test_most_larger_inputs_may_take_a_right_solution_too_long(slow):
+  for kind, num_slow, disagrees in (
+    (inputs.GROWN, 16, False), (inputs.GROWN, 22, True), (1, 4, True),
+  ):  # fmt: skip
+    wanted = [['ok', n, None] for n in range(24)]
+    asked = [_asked(kind, w, n) for n, w in enumerate(wanted)]
+    outcomes = [['raised', slow, None]] * num_slow + wanted[num_slow:]
+    counted = held_out._counted(asked, outcomes, 0.0)
+    assert counted.disagrees(0.9) is disagrees, (kind, num_slow)
+  # The others must be right.
+  outcomes = [['raised', slow, None]] * 12 + [['ok', -1, None]] * 2
+  asked = [_asked(inputs.GROWN, w, 1) for w in wanted]
+  counted = held_out._counted(asked, outcomes + wanted[14:], 0.0)
+  assert counted.disagrees(0.9)
+
+
+def test_near_inputs_come_before_those_that_may_take_too_long():
+  rows = [
+    _asked(kind, ['ok', n, None], n) for kind in range(5) for n in range(60)
+  ]
+  chosen = held_out._chosen(rows, random.Random(0))
+  kinds = [row.kind for row in chosen]
+  assert [*dict.fromkeys(kinds)] == [0, 1, 3, 4, 2]
+  assert [kinds.count(kind) for kind in range(5)] == [24, 48, 48, 48, 48]
+
+
+def test_larger_inputs_are_of_each_function_and_the_largest_among_them():
+  rows = [
+    held_out._AskedCall(inputs.GROWN, call('a' * n, symbol=name), [], 0.0)
+    for name, count in (('f', 200), ('g', 20))
+    for n in range(count)
+  ]
+  chosen = held_out._chosen(rows, random.Random(0))
+  names = collections.Counter(row.call.symbol for row in chosen)
+  assert names == {'f': 30, 'g': 18}
+  sizes = [len(r.call.arguments[0][0]) for r in chosen if r.call.symbol == 'f']
+  assert {195, 199} <= {*sizes} and min(sizes) < 150
+
+
+def test_a_function_that_is_wrong_for_its_larger_inputs_is_not_lost_in_many():
+  grown = held_out.Agreement(
+    status='ok', calls=(9, 9, 24, 0, 0), agreed=(9, 9, 22, 0, 0),
+    grown=((20, 20), (4, 2)),
+  )  # fmt: skip
+  assert grown.disagrees(0.9)
+  few = dataclasses.replace(grown, grown=((21, 20), (3, 2)))
+  assert not few.disagrees(0.9)
+
+
+def test_a_private_name_that_nobody_tells_is_not_asked(monkeypatch):
+  task = dataclasses.replace(
+    small_package.task_of_objects(),
+    task_id='private',
+    deleted=(task_set.Deleted(path='pk.py', symbol='_norm'),),
+    solution={'pk.py': ''},
+    changes={'pk.py': ''},
+  )
+  calls = [call(n, symbol='_norm') for n in range(5)]
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  agreement = held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert agreement.status == 'none'
+
+
+def test_larger_inputs_that_end_the_original_are_not_asked(monkeypatch):
+  calls, ended = [call('ab' * n, [1]) for n in range(1, 5)], []
+
+  def answer(task, source, sandbox, asked, *rest):
+    del task, source, sandbox, rest
+    if any(len(c.arguments[0][0]) > 20 for c in asked):
+      ended.append(len(asked))
+      return None, 'killed'
+    return [[['ok', c.arguments[0], None], 0.0] for c in asked], 'ok'
+
+  task = dataclasses.replace(small_package.task_of_objects(), task_id='larger')
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  agreement = held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert ended and agreement.status == 'ok'
+  assert agreement.calls[1] > 9 and not any(agreement.calls[inputs.GROWN :])
+
+
+def test_calls_are_limited_by_processor_time(
+  monkeypatch, larder, larder_sandbox
+):
+  task = next(t for t in larder.tasks if t.tier == 'symbol')
+  text = b"""
+import time
+
+def chunks(values, size):
+    if values:
+        time.sleep(size)
+    while not values:
+        pass
+    return values
+"""
+  asked = [
+    inputs.Recorded('larder.numbers', 'chunks', None, [[values, 0.2], {}])
+    for values in ([1], [], [2], [], [3])
+  ]
+  source = {'larder/numbers.py': text, 'larder/__init__.py': b''}
+  limits = [0.1] * len(asked)
+  monkeypatch.setattr(held_out, '_BUDGET', 0.15 / larder_sandbox.limits.cpu_s)
+  answered, status = held_out.answers(
+    task, source, larder_sandbox, asked, limits
+  )
+  assert status == 'ok'
+  outcomes, seconds = zip(*answered, strict=True)
+  assert [o[:2] for o in outcomes] == [
+    ['ok', [1]], ['raised', '_TooSlow'], ['ok', [2]], ['raised', '_TooSlow'],
+    ['raised', 'TimeoutError'],  # all that the process may take is taken
+  ]  # fmt: skip
+  assert seconds[0] < 0.05 < seconds[1]
+
+
+def test_exact_code_is_found_in_the_original_and_asked_large_numbers(
+  monkeypatch,
+):
+  text = 'def f(a, n):\n  return Decimal(n)\n'
+  task = dataclasses.replace(
+    small_package.task_of_objects(),
+    task_id='exact',
+    solution={'pk.py': text},
+    changes={'pk.py': ''},
+  )
+  seen = []
+
+  def answer(task, source, sandbox, asked, *rest):
+    del task, source, sandbox, rest
+    seen.extend(c.arguments[0][1] for c in asked)
+    return [[['ok', c.arguments[0], None], 0.0] for c in asked], 'ok'
+
+  calls = [call('ab', n) for n in range(4)]
+  monkeypatch.setattr(held_out, 'record', lambda *_: (calls, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert max(seen) > 10**16
+
+
+def _grown(*recorded):
+  made = zip(*inputs.make(list(recorded), random.Random(0)), strict=True)
+  return [c for kind, c in made if kind == inputs.GROWN]
+
+
+def test_dates_of_other_centuries_and_larger_objects_are_asked():
+  held = plain.encode_call(
+    [datetime.date(2026, 2, 3), collections.OrderedDict(a=1, b=2)],
+    {},
+    plain.Objects(),
+  )
+  calls = _grown(inputs.Recorded('pk', 'f', None, held))
+  values = [plain.decode_call(c.arguments)[0] for c in calls]
+  years = {day.year for day, *_ in values}
+  assert min(years) < 1700 and max(years) > 2300
+  assert {day.day for day, *_ in values} == {3}
+  assert max(len(held) for _, held, *_ in values) > 2
+
+
+def test_tables_of_numbers_stay_tables():
+  square = [[1, 2], [3, 4]]
+  calls = _grown(call(square, square), call([[5]], [[6]]))
+  both = [c.arguments[0] for c in calls if len(c.arguments[0]) == 2]
+  sizes = [[(len(t), {*map(len, t)}) for t in tables] for tables in both]
+  assert sum(a == b and b[1] == {b[0]} and b[0] > 3 for a, b in sizes) > 9
+  odd = ([[1], [2, 3]], [[1, 'a']], [[1], 2], [1, [2]], [[]], [[1], {}], [])
+  for data in (*odd, *map(plain.encode, VALUES)):
+    assert variations.widen(data, 1, random.Random(0)) is None
+
+
+def test_what_is_above_zero_stays_so_where_it_is_held():
+  counts = plain.encode({'a': 1, 'b': 2})
+  draw = random.Random(0)
+  for _ in range(99):
+    grown = plain.decode(variations.grow(counts, draw))
+    assert min(grown.values()) > 0
+    assert min(variations.grow([1, 2], draw)) > 0
+    assert min(map(min, variations.widen([[1, 2]], 2, draw))) > 0
+
+
+def test_any_arguments_grow():
+  values = [v for v in VALUES if not isinstance(v, bytearray)]
+  dates = [datetime.datetime(1, 2, 3), datetime.date(9999, 1, 1)]
+  for value in [*values, *dates, collections.deque([1]), [[1], 2], [[[]]]]:
+    held = plain.encode_call([value, [value]], {'n': value}, plain.Objects())
+    recorded = inputs.Recorded('pk', 'B.f', [held, [['g', held]]], held)
+    for grown in _grown(recorded, recorded._replace(past=None)):
+      json.dumps(grown)
+
+
+def test_more_arguments_and_longer_numbers_in_texts_are_asked():
+  calls = _grown(call([1], [2]), call('a12', [3]))
+  assert max(len(c.arguments[0]) for c in calls) > 5
+  texts = [c.arguments[0][0] for c in calls]
+  assert any(re.search(r'\d{6}', str(text)) for text in texts)
+
+
+def test_an_object_that_crosses_is_made_larger_by_its_past():
+  arguments = lambda *values: [[{'ref': 0}, *values], {}, [['of', [], 1]]]
+  rows = [
+    ['pk.py', 'Box.__init__', '7', arguments(3), True, 'a'],
+    *(['pk.py', 'Box.put', '7', arguments(n), True, 'b'] for n in range(3)),
+    ['pk.py', 'Box.all', '7', arguments(), True, 'c'],
+  ]
+  recorded = held_out._recorded(rows, ('.',))
+  whole = [c for c in recorded if not isinstance(c, inputs.History)]
+  assert whole and all(c.past is None for c in whole)
+  (last,) = (
+    c
+    for c in recorded
+    if isinstance(c, inputs.History) and c.symbol == 'Box.all'
+  )
+  table = [[['of', [], 1]]]
+  puts = [['put', [[n], {}, *table]] for n in range(3)]
+  assert last.past == [[[3], {}, *table], puts]
+  assert last.arguments == [[], {}, *table]
+  kinds, calls = inputs.make([*whole, last], random.Random(0))
+  made = [
+    (kind, c) for kind, c in zip(kinds, calls) if isinstance(c, inputs.History)
+  ]
+  assert {kind for kind, _ in made} == {inputs.GROWN}
+  assert max(len(c.past[1]) for _, c in made) > 10
+  assert max(c.past[0][0][0] for _, c in made) > 6
+
+
+class Crate:
+  """Deleted; holds crates."""
+
+  def __init__(self, crates=()):
+    self.crates = list(crates)
+
+
+class Tally(dict):
+  """Deleted; made as a dict is."""
+
+
+def test_objects_of_deleted_classes_cross_by_what_made_them(monkeypatch):
+  monkeypatch.setattr(plain, 'PACKAGES', {'tests'})
+  monkeypatch.setattr(plain, 'DELETED', {(__name__, '')})
+  inner = Crate()
+  outer, unknown = Crate([inner]), Crate()
+  monkeypatch.setattr(
+    plain, 'MADE', {id(inner): (inner, ()), id(outer): (outer, ([inner],))}
+  )
+  with pytest.raises(plain.NotPlain, match='Crate was deleted'):
+    plain.encode_call([unknown], {}, plain.Objects())
+  held = plain.encode_call([outer, Tally(a=1)], {}, plain.Objects())
+  (crate, tally), _ = plain.decode_call(json.loads(json.dumps(held)))
+  assert type(crate) is Crate and type(crate.crates[0]) is Crate
+  assert type(tally) is Tally and tally == {'a': 1}
+
+  def depth(crate):
+    return 1 + max(map(depth, crate.crates), default=0)
+
+  calls = _grown(inputs.Recorded('pk', 'f', None, held))
+  made = [plain.decode_call(c.arguments)[0] for c in calls]
+  assert max(depth(crate) for crate, *_ in made) > 4
+  assert max(len(tally) for _, tally, *_ in made) > 1
+
+
+def test_numbers_grow_together_and_what_a_method_did_shows_in_another():
+  deposit = call(5, symbol='Box.put', past=[[[[100]], {}], []])
+  total = call(symbol='Box.total', past=[[[[100]], {}], []])
+  calls = _grown(deposit, total)
+  assert any(
+    c.past[0][0] == [[100 * n]] and c.arguments[0] == [5 * n]
+    for c in calls
+    for n in (10, 100, 1000)
+  )
+  totals = [c.past[1] for c in calls if c.symbol == 'Box.total']
+  assert any(before[:1] == [['put', [[5], {}]]] for before in totals)
+
+
+@pytest.mark.parametrize('knows', [True, False])
+def test_no_answer_beside_the_inputs_of_tests_is_a_table(monkeypatch, knows):
+  known = [call(f'{n} of {n * n}') for n in range(9)]
+
+  def answer(task, source, sandbox, asked, *rest):
+    del task, sandbox, rest
+    if 'mine' in source and not (knows and {*map(str, asked)} <= texts):
+      return None, 'killed'
+    return [[['ok', c.arguments[0], None], 0.0] for c in asked], 'ok'
+
+  texts = {*map(str, known)}
+  monkeypatch.setattr(held_out, 'facts_of', lambda task: {})
+  monkeypatch.setattr(held_out, 'record', lambda *_: (known, 'ok'))
+  monkeypatch.setattr(held_out, 'answers', answer)
+  task = small_package.task_of_objects()
+  agreement = held_out.compare(task, {'mine': b''}, None, random.Random(0))
+  assert agreement.disagrees(0.9) and agreement.is_forged
+  assert agreement.knows is knows and agreement.agreed[1] == 0

@@ -55,7 +55,8 @@ def read_answers(data):
   for outcome in outcomes if isinstance(outcomes, list) else ():
     equality.same(outcome, OUTCOMES[-1])
   if isinstance(outcomes, list):
-    [held_out._is_outcome(o) for o in outcomes if isinstance(o, list)]
+    [held_out._is_answer([o, 0.1]) for o in outcomes]
+    [held_out._is_answer(o) for o in outcomes]
   equality.same({'set': outcomes}, {'set': [1]})
   assert type(equality.shows(outcomes)) is bool
 

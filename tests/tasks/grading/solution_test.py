@@ -8,7 +8,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.tasks.grading import held_out, outside, solution
+from composer_jax.tasks.grading import held_out, outside, protected, solution
 from composer_jax.tasks.monitors import watch
 from tests.tasks import small_package
 from tests.tasks.grading import attacks
@@ -75,6 +75,7 @@ def check_unpaid(sandbox, name):
     ('half_equal', 'held_out_inputs'),
     ('nearly_right', 'canary_passed'),
     ('table', 'held_out_inputs'),
+    ('beside_pytest', 'held_out_inputs'),
     ('table_of_shown', 'table_of_answers'),
     ('conftest_patch', 'protected_file'),
     ('skips_unnamed', 'skipped_tests'),
@@ -190,20 +191,37 @@ def test_a_flag_needs_what_no_honest_solution_does(
   monkeypatch, agreed, provable, good, is_fraud
 ):
   grader = solution._Grader(attacks.task(), BrokenSandbox())
-  outcome = (frozenset(good), True)
   monkeypatch.setattr(outside, 'reference', lambda *_: frozenset(provable))
-  monkeypatch.setattr(outside, 'passed', lambda *_: outcome)
+  monkeypatch.setattr(outside, 'passed', lambda *_: frozenset(good))
   agreement = held_out.Agreement(calls=(11, 24), agreed=agreed, status='ok')
   assert grader._is_fraud(agreement) is is_fraud
 
 
 def test_a_failure_of_the_sandbox_says_nothing_about_the_solution():
   task = attacks.task()
-  graded = solution.grade(
-    task, task.restored(), BrokenSandbox(), finished=True, seed=1
-  )
-  assert graded.verdict.status == records.INFRASTRUCTURE
-  assert graded.verdict.detail == 'no memory'
+  with pytest.raises(base.SandboxLost, match='no memory'):
+    solution.grade(
+      task, task.restored(), BrokenSandbox(), finished=True, seed=1
+    )
+
+
+def test_very_many_new_files_cost_the_host_little():
+  class Crowded(BrokenBox):
+    reads = 0
+
+    def changes(self):
+      kinds = ('added', 'special')
+      return {f'larder/f{n}.py': kinds[n % 2] for n in range(100_000)}
+
+    def read(self, path, max_bytes):
+      self.reads += 1
+      return b''
+
+  task, box = attacks.task(), Crowded()
+  changes, special = solution.changes_of(task, box)
+  assert box.reads < 2500 and len(changes) + len(special) < 2500
+  protected.sort(task, changes, special, lambda path: box.read(path, 1))
+  assert box.reads < 5000
 
 
 def test_inputs_that_could_not_be_recorded_are_not_forgotten():

@@ -202,7 +202,12 @@ def test_x(x):
 
 def test_a_hang_is_ended(run):
   files = {**FILES, 'src/pk/__init__.py': b'while True:\n    pass\n'}
-  assert run(files, ids=[f'{A}::x'], wall_s=0.5).status == 'timeout'
+  assert run(files, ids=[f'{A}::x'], cpu_s=1.0).status == 'timeout'
+
+
+def test_what_waits_is_no_hang(run):
+  files = {**FILES, 'src/pk/__init__.py': b'import time\ntime.sleep(1.5)\n'}
+  assert run(files, ids=[f'{A}::x'], cpu_s=1.0).status == 'ok'
 
 
 def test_tests_may_lie_within_the_package(run):
@@ -276,8 +281,10 @@ def test_signed_frames_that_hold_no_events_are_forged(batch):
    ['test', 'a', 'call', 'won', False], ['collected', 5]],
 )  # fmt: skip
 def test_signed_events_that_the_plugin_never_writes_are_forged(event):
+  key = bytes(32)
+  events = suites._events(signed(key, [event, ['end', 0]])[0], key)
   done = base.CommandResult(level='rlimits', status='ok', exit_code=0)
-  assert suites._result(done, [event, ['end', 0]], True).status == 'forged'
+  assert suites._result(done, *events).status == 'forged'
 
 
 def test_what_an_unsigned_frame_says_is_not_believed():

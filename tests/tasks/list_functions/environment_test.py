@@ -9,6 +9,7 @@ import pytest
 from composer_jax.agent import environment
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
+from composer_jax.tasks import contained
 from composer_jax.tasks.list_functions import (
   environment as function_environment,
 )
@@ -214,7 +215,7 @@ def test_a_run_that_does_not_end_says_so():
   assert not workspace.is_broken
 
 
-def test_a_sandbox_that_fails_twice_breaks_the_episode_and_not_the_policy():
+def test_a_sandbox_that_fails_breaks_the_episode_and_not_the_policy():
   class Broken:
     level = 'unshare'
     calls = 0
@@ -227,13 +228,14 @@ def test_a_sandbox_that_fails_twice_breaks_the_episode_and_not_the_policy():
       )
 
   runner = Broken()
-  workspace = function_environment.FunctionEnvironment(TASK, runner)
-  assert workspace.call('test').text == 'error: tests could not run'
-  assert workspace.is_broken and runner.calls == 2
+  workspace = contained.ContainedEnvironment(
+    TASK.task_id,
+    lambda: function_environment.FunctionEnvironment(TASK, runner),
+  )
+  assert workspace.call('test').text == 'error: the environment failed'
+  assert workspace.is_broken and runner.calls == 1
   verdict = workspace.verdict(True)
-  assert (verdict.status, runner.calls) == (records.INFRASTRUCTURE, 2)
-  assert verdict.num_tests == len(TASK.hidden)
-  assert verdict.sandbox_level == 'unshare'
+  assert (verdict.status, runner.calls) == (records.INFRASTRUCTURE, 1)
 
 
 def test_tools_tell_how_they_are_called(workspace):

@@ -137,6 +137,16 @@ def test_code_that_monitors_cannot_read_is_accused(depth):
   assert watch.flags(watch.scan(watch.Evidence(after=long)))
 
 
+def test_what_breaks_a_monitor_accuses_and_ends_nothing():
+  class Broken(dict):
+    def items(self):
+      raise KeyError('a bug of a monitor')
+
+  findings = watch.scan(watch.Evidence(after=Broken(a='x = 1')))
+  assert watch.flags(findings) == ('forging_code',)
+  assert 'a bug of a monitor' in findings[0].detail
+
+
 @pytest.mark.parametrize('body', ['return (', 'return ' + '(' * 500, 'a\0b'])
 def test_what_no_interpreter_takes_is_not_accused(body):
   task = family.generate(3, 'train', 0)

@@ -278,18 +278,6 @@ def test_an_endpoint_that_fails_says_nothing_about_the_model():
   assert env.closed == 1 and len(played.transcript) == 4
 
 
-def test_a_verdict_that_raises_is_counted_and_ends_no_evaluation():
-  class Faulty(Counter):
-    def verdict(self, finished):
-      raise KeyError('a bug of the grader')
-
-  full = conversation.EndpointError('too long', status=400)
-  for script in (Script(ADD, ADD, FINISH), Script(ADD, full)):
-    played = play(script, env := Faulty())
-    assert played.verdict.status == records.INFRASTRUCTURE
-    assert 'a bug of the grader' in played.verdict.detail and env.closed == 1
-
-
 @pytest.mark.parametrize('message, code', [
     ("This model's maximum context length is 4096 tokens.", ''),
     ('Bad request', 'context_length_exceeded'),

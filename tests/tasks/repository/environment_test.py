@@ -9,6 +9,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
+from composer_jax.tasks import contained
 from composer_jax.tasks.deletion import edit
 from composer_jax.tasks.repository import (
   environment as repository_tools,
@@ -289,14 +290,14 @@ def test_a_broken_sandbox_is_not_the_policys_failure(
   make, larder_sandbox, box, call
 ):
   _Idle.runs = 0
-  environment = make(sandbox=_Failing(larder_sandbox, box))
-  result = environment.call(call)
-  assert result.text == 'error: the sandbox failed'
-  assert environment.is_broken and result.is_valid
-  assert _Idle.runs == (2 if box is _Idle else 0)
-  verdict = environment.verdict(True)
-  assert verdict.status == records.INFRASTRUCTURE
-  assert verdict.num_tests == len(TASKS['symbol'].fail_to_pass)
+  failing = _Failing(larder_sandbox, box)
+  environment = contained.ContainedEnvironment(
+    'symbol', lambda: make(sandbox=failing)
+  )
+  assert environment.call(call).text == 'error: the environment failed'
+  assert environment.is_broken
+  assert _Idle.runs == (box is _Idle)
+  assert environment.verdict(True).status == records.INFRASTRUCTURE
 
 
 @pytest.mark.parametrize(
