@@ -375,7 +375,7 @@ class _Reading:
     return report.Table(title=FAILED, columns=('compiler',), rows=rows)
 
 
-def _machine(case: cases.Case, traced: aot.Traced) -> timeline.Speeds:
+def _machine(case: cases.Case, traced: programs.Traced) -> timeline.Speeds:
   """Returns the machine at even load of the experts."""
   rows, used = 0, 1.0
   if traced.shards is not None:

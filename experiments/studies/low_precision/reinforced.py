@@ -178,7 +178,7 @@ def _train(arm: str, workdir: pathlib.Path) -> None:
 
 def main() -> None:
   known = {row.get('arm') for row in results.read(_RESULTS.value)}
-  if again := sorted(known & {*_ARMS.value}):
+  if again := [arm for arm in _ARMS.value if arm in known]:
     raise ValueError(
       f'{_RESULTS.value} has rows of {again} already. Remove their lines to '
       'run them anew, or name other --arms.'
