@@ -15,6 +15,7 @@ from composer_jax.parallel import rounds
 from composer_jax.plan import (
   aot,
   network,
+  programs,
   report,
   skew,
   timeline,
