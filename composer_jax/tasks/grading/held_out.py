@@ -12,8 +12,8 @@ What the original refuses, or does not answer at once, is not asked. Objects of
 the package are built again in the solution's process from what they held when
 the original was called, and seen by what their classes make public
 (`tasks.grading.plain`). Objects of deleted classes, which a solution may fill
-otherwise, are made by the calls that made them. `Agreement.calls` counts the
-calls.
+otherwise, are made by the calls that made them, and as arguments by that of
+their constructor. `Agreement.calls` counts the calls.
 """
 
 import ast

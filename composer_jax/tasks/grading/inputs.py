@@ -140,16 +140,7 @@ def _grown(
     if draw.random() < 0.5:
       return call
   if call.past is not None and draw.random() < 0.8:
-    made, before = call.past
-    least = 0
-    if draw.random() < 0.6:
-      made, least = _larger(made, by, draw), 2
-    more = [
-      [name, draw.choice((_varied_arguments, _larger_lists))(given, draw)]
-      for _ in range(draw.randint(least, 5))
-      for name, given in before
-    ]
-    call = call._replace(past=[made, [*before, *more][:_MAX_PAST]])
+    call = call._replace(past=_longer(*call.past, by, draw))
     if draw.random() < 0.6:
       return call
   positional, named, *table = call.arguments
@@ -197,8 +188,19 @@ def _scaled(call: Recorded, by: int) -> Recorded:
   return call._replace(past=past, arguments=scaled(call.arguments))
 
 
-def _larger_lists(arguments: list, draw: random.Random) -> list:
-  return _larger(arguments, 1, draw)
+def _longer(made: list, before: list, by: int, draw: random.Random) -> list:
+  """A past with more calls, of an object that may be made larger."""
+  least = 0
+  if draw.random() < 0.6:
+    made, least = _larger(made, by, draw), 2
+  more = [
+    [name, _varied_arguments(given, draw)]
+    if draw.random() < 0.5
+    else [name, _larger(given, 1, draw)]
+    for _ in range(draw.randint(least, 5))
+    for name, given in before
+  ]
+  return [made, [*before, *more][:_MAX_PAST]]
 
 
 def _larger(
@@ -206,7 +208,9 @@ def _larger(
 ) -> list:
   """Arguments that are grown; tables of numbers, all by as many columns."""
   if draw.random() < 0.4 and len(arguments) > 2:
-    return variations.nest(arguments, draw)
+    nested = variations.nest(arguments, draw)
+    if nested is not arguments:
+      return nested
 
   def grow(value: Any) -> Any:
     wide = variations.widen(value, by, draw) if draw.random() < 0.3 else None

@@ -60,6 +60,9 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
   if isinstance(data, str) and re.search(r'\d', data) and draw.random() < 0.3:
     more = lambda found: found[0] + ''.join(draw.choices('0123456789', k=4))
     return re.sub(r'\d+', more, data)
+  if isinstance(data, str) and data and draw.random() < 0.15:
+    at = draw.randrange(len(data))
+    return data[:at] + data[at] * draw.randint(5, 40) + data[at:]
   if isinstance(data, str) and data and draw.random() < 0.5:
     pieces = _PIECES.findall(data)
     return data + ''.join(draw.choices(pieces, k=draw.randint(2, 12)))
@@ -82,6 +85,8 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
 
 def _beside(data: Any, draw: random.Random) -> Any:
   """Another value as `vary` gives it; of a number above zero, one above it."""
+  if isinstance(data, list | dict) and draw.random() < 0.5:
+    return scale(data, 1, draw.randint(-20, 100))  # its parts fit as before
   changed = vary(data, draw)
   if type(data) in (int, float) and data > 0 >= changed:
     return data + 1
@@ -101,14 +106,14 @@ def widen(data: Any, by: int, draw: random.Random) -> Any:
   return [*wide, *(more(len(wide[0])) for _ in range(by))]
 
 
-def scale(data: Any, by: int) -> Any:
-  """The encoding with all whole numbers so many times as large."""
+def scale(data: Any, by: int, more: int = 0) -> Any:
+  """The encoding with all whole numbers so many times as large, and more."""
   if type(data) is int:
-    return data * by
+    return data * by + more
   if isinstance(data, list):
-    return [scale(item, by) for item in data]
+    return [scale(item, by, more) for item in data]
   if isinstance(data, dict) and {*data} & {'dict', 'tuple', 'set', 'frozenset'}:
-    return {kind: scale(content, by) for kind, content in data.items()}
+    return {kind: scale(content, by, more) for kind, content in data.items()}
   return data
 
 

@@ -600,6 +600,17 @@ def test_what_is_above_zero_stays_so_where_it_is_held():
     assert min(map(min, variations.widen([[1, 2]], 2, draw))) > 0
 
 
+def test_parts_of_an_item_move_together_and_letters_repeat():
+  pairs = plain.encode([(1, 3), (8, 10)])
+  draw = random.Random(0)
+  grown = [plain.decode(variations.grow(pairs, draw)) for _ in range(99)]
+  added = [i for items in grown for i in items[2:] if len(i) == 2]
+  together = [a for a, b in added if b - a == 2 and a not in (1, 8)]
+  assert len(together) > len(added) / 4 and min(together) < 0
+  texts = [variations.grow('abc', draw) for _ in range(99)]
+  assert sum('b' * 12 in text for text in texts) > 1
+
+
 def test_any_arguments_grow():
   values = [v for v in VALUES if not isinstance(v, bytearray)]
   dates = [datetime.datetime(1, 2, 3), datetime.date(9999, 1, 1)]
