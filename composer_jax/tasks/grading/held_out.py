@@ -289,7 +289,7 @@ def compare(
     # asked alone, and are the first.
     count = sum(a.kind == 0 for a in asked)
     known, _ = answers(task, source, sandbox, calls[:count], limits[:count])
-    lost = [['raised', status, None], 0.0]
+    lost: list[Any] = [['raised', status, None], 0.0]
     answered = [*(known or [lost] * count), *[lost] * (len(asked) - count)]
   outcomes = [outcome for outcome, _ in answered]
   known = {

@@ -140,7 +140,7 @@ def _grown(
     if draw.random() < 0.5:
       return call
   if call.past is not None and draw.random() < 0.8:
-    call = call._replace(past=_longer(*call.past, by, draw))
+    call = call._replace(past=_longer(call.past, by, draw))
     if draw.random() < 0.6:
       return call
   positional, named, *table = call.arguments
@@ -188,8 +188,9 @@ def _scaled(call: Recorded, by: int) -> Recorded:
   return call._replace(past=past, arguments=scaled(call.arguments))
 
 
-def _longer(made: list, before: list, by: int, draw: random.Random) -> list:
+def _longer(past: list, by: int, draw: random.Random) -> list:
   """A past with more calls, of an object that may be made larger."""
+  made, before = past
   least = 0
   if draw.random() < 0.6:
     made, least = _larger(made, by, draw), 2

@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 _MAX_GROWN = 64  # items added to a list
+# Of numbers in texts that grow: those that floats hold are no test of others.
+_MAX_DIGITS = 8
 _EXACT = 10**16  # floats have not all integers from here on
 _PIECES = re.compile(r'[A-Za-z]+|\d+|\s+|.', re.DOTALL)
 
@@ -58,11 +60,15 @@ def grow(data: Any, draw: random.Random, is_exact: bool = False) -> Any:
       return data + 10 ** draw.randint(3, 12)
     return data + draw.randint(1, int(4 * abs(data)) + 8)
   if isinstance(data, str) and re.search(r'\d', data) and draw.random() < 0.3:
-    more = lambda found: found[0] + ''.join(draw.choices('0123456789', k=4))
+    count = lambda found: max(0, min(4, _MAX_DIGITS - len(found[0])))
+    more = lambda found: (
+      found[0] + ''.join(draw.choices('0123456789', k=count(found)))
+    )
     return re.sub(r'\d+', more, data)
   if isinstance(data, str) and data and draw.random() < 0.15:
     at = draw.randrange(len(data))
-    return data[:at] + data[at] * draw.randint(5, 40) + data[at:]
+    if not data[at].isdigit():
+      return data[:at] + data[at] * draw.randint(5, 40) + data[at:]
   if isinstance(data, str) and data and draw.random() < 0.5:
     pieces = _PIECES.findall(data)
     return data + ''.join(draw.choices(pieces, k=draw.randint(2, 12)))

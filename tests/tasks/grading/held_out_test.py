@@ -609,6 +609,8 @@ def test_parts_of_an_item_move_together_and_letters_repeat():
   assert len(together) > len(added) / 4 and min(together) < 0
   texts = [variations.grow('abc', draw) for _ in range(99)]
   assert sum('b' * 12 in text for text in texts) > 1
+  numbers = [variations.grow('7', draw) for _ in range(99)]
+  assert max(len(n) for n in numbers if n.isdigit()) < 16
 
 
 def test_any_arguments_grow():
