@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -187,7 +187,8 @@ def _paths(size: int, is_ring: bool) -> np.ndarray:
   return paths
 
 
-class _Device(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Device:
   """A device that need not exist, as far as a mesh looks at it."""
 
   id: int

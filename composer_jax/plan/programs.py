@@ -449,7 +449,8 @@ def _engine(
     inputs: tuple[Any, ...] = (whole(rows, sum(steps.extend_widths(o))),)
   else:
     jitted, state = built.decode, steps.State(*[whole(rows)] * 3)
-    inputs = whole(rows, sum(steps.decode_widths(o))), state, None, False
+    words = whole(rows, sum(steps.decode_widths(o)))
+    inputs = words, state, None, None, False, 0
   return _RunProgram(
     jitted,
     (weights, cache, *inputs),

@@ -159,6 +159,6 @@ def test_options_of_the_exchange_name_what_is_known(options, message):
 
 
 def test_remat_saves_names_what_can_be_saved():
-  with pytest.raises(ValueError, match="'weights', 'keys'.*got .'wieghts'"):
+  with pytest.raises(ValueError, match="'weights', 'ahead'.*got .'wieghts'"):
     programs.config(remat_saves=('wieghts',))
   assert set(programs.config().remat_saves) <= set(model_config.REMAT_NAMES)

@@ -116,9 +116,11 @@ def test_what_lies_beside_counts_and_the_largest_is_named():
   assert made.traced.arguments == 501
 
 
-@pytest.mark.parametrize('machine', ['cpu', 'h200', 'tpu7x', 'v5p'])
-def test_ragged_dot_fails_a_plan_where_it_is_expanded(subject, machine):
-  case = dataclasses.replace(subject, machine=machine)
+@pytest.mark.parametrize(
+  'topology', ['cpu:8', 'h200:8', 'tpu7x:2x2x1', 'v5p:2x2x2']
+)
+def test_ragged_dot_fails_a_plan_where_it_is_expanded(subject, topology):
+  case = dataclasses.replace(subject, topology=topology)
   failures = lambda n: compiled._Reading(
     case, _made(facts(ragged_dots=n))
   ).failures()
@@ -126,7 +128,7 @@ def test_ragged_dot_fails_a_plan_where_it_is_expanded(subject, machine):
   assert not failures(0).rows
   words = [row[0] for row in failures(8).rows]
   assert [w.startswith('8 calls of ragged_dot, which') for w in words] == (
-    [] if machine == 'v5p' else [True]
+    [] if topology == 'v5p:2x2x2' else [True]
   )
 
 

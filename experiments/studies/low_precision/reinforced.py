@@ -197,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  start.run(main, errors=(ValueError, OSError))
+  start.run(main)
