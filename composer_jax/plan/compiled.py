@@ -289,8 +289,12 @@ class _Reading:
       routed = skew.effects(model.moe, traced.shards, routed_tokens)
       for routing, e in routed:
         parts = max(traced.shards.parts, 1)
-        used = self.machine.used * parts / max(e.rounds, parts)
-        machine = dataclasses.replace(self.machine, used=used)
+        filled = parts / max(e.rounds, parts)
+        machine = dataclasses.replace(
+          self.machine,
+          used=self.machine.used * filled,
+          sent=self.machine.sent * filled,
+        )
         line = timeline.run(self._events(e.rounds), machine)
         more = layers * (e.busiest - 1) * copies * row_seconds
         busy = e.sent if traced.shards.transport == 'a2a' else e.busiest
@@ -378,15 +382,18 @@ class _Reading:
 
 def _machine(case: cases.Case, traced: programs.Traced) -> timeline.Speeds:
   """Returns the machine at even load of the experts."""
-  rows, used = 0, 1.0
+  rows, used, sent = 0, 1.0, 1.0
   if traced.shards is not None:
-    rows = traced.shards.buffer
-    used = min(1.0, traced.shards.copies / (rows * max(traced.shards.parts, 1)))
+    rows, copies = traced.shards.buffer, traced.shards.copies
+    in_round = copies / max(traced.shards.parts, 1)
+    used = min(1.0, in_round / rows)
+    sent = in_round / max(min(copies, rows), in_round)
   return timeline.Speeds(
     rates=cost.BY_NAME[case.machine],
     wires=network.of(case.topology, tuple(case.mesh.shape.values())),
     rows=rows,
     used=used,
+    sent=sent,
   )
 
 

@@ -80,12 +80,15 @@ class Speeds:
   Attributes:
     rows: rows of the buffers of copies of tokens; 0 if there are none.
     used: share of these rows that kernels meet; they skip the others.
+    sent: share of the rows of a ragged exchange that travel. The program states
+      whole buffers, as sizes depend on the routing.
   """
 
   rates: cost.Rates
   wires: network.Nodes | network.Torus
   rows: int = 0
   used: float = 1.0
+  sent: float = 1.0
 
   def product_seconds(self, product: hlo_events.Multiply) -> float:
     share = self.used if self.rows in product.sizes else 1.0
@@ -95,8 +98,11 @@ class Speeds:
     """Returns the time that one execution occupies wires, latency included."""
     if not collective.bytes:
       return {}
+    is_ragged = collective.kind == 'ragged-all-to-all'
     seconds = self.wires.seconds(
-      collective.kind, collective.bytes, collective.groups
+      collective.kind,
+      collective.bytes * (self.sent if is_ragged else 1.0),
+      collective.groups,
     )
     return {wire: n + self.rates.latency for wire, n in seconds.items()}
 

@@ -1,5 +1,7 @@
 """Laws of the modelled time of schedules."""
 
+import dataclasses
+
 import pytest
 
 from composer_jax.optim.muon import cost
@@ -122,6 +124,14 @@ def test_kernels_skip_rows_that_are_not_in_use():
   kernel = hlo_events.Multiply(8.0, 'k', frozenset({100, 7}))
   other = hlo_events.Multiply(8.0, 'k', frozenset({99, 7}))
   assert (run(kernel).busy, run(other).busy) == (2.0, 8.0)
+
+
+def test_ragged_transfers_take_what_travels_and_no_others_less():
+  machine = dataclasses.replace(MACHINE, sent=0.5)
+  for kind, seconds in (('ragged-all-to-all', 3), ('all-to-all', 6)):
+    events = begin('a', 6, kind=kind), END('a')
+    (transfer,) = timeline.run(events, machine).transfers
+    assert transfer.seconds == seconds
 
 
 def test_a_program_without_transfers_hides_all_of_them():
