@@ -30,9 +30,8 @@ def _imported(fields, folder):
   return exporting.of_import(folder / 'ours')
 
 
-@pytest.mark.parametrize(
-  'name', ['qwen3_moe', pytest.param('deepseek_v3', marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['qwen3_moe', 'deepseek_v3'])
 def test_an_export_is_the_policy_merged(name, tmp_path):
   origin = _imported(tiny.MODELS[name], tmp_path)
   plain = origin.config

@@ -19,9 +19,8 @@ from tests.parallel import rounds_test
 from tests.rl import replayed
 
 
-@pytest.mark.parametrize(
-  'mesh', ['8', pytest.param('4, two replicas', marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', ['8', '4, two replicas'])
 def test_rounds_of_an_exchange_change_nothing(mesh):
   """Of 24 experts with uneven loads, in several rounds."""
   precision = model_config.PrecisionConfig(experts='nvfp4')

@@ -238,6 +238,7 @@ def test_an_engine_that_does_not_fit_gets_more_devices():
   ]
 
 
+@pytest.mark.slow
 def test_experts_from_before_their_rounding_are_a_second_copy():
   exact = MODELS['exact']
   rounded = dataclasses.replace(
