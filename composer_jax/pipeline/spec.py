@@ -333,12 +333,11 @@ class Spec:
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
       )
     is_untrained = {self.mtp.cpt, self.mtp.sft, self.mtp.rl} == {'off'}
-    drafter = self.rollout.speculation.drafter
-    if drafter == 'heads' and is_untrained and not self.initial:
+    by_heads = self.rollout.speculation.drafter == 'heads'
+    if by_heads and is_untrained and not self.initial:
       raise ValueError(
         "--config.rollout.speculation.drafter is 'heads', which no stage "
-        'trains: set --config.mtp.cpt, mtp.sft or mtp.rl, which are "off", to '
-        '"joint", or the drafter to "ngrams".'
+        'trains: set one of --config.mtp.cpt, sft and rl to "joint".'
       )
     if self.initial and self.summary.trigger and self.summary.max_tokens < 10:
       raise ValueError(

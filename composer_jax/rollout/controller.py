@@ -5,15 +5,15 @@ a distribution of high entropy or a large mixture of experts they cost more than
 they give. So plain decoding goes first, each other depth is tried for a few
 dispatches, then the fastest one runs. Others are tried again from time to time,
 as often as the time that their trials lose stays below a hundredth. Plain
-decoding runs unless drafts are faster by more than measurements vary.
-
-The seconds of a dispatch are the median of those measured last, since a host
-that is busy for a moment would make any depth look slow.
+decoding runs unless drafts are faster by more than measurements vary. Seconds
+are medians, since a host that is busy for a moment makes any depth look slow.
 
 Nothing here changes a token: those of all depths are equal.
 """
 
 import collections
+import statistics
+from typing import Any
 
 import numpy as np
 
@@ -36,24 +36,20 @@ class _Load:
 
   def __init__(self, depths: tuple[int, ...]):
     # (tokens, seconds) of the latest dispatches of each depth.
-    self.measured = {
-      depth: collections.deque[tuple[int, float]](maxlen=_COUNTED)
-      for depth in depths
-    }
+    latest = collections.deque[tuple[int, float]]
+    self.measured = {depth: latest(maxlen=_COUNTED) for depth in depths}
     self.due = [*depths[1:], depths[0]]  # what waits longest for a trial first
     # Depth of so many further dispatches; and whether they are a trial.
     self.current, self.left, self.is_trial = depths[0], _GAP, False
     self.budget = 0.0  # seconds that trials may lose
 
   def seconds(self, depth: int) -> float:
-    seconds = sorted(s for _, s in self.measured[depth])
-    return seconds[(len(seconds) - 1) // 2] if seconds else 0.0
+    return statistics.median_low([s for _, s in self.measured[depth]] or [0.0])
 
   def rate(self, depth: int) -> float:
-    if not (seconds := self.seconds(depth)):
-      return 0.0
-    measured = self.measured[depth]
-    return sum(tokens for tokens, _ in measured) / len(measured) / seconds
+    tokens = [tokens for tokens, _ in self.measured[depth]]
+    seconds = self.seconds(depth) * len(tokens)
+    return sum(tokens) / seconds if seconds else 0.0
 
   def loss(self, depth: int, best: int) -> float:
     """Returns the seconds that a trial loses against the best depth.
@@ -79,14 +75,14 @@ class Controller:
   def __init__(self, depths: tuple[int, ...]):
     """Takes ascending depths; of a single one there is nothing to choose."""
     self._depths = depths
-    self._loads: dict[tuple[int, bool], _Load] = {}
+    self._loads = collections.defaultdict[Any, _Load](lambda: _Load(depths))
     self.kept_X = np.zeros(max(depths) + 1, np.int64)
 
   def choose(self, num_rows: int, truncates: bool = False) -> int:
     """Returns the depth of the next dispatch, of a program that truncates."""
     if len(self._depths) == 1:
       return self._depths[0]
-    load = self._load(num_rows, truncates)
+    load = self._loads[num_rows.bit_length(), truncates]
     if not load.left:
       self._turn(load)
     load.left -= 1
@@ -106,15 +102,9 @@ class Controller:
       depth = len(counts_X) - 1
       self.kept_X[: depth + 1] += counts_X
     if seconds is not None and depth in self._depths:
-      load = self._load(num_rows, truncates)
+      load = self._loads[num_rows.bit_length(), truncates]
       load.measured[depth].append((tokens, seconds))
       load.budget += _SHARE * load.seconds(depth)
-
-  def _load(self, num_rows: int, truncates: bool) -> _Load:
-    key = (num_rows.bit_length(), truncates)
-    if key not in self._loads:
-      self._loads[key] = _Load(self._depths)
-    return self._loads[key]
 
   def _turn(self, load: _Load) -> None:
     """Begins a trial if time allows, or goes on with the best depth."""
