@@ -73,7 +73,8 @@ class Served:
   def _begin(self) -> None:
     self._seconds = dict(sample_s=0.0, wait_s=0.0, lease_wait_s=0.0)
     self.num_resumed = self.num_anew = 0
-    self._slot_s, self._tokens = 0.0, self.engine.stats().sampled_tokens
+    stats, self._slot_s = self.engine.stats(), 0.0
+    self._tokens, self._drafted = stats.sampled_tokens, stats.draft_tokens
 
   @property
   def version(self) -> int:
@@ -96,6 +97,7 @@ class Served:
     figures = self._seconds | dict(
       swap_s=stats.swap_s,
       tokens=stats.sampled_tokens - self._tokens,
+      drafted=stats.draft_tokens - self._drafted,
       resumed=self.num_resumed,
       anew=self.num_anew,
       occupancy=self._slot_s / max(slots * sum(self._seconds.values()), 1e-9),

@@ -332,6 +332,13 @@ class Spec:
         '--config.rl.replay needs the routes that rollouts record: set '
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
       )
+    is_untrained = {self.mtp.cpt, self.mtp.sft, self.mtp.rl} == {'off'}
+    by_heads = self.rollout.speculation.drafter == 'heads'
+    if by_heads and is_untrained and not self.initial:
+      raise ValueError(
+        "--config.rollout.speculation.drafter is 'heads', which no stage "
+        'trains: set one of --config.mtp.cpt, sft and rl to "joint".'
+      )
     if self.initial and self.summary.trigger and self.summary.max_tokens < 10:
       raise ValueError(
         f'--config.summary.max_tokens must be at least 10 for an imported '

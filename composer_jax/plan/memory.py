@@ -390,6 +390,8 @@ def serving(
   )
   is_turned = model.tie_embeddings and options.devices == 1
   is_turned &= model.numerics == 'fast' and jax.default_backend() == 'cpu'
+  # A pass draws a token behind each draft, too.
+  num_drawn = options.num_slots * (options.speculation.depths[-1] + 1)
   terms = {
     'served weights': _bytes(served, places),
     # As `forward.unstack` says.
@@ -397,7 +399,7 @@ def serving(
     'reshaped experts': is_reshaped * _bytes(gate_up, gate_up_places),
     'weights of a swap': _bytes(swapped, {n: places[n] for n in swapped}),
     'KV cache': _whole(cache) // (options.devices if is_cut else 1),
-    'logits': 4 * 4 * options.num_slots * model.vocab_size // options.devices,
+    'logits': 4 * 4 * num_drawn * model.vocab_size // options.devices,
   }
   return Need(name='engine', devices=options.devices, terms=terms)
 

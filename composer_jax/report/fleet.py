@@ -89,10 +89,13 @@ def sentences(run: run_data.RunData) -> list[str]:
       for n, text in _OF_TRAINER.items()
     )
     texts.append(f'Where the trainer was: {", ".join(shares)}.')
-  went_on, anew = (
+  went_on, anew, sampled, drafted = (
     int(sum(_of(row, name) for row in _received(run)))
-    for name in ('resumed', 'anew')
+    for name in ('resumed', 'anew', 'tokens', 'drafted')
   )
+  if drafted:
+    share = 100 * drafted / max(sampled, drafted)
+    texts.append(f'Of {sampled} sampled tokens drafts foresaw {share:.1f} %.')
   if went_on or anew:
     texts.append(
       f'Episodes that a worker left unfinished: {went_on} went on elsewhere '

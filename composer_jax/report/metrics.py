@@ -175,8 +175,9 @@ received
       as during all of the above if it is in a process of its own
   swap_s: seconds between two decode steps, to the new weights; this and the
       next two are absent for the first policy of a process
-  tokens: tokens sampled since the policy before; this and the next are absent
-      for the first policy of a process, too
+  tokens: tokens sampled since the policy before; this and the next two are
+      absent for the first policy of a process, too
+  drafted: such tokens that a draft foresaw
   occupancy: mean share of the engine's slots that an episode had meanwhile
   sample_s: seconds since the policy before with an episode open, be it only the
       last one of many

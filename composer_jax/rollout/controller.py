@@ -2,50 +2,66 @@
 
 Drafts pay while steps are bound by memory and drafts come true; with many rows,
 a distribution of high entropy or a large mixture of experts they cost more than
-they give. So each depth is tried for a few dispatches, then the fastest one
-runs. Others are tried again from time to time, as often as the time that their
-trials lose stays below a hundredth. Plain decoding runs unless drafts are
-faster by more than measurements vary.
+they give. So plain decoding goes first, each other depth is tried for a few
+dispatches, then the fastest one runs. Others are tried again from time to time,
+as often as the time that their trials lose stays below a hundredth. Plain
+decoding runs unless drafts are faster by more than measurements vary. Seconds
+are medians, since a host that is busy for a moment makes any depth look slow.
 
 Nothing here changes a token: those of all depths are equal.
 """
 
+import collections
+import statistics
+from typing import Any
+
 import numpy as np
 
 # Dispatches of a trial.
-_TRIAL = 4
+_TRIAL = 3
 # Dispatches between two trials, at least.
 _GAP = 32
 # Part of the time that trials may lose.
 _SHARE = 0.01
-# Weight of what was measured before: about ten dispatches count.
-_DECAY = 0.9
+# Dispatches that count, of a depth that runs; the latest ones.
+_COUNTED = 16
 # How many times the rate of plain decoding a depth must reach.
 _MARGIN = 1.02
+# Most seconds that a dispatch is taken to last, in those of the best depth.
+_DEAREST = 4
 
 
 class _Load:
   """What is known of one number of rows."""
 
   def __init__(self, depths: tuple[int, ...]):
-    # Tokens, seconds and dispatches of each depth; older ones weigh less.
-    self.sums = {depth: np.zeros(3) for depth in depths}
-    self.due = list(depths)  # the one that waits longest for a trial first
-    self.untried = len(depths)
-    self.current = self.left = 0  # depth of so many further dispatches
-    self.is_trial, self.budget = False, 0.0  # seconds that trials may lose
+    # (tokens, seconds) of the latest dispatches of each depth.
+    latest = collections.deque[tuple[int, float]]
+    self.measured = {depth: latest(maxlen=_COUNTED) for depth in depths}
+    self.due = [*depths[1:], depths[0]]  # what waits longest for a trial first
+    # Depth of so many further dispatches; and whether they are a trial.
+    self.current, self.left, self.is_trial = depths[0], _GAP, False
+    self.budget = 0.0  # seconds that trials may lose
+
+  def seconds(self, depth: int) -> float:
+    return statistics.median_low([s for _, s in self.measured[depth]] or [0.0])
 
   def rate(self, depth: int) -> float:
-    tokens, seconds, _ = self.sums[depth]
-    return tokens / seconds if seconds else 0.0
+    tokens = [tokens for tokens, _ in self.measured[depth]]
+    seconds = self.seconds(depth) * len(tokens)
+    return sum(tokens) / seconds if seconds else 0.0
 
   def loss(self, depth: int, best: int) -> float:
-    """Returns the seconds that a trial loses against the best depth."""
-    _, seconds, count = self.sums[depth]
-    if not count or not self.rate(best):
+    """Returns the seconds that a trial loses against the best depth.
+
+    What was never measured loses what the next smaller depth does.
+    """
+    known = [d for d in self.measured if d <= depth and self.measured[d]]
+    if not known or not self.rate(best):
       return 0.0
-    slower = 1 - self.rate(depth) / self.rate(best)
-    return max(0.0, slower * _TRIAL * seconds / count)
+    slower = max(0.0, 1 - self.rate(known[-1]) / self.rate(best))
+    most = _DEAREST * self.seconds(best)
+    return slower * _TRIAL * min(self.seconds(known[-1]), most)
 
 
 class Controller:
@@ -59,14 +75,14 @@ class Controller:
   def __init__(self, depths: tuple[int, ...]):
     """Takes ascending depths; of a single one there is nothing to choose."""
     self._depths = depths
-    self._loads: dict[int, _Load] = {}
+    self._loads = collections.defaultdict[Any, _Load](lambda: _Load(depths))
     self.kept_X = np.zeros(max(depths) + 1, np.int64)
 
-  def choose(self, num_rows: int) -> int:
-    """Returns the depth of the next dispatch."""
+  def choose(self, num_rows: int, truncates: bool = False) -> int:
+    """Returns the depth of the next dispatch, of a program that truncates."""
     if len(self._depths) == 1:
       return self._depths[0]
-    load = self._load(num_rows)
+    load = self._loads[num_rows.bit_length(), truncates]
     if not load.left:
       self._turn(load)
     load.left -= 1
@@ -78,6 +94,7 @@ class Controller:
     num_rows: int,
     tokens: int,
     seconds: float | None,
+    truncates: bool = False,
   ) -> None:
     """Takes the counts and tokens of a report; None for unknown seconds."""
     depth = 0
@@ -85,13 +102,9 @@ class Controller:
       depth = len(counts_X) - 1
       self.kept_X[: depth + 1] += counts_X
     if seconds is not None and depth in self._depths:
-      load = self._load(num_rows)
-      load.sums[depth] = _DECAY * load.sums[depth] + (tokens, seconds, 1)
-      load.budget += _SHARE * seconds
-
-  def _load(self, num_rows: int) -> _Load:
-    load = _Load(self._depths)
-    return self._loads.setdefault(num_rows.bit_length(), load)
+      load = self._loads[num_rows.bit_length(), truncates]
+      load.measured[depth].append((tokens, seconds))
+      load.budget += _SHARE * load.seconds(depth)
 
   def _turn(self, load: _Load) -> None:
     """Begins a trial if time allows, or goes on with the best depth."""
@@ -100,12 +113,13 @@ class Controller:
       best = plain
     if load.is_trial:
       load.budget -= load.loss(load.current, best)
-    due = load.due[load.due[0] == best and not load.untried]
-    is_affordable = load.loss(due, best) <= load.budget
-    if load.untried or (is_affordable and not load.is_trial):
-      load.untried = max(0, load.untried - 1)
-      load.is_trial, load.current, load.left = True, due, _TRIAL
+    due = load.due[load.due[0] == best]
+    if not load.is_trial and load.loss(due, best) <= max(0.0, load.budget):
       load.due.remove(due)
       load.due.append(due)
+      # One good trial must tell, whatever was measured before.
+      for _ in range(len(load.measured[due]) - _TRIAL):
+        load.measured[due].popleft()
+      load.is_trial, load.current, load.left = True, due, _TRIAL
     else:
       load.is_trial, load.current, load.left = False, best, _GAP

@@ -404,8 +404,10 @@ class Engine:
   def _decode(self, decoding: list[sessions.Session]) -> None:
     """Goes on with the state on the device, or uploads it for other rows."""
     rows = [(session, session.at_work) for session in decoding]
-    is_guided = any(work.guide for _, work in rows)
-    depth = self.controller.choose(len(rows)) if rows and not is_guided else 0
+    truncate, is_guided = _kind(rows)
+    depth = 0
+    if rows and not is_guided:
+      depth = self.controller.choose(len(rows), truncate)
     is_composed = rows == self._composition and (depth > 0) == (self._depth > 0)
     self._depth = depth
     if rows and is_composed and not is_guided:
@@ -458,8 +460,7 @@ class Engine:
     self._rows_BW, self._state = self._put(inputs)
 
   def _sample(self) -> None:
-    truncate = any(work.request.truncates for _, work in self._composition)
-    is_guided = any(work.guide for _, work in self._composition)
+    truncate, is_guided = _kind(self._composition)
     bias_BV = self._bias() if is_guided else None
     self._add(self._composition, None, self._run_decode(truncate, bias_BV))
 
@@ -500,12 +501,15 @@ class Engine:
       self._read_extend(unread, unread.chunks, *report)
       return
     report = report.replace(version=unread.version)
-    # Unknown after a pause, or where a program was compiled meanwhile.
-    seconds = None
-    if before is not None and before[1] == last[1]:
+    # Unknown after a pause, or where a program was compiled meanwhile. With a
+    # guide there is nothing to choose.
+    (truncate, is_guided), seconds = _kind(unread.rows), None
+    if before is not None and before[1] == last[1] and not is_guided:
       seconds = last[0] - before[0]
     count = int((report.tokens_TB >= 0).sum())
-    self.controller.take(report.counts_X, len(unread.rows), count, seconds)
+    self.controller.take(
+      report.counts_X, len(unread.rows), count, seconds, truncate
+    )
     self._slots.sampled(unread.rows, report)
 
   def _read_extend(
@@ -526,6 +530,12 @@ class Engine:
       if drafts_BK is not None:
         work.drafts_K = drafts_BK[row]
       self._slots.extended(session, start, end - start, routes_TMA)
+
+
+def _kind(rows: list[slots_lib.Row]) -> tuple[bool, bool]:
+  """Returns whether a dispatch of the rows truncates, and is guided."""
+  truncates = any(work.request.truncates for _, work in rows)
+  return truncates, any(work.guide for _, work in rows)
 
 
 def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

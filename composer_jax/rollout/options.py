@@ -112,6 +112,8 @@ class EngineOptions(ServingOptions):
     # A session of the shortest max_len has a context token and samples one.
     checks.at_least(self, 2, 'max_len')
     checks.at_least(self, 0, 'num_pages', 'num_top')
+    is_section = isinstance(self.speculation, Speculation)
+    checks.require(self, 'speculation', is_section, 'be a Speculation')
     rows = _several(self.prefill_rows)
     is_valid = rows and all(type(n) is int and n >= 1 for n in rows)
     checks.require(self, 'prefill_rows', is_valid, 'name numbers of at least 1')
@@ -137,7 +139,8 @@ class EngineOptions(ServingOptions):
   def heads_of(self, model: model_config.ModelConfig) -> int:
     """Returns the number of heads that draft, which have pages of their own."""
     drafts = self.speculation.drafter == 'heads'
-    return model.mtp.depth if drafts and model.mtp is not None else 0
+    depth = model.mtp.depth if drafts and model.mtp is not None else 0
+    return min(depth, self.speculation.depth)
 
   @property
   def extend_rows(self) -> tuple[int, ...]:
@@ -157,8 +160,9 @@ def served(
   """
   if options.speculation.drafter == 'heads' and model.mtp is None:
     raise ValueError(
-      "speculation.drafter is 'heads', and the model has none: give it heads "
-      "by model.mtp and train them, or set 'ngrams'."
+      'speculation.drafter (--config.rollout, of a server --config.engine) is '
+      "'heads', and the model has none: give it heads by model.mtp and train "
+      "them, or set 'ngrams'."
     )
   if options.cache_dtype and model.numerics == 'batch_invariant':
     raise ValueError(

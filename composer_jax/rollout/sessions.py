@@ -73,8 +73,8 @@ class Sampled(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     tokens_TB: int32 tokens; NOT_SAMPLED behind a row's last, or NOT_FINITE.
     expert_ids_TMBA: uint16 routes of the consumed tokens; None if not recorded.
-    counts_X: int32 number of passes over a row that kept 1, 2, ... tokens; None
-      without speculation.
+    counts_X: int32 number of passes over a row with drafts that kept 1, 2, ...
+      tokens; None without speculation.
     drafts_BK: drafts of heads that follow each row's last token; None without.
     version: policy version that sampled the tokens; None on the device.
   """

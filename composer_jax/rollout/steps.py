@@ -333,7 +333,10 @@ def _decode(
       )
       history_BS = jax.vmap(set_row)(state.history_BS, at_BT, drawn_BT)
       after = after._replace(history_BS=history_BS)
-    counts_T += (count_B[:, None] == columns_T + 1).sum(0, dtype=jnp.int32)
+    # Of rows that had a draft.
+    of_drafts_B1 = valid_BT[:, min(depth, 1), None]
+    is_count_BT = of_drafts_B1 & (count_B[:, None] == columns_T + 1)
+    counts_T += is_count_BT.sum(0, dtype=jnp.int32)
     return step + 1, cache, after, report, counts_T
 
   report = _empty_report(config, options, len(rows_BW), width)

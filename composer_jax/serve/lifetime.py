@@ -152,18 +152,21 @@ def run(
     print(f'At the end, version {served.version}: {served.problem}')
 
 
-def _fields(name: str, cls: Any, fields: dict[str, Any]) -> Any:
+def _fields(name: str, cls: Any, fields: Any) -> Any:
+  if not isinstance(fields, dict):
+    raise ValueError(f'--config.{name} must be a section, not {fields!r}.')
   kinds, made = typing.get_type_hints(cls), dict(fields)
   for field, value in fields.items():
     checks.known_name(field, kinds, f'--config.{name}')
     if isinstance(value, list):  # The command line makes lists of tuples.
       made[field] = tuple(value)
-    elif isinstance(value, dict):
+    elif dataclasses.is_dataclass(kinds[field]):
       made[field] = _fields(f'{name}.{field}', kinds[field], value)
   try:
     return cls(**made)
-  except TypeError as error:
-    raise ValueError(f'--config.{name}: {error}.') from error
+  except (TypeError, ValueError) as error:
+    text = f': {error}'.replace(f': {cls.__name__}.', '.', 1).rstrip('.')
+    raise ValueError(f'--config.{name}{text}.') from error
 
 
 def load(

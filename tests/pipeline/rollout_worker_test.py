@@ -24,7 +24,9 @@ class Engine(types.SimpleNamespace):
 
   def stats(self):
     self.sampled += 100
-    return types.SimpleNamespace(swap_s=0.25, sampled_tokens=self.sampled)
+    return types.SimpleNamespace(
+      swap_s=0.25, sampled_tokens=self.sampled, draft_tokens=self.sampled // 4
+    )
 
 
 def policy(version, target_id):
@@ -81,6 +83,7 @@ def test_each_newer_policy_is_served_and_the_last_kept(make):
   assert [line[:2] for line in logged] == [(3, 'aa'), (4, 'bb'), (7, 'cc')]
   assert not logged[0][2] and logged[1][2]['swap_s'] == 0.25
   assert [line[2]['tokens'] for line in logged[1:]] == [100, 100]
+  assert [line[2]['drafted'] for line in logged[1:]] == [25, 25]
 
 
 def test_every_second_between_swaps_has_a_cause_and_every_slot_a_share(make):

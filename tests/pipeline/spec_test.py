@@ -43,6 +43,18 @@ def make(**changes):
       r'--config\.hints\.loss\.weight \(1\.0\) needs --config\.hints\.templ',
     ),
     ({'rollout__record_routes': False}, r'rl\.replay needs the routes'),
+    (
+      {
+        'rollout__speculation': {'drafter': 'heads'},
+        'model__mtp': {'depth': 1},
+        'mtp': {'cpt': 'off', 'sft': 'off', 'rl': 'off'},
+      },
+      r"--config\.rollout\.speculation\.drafter is 'heads', which no stage",
+    ),
+    (
+      {'rollout__speculation': {'depth': 3}},
+      r'--config\.rollout\.speculation\.depth must be 2 or 4; got 3',
+    ),
     ({'delta__keep': 0}, r'--config\.delta\.keep must be at least 1; got 0'),
     ({'delta__poll_s': 0.0}, r'--config\.delta\.poll_s must be positive'),
     (

@@ -17,6 +17,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.plan import memory
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import forward, placing, steps
+from composer_jax.rollout import options as rollout_options
 from composer_jax.train import loop, placement
 from composer_jax.train import state as train_state
 from configs.composer import tiny
@@ -236,6 +237,16 @@ def test_an_engine_that_does_not_fit_gets_more_devices():
   assert devices[:2] == [
     (f'{n} times as many devices in layout hsdp', n) for n in (2, 4)
   ]
+
+
+def test_a_pass_that_verifies_has_logits_behind_every_draft():
+  options = engines.EngineOptions(num_slots=8, max_len=256)
+  speculation = rollout_options.Speculation(drafter='ngrams', depth=4)
+  plain, drafting = (
+    memory.serving(MODELS['plain'], o).terms
+    for o in (options, dataclasses.replace(options, speculation=speculation))
+  )
+  assert drafting == plain | {'logits': 5 * plain['logits']}
 
 
 @pytest.mark.slow

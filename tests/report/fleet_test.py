@@ -39,11 +39,14 @@ def test_fates_and_lost_leases_are_said(tmp_path):
     fates = [['trained', 'deletion', 5], ['infrastructure', 'deletion', 1]]
     out.write('fleet', 1, workers=2, fates=fates, lost=[['silent', 3]], late=2)
   (tmp_path / writer.RECEIVED).write_text(
-    line('a', 1, resumed=2, anew=1) + line('b', 1, resumed=3) + line('b', 2)
+    line('a', 1, resumed=2, anew=1, tokens=30, drafted=9)
+    + line('b', 1, resumed=3, tokens=10, drafted=1)
+    + line('b', 2, tokens='x')
   )
   text = section(tmp_path)
   assert 'unfinished: 5 went on elsewhere' in text
   assert 'saved turn, 1 had to begin anew.' in text
+  assert 'Of 40 sampled tokens drafts foresaw 25.0 %.' in text
   assert 'trained deletion 5, infrastructure deletion 1.' in text
   assert 'by reason: silent 3.' in text and 'after their lease: 2.' in text
 

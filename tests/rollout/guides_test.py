@@ -98,7 +98,10 @@ def test_a_bias_of_zero_changes_no_bit(engine):
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_a_single_allowed_token_is_certain(engine, temperature):
+def test_a_single_allowed_token_is_certain(engine, temperature, monkeypatch):
+  noted = []
+  note = lambda *report: noted.append(report[3])
+  monkeypatch.setattr(engine.controller, 'take', note)
   forced = [7, 3, 39, 0]
   bias_TV = np.full((4, 40), -np.inf)
   bias_TV[np.arange(4), forced] = 0
@@ -107,6 +110,8 @@ def test_a_single_allowed_token_is_certain(engine, temperature):
   assert made.tokens_T.tolist() == forced
   np.testing.assert_array_equal(made.logprobs_T, 0)
   assert (made.raw_logprobs_T < 0).all()
+  # Its seconds are no measure of plain decoding.
+  assert noted == [None] * 4
 
 
 def test_a_guided_request_goes_on_after_a_swap(config, policy):

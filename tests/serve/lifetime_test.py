@@ -170,6 +170,16 @@ def test_a_misspelt_field_is_named(section):
     _run(fields)
 
 
+@pytest.mark.parametrize('value', ['ngrams', None, {'depth': 3}, {'depth': {}}])
+def test_what_is_no_speculation_is_named(value):
+  fields = _fields()
+  fields['engine']['speculation'] = value
+  with pytest.raises(
+    ValueError, match=r'config\.engine\.speculation.* must be'
+  ):
+    _run(fields)
+
+
 def test_a_missing_limit_is_named():
   fields = _fields()
   del fields['limits']['max_queue']
