@@ -68,12 +68,11 @@ DOORS = {
 
 # Lines that may not be exceeded by chance. Raise a limit by what an issue asks
 # for, after looking for what that makes superfluous. Last: 1,000 of the spine
-# for drafts that are verified (20 more: and measured without what a busy host
-# does to seconds), rounds that overlap and products of eight bits
+# for drafts that are verified, rounds that overlap and products of eight bits
 # on Hopper GPUs, and 1,500 of the library for programs of a whole run, meshes
 # that are proposed, wires that are shared, and larger inputs of grading.
 SPINE_LINES = 27_620
-LIBRARY_LINES = 82_000
+LIBRARY_LINES = 82_080
 MAX_FILES = 15  # in a folder
 
 # Files that are run or loaded by path or by a composed name, and by what.
