@@ -164,9 +164,11 @@ def _fields(name: str, cls: Any, fields: Any) -> Any:
       made[field] = _fields(f'{name}.{field}', kinds[field], value)
   try:
     return cls(**made)
-  except (TypeError, ValueError) as error:
-    text = f': {error}'.replace(f': {cls.__name__}.', '.', 1).rstrip('.')
-    raise ValueError(f'--config.{name}{text}.') from error
+  except TypeError as error:
+    raise ValueError(f'--config.{name}: {error}.') from error
+  except ValueError as error:
+    text = f': {error}'.replace(f': {cls.__name__}.', '.', 1)
+    raise ValueError(f'--config.{name}{text}') from error
 
 
 def load(
