@@ -38,6 +38,7 @@ class Stats:
   waiting: int
   swap_s: float = 0.0
   sampled_tokens: int = 0
+  draft_tokens: int = 0
 
 
 @dataclasses.dataclass
