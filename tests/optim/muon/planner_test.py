@@ -271,7 +271,10 @@ def test_names_of_parameters_change_no_plan_and_no_program(mesh):
       )
       return [[tree[name] for name in names] for tree in results]
 
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    arrays = [
+      jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name])
+      for name, shape in zip(names, shapes, strict=True)
+    ]
     return made.sequence, str(jax.make_jaxpr(run)(arrays))
 
   numbers = [f'{i:02}' for i in range(len(leaves))]
