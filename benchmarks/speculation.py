@@ -210,6 +210,11 @@ def _seconds(
 def _measure(run, name: str, task: _Task, depths, goal) -> None:
   """Reports speculation at some depths against none."""
   ours, plain = task.engine(depths), task.engine()
+  chooses = ours.controller
+  for depth in depths:  # Else some would be compiled while time is taken.
+    ours.controller = type(chooses)((depth,))
+    task.play(ours, 0, 2**30)
+  ours.controller = chooses
   wrong = task.engine(depths[-1:], draft=_wrong)
   rates: tuple[list[float], list[float]] = ([], [])
   limits, costs = [], []
@@ -229,7 +234,8 @@ def _measure(run, name: str, task: _Task, depths, goal) -> None:
       into.append(tokens / seconds)
     tokens, seconds = pairs[1]
     kept = sum((i + 1) * n for i, n in enumerate(passes_X))
-    a_pass = kept / max(1, passes_X.sum())
+    # Where the engine drafted nothing, a pass gave a token.
+    a_pass = kept / passes_X.sum() if kept else 1.0
     costs.append((a_pass, cost / step))
     decode = max(0.0, seconds - first) * max(cost / step / a_pass, 1e-9)
     limits.append(tokens / (first + decode))
