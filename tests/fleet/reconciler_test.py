@@ -285,11 +285,14 @@ def test_who_comes_when_the_run_is_over_ends(world, monkeypatch):
   assert late.door.is_over
 
 
-def test_what_a_worker_gives_back_is_leased_at_once(world):
+@pytest.mark.parametrize('knows', [True, False])
+def test_what_a_worker_gives_back_is_leased_at_once(world, knows):
+  """Even a lease of orders that it reads when it leaves."""
   leaver, other = world.worker('leaver'), world.worker('other')
   world.turn([leaver])
   world.turn([])
-  leaver.take()
+  if knows:
+    leaver.take()
   leaver.door.close()
   began = world.time
   world.run([other])

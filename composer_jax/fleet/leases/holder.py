@@ -419,12 +419,15 @@ class StoredLeases:
     for thread in (self._thread, self._turns_thread):
       if thread is not None:
         thread.join()
-    with self._lock:
-      done = {epoch for epoch, *_ in self._report.results}
-      self._returned |= self._leases.keys() - done
-      self._report = dataclasses.replace(self._report, is_leaving=True)
     try:
-      self._carry()
-      self.sync()
+      # The first look may find orders with another lease; the second one gives
+      # it back, and nobody leases to a worker that has said that it leaves.
+      for _ in range(2):
+        with self._lock:
+          done = {epoch for epoch, *_ in self._report.results}
+          self._returned |= self._leases.keys() - done
+          self._report = dataclasses.replace(self._report, is_leaving=True)
+        self._carry()
+        self.sync()
     except (OSError, ValueError) as error:
       _log.warning('This worker leaves without a word: %s', error)
