@@ -113,7 +113,7 @@ class Controller:
       best = plain
     if load.is_trial:
       load.budget -= load.loss(load.current, best)
-    due = load.due[load.due[0] == best]
+    due = next(depth for depth in load.due if depth != best)
     if not load.is_trial and load.loss(due, best) <= max(0.0, load.budget):
       load.due.remove(due)
       load.due.append(due)
